@@ -1,4 +1,7 @@
-"""Files of somebody else's, read without waiting: a pipe may never be written to, and a device never ends."""
+"""Files of somebody else's: whether they are there, and reading without waiting.
+
+A pipe may never be written to, and a device never ends.
+"""
 
 import errno
 import io
@@ -9,6 +12,35 @@ from pathlib import Path
 
 MAX_FILE_BYTES = 1 << 26  # of one that is read whole
 MAX_LINE_BYTES = 1 << 26
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Tell whether something has this name. Raises OSError where that cannot be seen.
+
+    A folder that may not be searched is no absent file; Path.exists and the like say so from Python 3.14 on.
+    """
+    return _mode_of(path) is not None
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether this is a regular file. Raises OSError like exists."""
+    return stat.S_ISREG(_mode_of(path) or 0)
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Tell whether this is a directory. Raises OSError like exists."""
+    return stat.S_ISDIR(_mode_of(path) or 0)
+
+
+def _mode_of(path: str | os.PathLike[str]) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP):
+            return None
+        raise
+    except ValueError:  # a NUL in the name
+        return None
 
 
 def open_regular(path: Path) -> io.BufferedReader:

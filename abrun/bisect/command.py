@@ -21,6 +21,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.layout import RunName
 from abrun.plan import Plan, compare_hash, make_plan
 from abrun.recipe import BASELINE, CommandRecipe, CommandRunConfig, load_recipe, stored_recipe
+from abrun.regular_files import is_file
 
 FILE = "bisect.json"
 AGAIN = "good-again"  # the good candidate's reruns, judged as if they were an arm
@@ -343,7 +344,7 @@ class Bisection:
         }
 
     def _check_declared(self) -> None:
-        if not (self._dir / FILE).is_file():
+        if not is_file(self._dir / FILE):
             return
         before = store.read_as(_Stored, self._dir / FILE).declared
         changed = [key for key, value in self._declared().items() if before.get(key) != value]

@@ -16,6 +16,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
 from abrun.recipe import CommandRecipe
 from abrun.redaction import shown
+from abrun.regular_files import exists, is_directory, is_file
 from abrun.store import launcher_lock, make_folder, open_log, write_json
 
 FOLDER = ".environments"  # under the runs directory; no experiment can have that name
@@ -55,7 +56,7 @@ class Environments:
         place = self._place(candidate)
         make_folder(place)
         with launcher_lock(place):
-            if (place / MADE).is_file():
+            if is_file(place / MADE):
                 return
             self._clear(candidate)
             log = place / LOG
@@ -75,9 +76,9 @@ class Environments:
     def remove(self, candidate: Candidate) -> None:
         """Take a candidate's checkout and environment away; of one that could not be made the log stays."""
         place = self._place(candidate)
-        if place.is_dir():
+        if is_directory(place):
             with launcher_lock(place):
-                made = (place / MADE).is_file()
+                made = is_file(place / MADE)
                 (place / MADE).unlink(missing_ok=True)
                 self._clear(candidate)
             if made:
@@ -85,7 +86,7 @@ class Environments:
 
     def _clear(self, candidate: Candidate) -> None:
         place = self._place(candidate)
-        if self.repo and candidate.commit and (place / "checkout").exists():
+        if self.repo and candidate.commit and exists(place / "checkout"):
             git_output(self.repo, "worktree", "remove", "--force", "--force", str(place / "checkout"))
         for part in ("checkout", "venv", "caches"):
             shutil.rmtree(place / part, ignore_errors=True)

@@ -10,6 +10,7 @@ import typer
 
 from abrun.errors import RecipeError
 from abrun.redaction import shortened
+from abrun.regular_files import is_directory
 
 MOST_SEEDS = 1000
 
@@ -38,7 +39,7 @@ def names_of_experiments(incomplete: str) -> list[str]:
     from abrun.store import experiments_in
 
     runs = Path("runs")
-    found = experiments_in(runs) if runs.is_dir() else []
+    found = experiments_in(runs) if is_directory(runs) else []
     return [path.name for path in found if path.name.startswith(incomplete)]
 
 

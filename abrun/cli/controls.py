@@ -12,6 +12,7 @@ from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import launched_in_view
 from abrun.errors import RecipeError, StoreError
+from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.recipe import Declared
@@ -163,11 +164,11 @@ def _folder_of(run: str, runs_dir: Path) -> Path:
     from abrun.store import RunDir, is_experiment, planned_runs
 
     path = runs_dir / run
-    path = path if path.is_dir() else Path(run)
+    path = path if is_directory(path) else Path(run)
     if is_experiment(path):
         names = [f"{run.rstrip('/')}/{name}" for name in planned_runs(path)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise StoreError(f"{run}: got an experiment; name one of its runs: {', '.join(names[:8])}{more}")
-    if not (path.is_dir() and read_completions(path)):
+    if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()
     return path

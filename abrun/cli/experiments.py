@@ -32,6 +32,7 @@ from abrun.cli.arguments import (
 )
 from abrun.errors import AbrunError, RecipeError
 from abrun.redaction import shown
+from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
@@ -226,7 +227,7 @@ def logs(
     from abrun.launch import queued_jobs
 
     path = runs_dir / run
-    for part in live.log_of(path if path.is_dir() else Path(run), queued_jobs, follow=follow):
+    for part in live.log_of(path if is_directory(path) else Path(run), queued_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
 

@@ -37,6 +37,7 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
+from abrun.regular_files import exists, is_file
 from abrun.store import RunDir, read_as, run_dir
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def compare_sources(
         formats=formats,
         command=command,
     )
-    stays = declared is not None and output is None and (declared / "verdict.json").exists()
+    stays = declared is not None and output is None and exists(declared / "verdict.json")
     return replace(comparison, declared=declared if stays else None)
 
 
@@ -155,7 +156,7 @@ def verdict_in(experiment_dir: Path) -> str | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
-        if path.is_file():
+        if is_file(path):
             return read_as(_StoredVerdict, path).verdict
     return None
 

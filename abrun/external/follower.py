@@ -13,6 +13,7 @@ from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.recipe import MetricsLog
+from abrun.regular_files import is_file
 from abrun.store import NOT_METRICS, RunDir, TextValues
 
 Row = dict[str, float]
@@ -159,7 +160,7 @@ def _same(row: Row, written: Row) -> bool:
 def _fingerprint(path: Path) -> object:
     """Changes whenever a file of the log does."""
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = [path] if path.is_file() else sorted(below)
+    files = [path] if is_file(path) else sorted(below)
     found = []
     for file in files:
         try:

@@ -20,6 +20,7 @@ from abrun.launch.requirements import refuse_unset_variables
 from abrun.plan import Plan, RunName, compare_hash, config_diff, decisions
 from abrun.recipe import NAME, CommandRunConfig, RunConfig, stored_run
 from abrun.redaction import in_yaml
+from abrun.regular_files import is_directory, is_file
 from abrun.store import RunDir, RunRecord
 
 
@@ -43,7 +44,7 @@ def refuse_existing(experiment_dir: Path) -> None:
             f"{experiment_dir}: an experiment is here already, {finished} of {len(names)} runs finished; "
             "continue it with --resume, or give this one another --name"
         )
-    if experiment_dir.is_dir() and not _was_just_begun(experiment_dir):
+    if is_directory(experiment_dir) and not _was_just_begun(experiment_dir):
         raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
 
 
@@ -121,7 +122,7 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
 def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     reference = plan.recipe.compare.reference
     here = experiment_dir / store.REFERENCE
-    if reference and not (store.is_experiment(experiment_dir) and here.is_file()):
+    if reference and not (store.is_experiment(experiment_dir) and is_file(here)):
         with store.explained(here):  # once: a later change of the file is none here
             store.write_file(here, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {

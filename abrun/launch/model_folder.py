@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from abrun.regular_files import open_regular, read_regular
+from abrun.regular_files import exists, open_regular, read_regular
 
 LARGEST_CONFIG = 2**24  # bytes of a model's config.json
 # Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
@@ -28,9 +28,9 @@ def folder_damage(folder: Path) -> str | None:
     """
     try:
         config_of(folder)
-        if (folder / WHOLE).exists():
+        if exists(folder / WHOLE):
             _names_in(folder / WHOLE)
-        elif (folder / INDEX).exists():
+        elif exists(folder / INDEX):
             _check_index(folder)
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else folder.name

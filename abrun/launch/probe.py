@@ -25,6 +25,7 @@ from abrun.launch.hub import hub_refusal
 from abrun.launch.requirements import Machine, missing_of_hub, this_machine
 from abrun.processes import MODULE, end_all, end_group, processes_of, start, wait
 from abrun.recipe import OwnRunConfig
+from abrun.regular_files import exists
 
 GRACE_S = 5.0
 POLL_S = 0.05
@@ -164,7 +165,7 @@ def await_turn(directory: Path, job: dict[str, Any]) -> None:
     """Returns once a probe may use its devices; takes what says that it waits out of its job."""
     if not job.pop(WAITS, False):
         return
-    while not (directory / TURN).exists():
+    while not exists(directory / TURN):
         progress.beat(progress.WAITING)
         time.sleep(POLL_S)
 

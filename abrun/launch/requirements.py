@@ -40,6 +40,7 @@ from abrun.recipe import (
     vllm_misfit,
     vllm_refusal,
 )
+from abrun.regular_files import is_directory, is_file
 from abrun.tasks import hold_out
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
 
 def reference_refusals(plan: Plan) -> list[str]:
     reference = plan.recipe.compare.reference
-    if reference and not Path(reference).expanduser().is_file():
+    if reference and not is_file(Path(reference).expanduser()):
         return [f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one"]
     return []
 
@@ -271,12 +272,12 @@ def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], str | None]) -> st
 
 def _is_folder(weights: str) -> bool:
     """Where no such folder is here, NAME and OWNER/NAME are a hub's."""
-    return weights[0] in "/.~" or weights.count("/") > 1 or Path(weights).is_dir()
+    return weights[0] in "/.~" or weights.count("/") > 1 or is_directory(Path(weights))
 
 
 def _unloadable_folder(weights: str) -> str | None:
     folder = Path(weights).expanduser()
-    if not folder.is_dir():
+    if not is_directory(folder):
         return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
     wrong = folder_damage(folder)
     return wrong and (

@@ -21,7 +21,7 @@ from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
 from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
 from abrun.logs.wandb_files import read_run_files
-from abrun.regular_files import open_regular
+from abrun.regular_files import exists, is_directory, is_file, open_regular
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
@@ -74,7 +74,7 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
     prefix, colon, rest = source.partition(":")
     format = PREFIXES.get(prefix) if colon else None
     path = Path(rest if format else source)
-    if format == "wandb" and not path.exists() and re.fullmatch(PROJECT, rest.strip("/")):
+    if format == "wandb" and not exists(path) and re.fullmatch(PROJECT, rest.strip("/")):
         from abrun.logs.wandb_api import read_project
 
         logs = read_project(rest, group, step_column)
@@ -95,10 +95,10 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     if format not in FORMATS:
         raise StoreError(f"format: got {format!r}; allowed: {', '.join(FORMATS)}")
     name = path.name
-    found = [one for one in _walk(path, path) if one.format == format] if path.is_dir() else []
-    files = [file for one in found for file in one.files] if path.is_dir() else [path]
-    if not path.exists() or not files:
-        what = "holds nothing of that format yet" if path.exists() else "does not exist yet"
+    found = [one for one in _walk(path, path) if one.format == format] if is_directory(path) else []
+    files = [file for one in found for file in one.files] if is_directory(path) else [path]
+    if not exists(path) or not files:
+        what = "holds nothing of that format yet" if exists(path) else "does not exist yet"
         return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {what}",))
     if format in ("csv", "jsonl", "parquet") and len(files) > 1:
         raise StoreError(
@@ -118,21 +118,21 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 def _runs_in(path: Path, format: str | None, source: str) -> tuple[dict[str, list[Found]], list[str]]:
     """The runs by format, the one to read first, and a sentence on files that nothing here reads."""
     with readable(path):
-        there = path.exists()
+        there = exists(path)
     if not there:
         prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:]))
         raise StoreError(
             f"{printable(source)}: no such file or folder; allowed: a path, with one of {prefixes} before it "
             "or none, or wandb:ENTITY/PROJECT"
         )
-    found = _without_links(list(_walk(path, path))) if path.is_dir() else [_file(path, format)]
+    found = _without_links(list(_walk(path, path))) if is_directory(path) else [_file(path, format)]
     foreign = [one.name for one in found if one.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
     found = [one for one in found if one.format != "foreign" and (format is None or one.format in formats)]
     if not found:
         what = format or f"{', '.join(FORMATS)} or abrun's own"
         names = foreign or sorted(
-            _name(file, path) for file in islice(path.rglob("*.*"), 100) if file.is_file()
+            _name(file, path) for file in islice(path.rglob("*.*"), 100) if is_file(file)
         )
         holds = f"; it holds {listed(names, 3)}" if names else ""
         raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {what}{holds}")
@@ -191,8 +191,8 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
         return
     with readable(folder):
         entries = sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name))
-        files = [entry for entry in entries if entry.is_file()]
-        folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        files = [entry for entry in entries if is_file(entry)]
+        folders = [entry for entry in entries if is_directory(entry) and not entry.name.startswith(".")]
     kinds = {file: _kind(file) for file in files}
     if any(kind == "wandb" for kind in kinds.values()):
         for file in (file for file in files if kinds[file] == "wandb"):
@@ -236,7 +236,7 @@ def _trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
     numbered = [(re.fullmatch(CHECKPOINT, below.name), below) for below in folders]
     checkpoints = sorted((int(found[1]), below) for found, below in numbered if found)
     there = [folder, *(below for _, below in reversed(checkpoints))]
-    return next((state for one in there if (state := one / TRAINER_STATE).is_file()), None)
+    return next((state for one in there if is_file(state := one / TRAINER_STATE)), None)
 
 
 def _joined(found: Sequence[Found]) -> list[Found]:

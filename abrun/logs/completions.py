@@ -14,6 +14,7 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.log import needs_package, printable, readable
+from abrun.regular_files import is_directory, is_file
 from abrun.store import Sample
 
 MOST_PROMPTS = 64  # of a step; of the completions of one prompt the first is kept
@@ -54,9 +55,9 @@ def read_completions(folder: Path) -> Dumps:
 
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:
     with readable(folder):
-        for path in folder.iterdir() if folder.is_dir() else ():
+        for path in folder.iterdir() if is_directory(folder) else ():
             found = _FILE.fullmatch(path.name)
-            if found and path.is_file() and (not found["verl"] or _is_dump(path)):
+            if found and is_file(path) and (not found["verl"] or _is_dump(path)):
                 yield int(next(filter(None, found.groups()))), path
 
 

@@ -17,7 +17,7 @@ from abrun.errors import StoreError
 from abrun.logs.crc32c import masked_crc32c
 from abrun.logs.log import EMPTY, Log, left_out, printable, readable
 from abrun.logs.rows import check_number_of_metrics, check_step
-from abrun.regular_files import read_regular
+from abrun.regular_files import is_file, read_regular
 from abrun.series import Series, by_step
 
 EVENTS = "events.out.tfevents"
@@ -43,7 +43,7 @@ TIMESTAMP = re.compile(rf"{re.escape(EVENTS)}\.(\d+)")
 def event_files(folder: Path) -> list[Path]:
     """The event files in a folder, in the order in which they were begun."""
     with readable(folder):
-        files = [path for path in folder.iterdir() if EVENTS in path.name and path.is_file()]
+        files = [path for path in folder.iterdir() if EVENTS in path.name and is_file(path)]
     return sorted(files, key=begun)
 
 

@@ -22,6 +22,7 @@ from abrun.mismatch.report import write_report
 from abrun.mismatch.variations import Scoring, changes_of, on_one_rank, path_of
 from abrun.recipe import BASELINE, OwnRunConfig, not_built, stored_run
 from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.regular_files import is_directory, is_file
 from abrun.store import RunDir
 
 MODULE = "abrun.mismatch.measure"
@@ -255,7 +256,7 @@ def _chosen(run: RunDir, step: int | None) -> Chosen:
     if checkpoint is None and config.checkpoint.start_from:
         checkpoint = Path(config.checkpoint.start_from).expanduser()
     weights = run.initial_weights
-    if checkpoint is None and weights is not None and not weights.is_dir():
+    if checkpoint is None and weights is not None and not is_directory(weights):
         raise StoreError(
             f"{weights}: the weights that {run.path} began with are gone; launch it again with --resume, or "
             "give the step of a checkpoint"
@@ -278,6 +279,6 @@ def _checkpoints(run: RunDir) -> dict[int, Path]:
         return {}
     found = {}
     for name in names:
-        if re.fullmatch(r"step-\d{6,18}", name) and (run.checkpoints / name / store.SAVED_STATE).is_file():
+        if re.fullmatch(r"step-\d{6,18}", name) and is_file(run.checkpoints / name / store.SAVED_STATE):
             found[int(name[5:])] = run.checkpoints / name
     return found

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from abrun.models.sources import checkpoint_file, weight_files
+from abrun.regular_files import exists
 
 DTYPES = ("dtype", "torch_dtype")  # fields of a configuration
 # How a checkpoint with images or sound reads them, beside its tokenizer.
@@ -132,7 +133,7 @@ def _restore_config(source: Path, target: Path) -> None:
 def _add_tensors(unread: Unread, directory: Path) -> None:
     """Write the tensors into an export's last file and into its index; others' names get their prefix."""
     index_path = directory / SAFE_WEIGHTS_INDEX_NAME
-    index = json.loads(index_path.read_text()) if index_path.exists() else None
+    index = json.loads(index_path.read_text()) if exists(index_path) else None
     files = sorted(set(index["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
     added = dict(_read(unread.tensors))
     places: dict[str, str] = {}

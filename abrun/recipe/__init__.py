@@ -108,6 +108,7 @@ from abrun.recipe.vllm import (
     vllm_misfit,
     vllm_refusal,
 )
+from abrun.regular_files import is_directory
 
 __all__ = [
     "ARCHITECTURES",
@@ -417,7 +418,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
     one line with field, value received, what is allowed, what to do.
     """
     try:
-        read = read_launched(path) if path.is_dir() else _beside(read_with_defaults(path), path)
+        read = read_launched(path) if is_directory(path) else _beside(read_with_defaults(path), path)
         raw = _with_arms(read, lambda change: nested(dotted(change)))
         overrides = list(overrides)
         for override in overrides:

@@ -8,6 +8,7 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.layout import NAME
 from abrun.recipe import ARCHITECTURES
+from abrun.regular_files import exists, is_file
 from abrun.start.schema import recipe_schema
 from abrun.start.shipped import PACKAGE, folder, recipe_files
 
@@ -91,7 +92,7 @@ def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
     """Write them, none of them over a file that is there. Raises RecipeError, with nothing written."""
-    there = [path for path in files if (into / path).exists() and (into / path).read_text() != files[path]]
+    there = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if there:
         raise RecipeError(f"{into / there[0]}: is there already; give another --name, or another --to")
     for path, text in files.items():
@@ -129,12 +130,12 @@ def _external(name: str, trainer: str) -> dict[str, str]:
 
 def _regression(name: str, recipe: str) -> dict[str, str]:
     path = recipe_files().get(recipe, Path(recipe))
-    if not path.is_file():
+    if not is_file(path):
         raise RecipeError(f"--recipe: got {recipe!r}, neither a file here nor a recipe that ships")
     text = path.read_text()
     found = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
     reference = path.parent / found[1] if found else None
-    if found is None or reference is None or not reference.is_file():
+    if found is None or reference is None or not is_file(reference):
         raise RecipeError(
             f"--recipe: got {recipe!r}, which names no frozen runs; make some (abrun freeze EXPERIMENT "
             "--output FILE), and give it the line compare: {reference: FILE}"
@@ -151,7 +152,7 @@ def _regression(name: str, recipe: str) -> dict[str, str]:
 def _action() -> Path:
     """The composite action: of the checkout, or its copy inside the installed package."""
     installed = PACKAGE / "shipped" / "action.yml"
-    return installed if installed.is_file() else PACKAGE.parent / ".github/actions/regression/action.yml"
+    return installed if is_file(installed) else PACKAGE.parent / ".github/actions/regression/action.yml"
 
 
 def _scripts(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Literal
 from abrun.errors import RecipeError
 from abrun.plan import make_draft
 from abrun.recipe import CommandRecipe, load_recipe
+from abrun.regular_files import exists, is_directory, is_file
 
 PACKAGE = Path(__file__).parents[1]
 WHERE = ("laptop", "GPUs", "another trainer")
@@ -41,7 +42,7 @@ class Shipped:
 def folder() -> Path:
     """`recipes/` of the checkout, or its copy inside the installed package."""
     installed = PACKAGE / "shipped"
-    return installed if installed.is_dir() else PACKAGE.parent / "recipes"
+    return installed if is_directory(installed) else PACKAGE.parent / "recipes"
 
 
 def recipe_files() -> dict[str, Path]:
@@ -55,11 +56,11 @@ def find_recipe(given: Path) -> Path:
     Raises RecipeError, with the nearest name, where it is neither.
     """
     named, known = str(given), recipe_files()
-    if named in known and not given.is_file():
+    if named in known and not is_file(given):
         return known[named]
-    if given.exists() or given.is_symlink() or given.suffix in (".yaml", ".yml") or "/" in named:
+    if exists(given) or given.is_symlink() or given.suffix in (".yaml", ".yml") or "/" in named:
         return given
-    here = [f"{named}.yaml"] * Path(f"{named}.yaml").is_file()
+    here = [f"{named}.yaml"] * is_file(Path(f"{named}.yaml"))
     close = here or difflib.get_close_matches(named, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "abrun recipes lists those that ship"
     raise RecipeError(f"{named}: no such recipe: neither a file here nor one that ships; {hint}")

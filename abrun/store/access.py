@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from abrun import layout
 from abrun.errors import StoreError
+from abrun.regular_files import is_directory
 
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
 READ = stat.S_IRGRP | stat.S_IROTH
@@ -164,7 +165,7 @@ def _shared_folder(path: Path) -> str:
         with contextlib.suppress(OSError):
             if stat.S_ISREG(os.lstat(folder / layout.EXPERIMENT).st_mode):
                 return shlex.quote(str(folder))
-    return shlex.quote(str(path if path.is_dir() else path.parent))
+    return shlex.quote(str(path if is_directory(path) else path.parent))
 
 
 def _user(number: int) -> str:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
+from abrun.regular_files import is_directory, is_file
 from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import read_json, readable, write_file, write_json
 from abrun.store.records import SCHEMA_VERSION, RunState, refuse_other_schema
@@ -76,14 +77,14 @@ class _StoredExperiment:
 
 def is_experiment(directory: Path) -> bool:
     with readable(directory / EXPERIMENT):
-        return (directory / EXPERIMENT).is_file()
+        return is_file(directory / EXPERIMENT)
 
 
 def closed_folders(runs_dir: Path) -> list[UnreadableError]:
     """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
     errors: list[UnreadableError] = []
     refuse_closed(runs_dir)
-    for folder in sorted(path for path in runs_dir.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in runs_dir.iterdir() if is_directory(path)):
         try:
             refuse_closed(folder)
         except UnreadableError as error:
@@ -118,7 +119,7 @@ def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
     """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
     path = experiment_dir / f"git-{changes}.diff"
-    if not path.is_file():
+    if not is_file(path):
         write_file(path, diff.encode())
     return path.name
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
 from abrun.redaction import shortened
-from abrun.regular_files import MAX_FILE_BYTES, open_regular, read_regular
+from abrun.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
 from abrun.store.access import (
     PRIVATE,
     Access,
@@ -154,7 +154,7 @@ def write_all(file: int, content: bytes) -> None:
 
 def make_folder(path: Path) -> None:
     """A folder and those above it, where they are not there, to outlive a loss of power."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [each for each in (path, *path.parents) if not exists(each)]
     for each in reversed(missing):
         each.mkdir(mode=FOLDER, exist_ok=True)
         share_new_folder(each)
@@ -299,9 +299,9 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
 def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
     with readable(path):
-        if path.is_file():
+        if is_file(path):
             return read_json(path, max_bytes)
-        if path.exists():
+        if exists(path):
             raise StoreError(f"{path}: not a file: move it away")
         return {}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import shortened
-from abrun.regular_files import MAX_FILE_BYTES
+from abrun.regular_files import MAX_FILE_BYTES, is_file
 from abrun.store.access import unreadable
 from abrun.store.files import read_as, read_json_or_empty, write_json
 from abrun.store.owner import Owner
@@ -253,7 +253,7 @@ def last_attempt(folder: Path) -> int:
 
 def read_attempt(path: Path, number: int) -> Attempt:
     """An attempt that begins just now has an empty file, on a file system without hard links."""
-    known = path.stat() if path.is_file() else None
+    known = path.stat() if is_file(path) else None
     begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
     return replace(begun, number=number)
 

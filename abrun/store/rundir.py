@@ -18,7 +18,7 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.redaction import told
-from abrun.regular_files import open_regular
+from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
     create_file,
@@ -269,7 +269,7 @@ class RunDir:
     def record(self) -> RunRecord:
         """Raises StoreError where the directory holds no run, or a record of another form."""
         path = self.path / layout.CONFIG
-        if not path.is_file():
+        if not is_file(path):
             read_json(path)
         record = stored_config(path, MOST_RECORD).record()
         if record is None:
@@ -350,7 +350,7 @@ class RunDir:
     def environment(self) -> dict[str, Any] | None:
         """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
         path = self.path / layout.ENVIRONMENT
-        if not path.is_file():
+        if not is_file(path):
             return None
         content = read_json(path, MOST_RECORD)
         checked(Environment, content, path)
@@ -484,7 +484,7 @@ class RunDir:
 
     def final_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
-        if not self.final_weights.is_dir():
+        if not is_directory(self.final_weights):
             return f"{self.final_weights} is missing"
         files = read_as(Result, self.path / layout.RESULT).final_weights
         for name, recorded in (files or {}).items():

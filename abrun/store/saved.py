@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.regular_files import exists
 from abrun.store.files import read_as
 from abrun.store.schemas import Count, PathText
 
@@ -25,7 +26,7 @@ class SavedState:
 
 def saved_state(path: Path) -> SavedState:
     """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
-    if not (path / STATE).exists():
+    if not exists(path / STATE):
         raise StoreError(f"{STATE} no such file")
     try:
         state = read_as(SavedState, path / STATE)

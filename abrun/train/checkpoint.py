@@ -29,6 +29,7 @@ from abrun import store
 from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, StoreError
+from abrun.regular_files import is_directory, is_file
 from abrun.store import SAVED_STATE, RunDir, RunWriter, SavedState
 
 
@@ -154,7 +155,7 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
     with _swept(partial, ranks), _together(ranks, partial):
         write(partial)
         if writer:
-            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            files = sorted(path for path in partial.rglob("*") if is_file(path))
             fingerprints = {str(path.relative_to(partial)): _synced(path) for path in files}
             store.sync_folder(partial)
             _publish(partial, final, writer)
@@ -229,7 +230,7 @@ def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
 
 def _remove(path: Path) -> None:
     """A folder, or what lies in its place; of a link not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
+    if is_directory(path) and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()

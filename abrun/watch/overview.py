@@ -14,6 +14,7 @@ from rich.text import Text
 from abrun import store
 from abrun.errors import StoreError
 from abrun.redaction import shown
+from abrun.regular_files import is_directory
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun, time_left_s
 
 ASK_S = 5.0  # for what schedulers say of all experiments
@@ -35,7 +36,7 @@ def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[
 
     Of those that have not ended the schedulers are asked, for a few seconds in all.
     """
-    if not runs_dir.is_dir():
+    if not is_directory(runs_dir):
         raise StoreError(f"{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir")
     found, troubles = list[Overview](), list[str]()
     asked_s, unasked, silent = 0.0, 0, set[str | None]()

@@ -14,6 +14,7 @@ from typing import Any
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.errors import StoreError
+from abrun.regular_files import is_directory
 from abrun.store import read_json
 
 STAMP = ".report.json"  # in a report's folder: what was asked for, and the readings it was written for
@@ -39,7 +40,7 @@ def earlier_claim_tests(output: Path) -> set[ClaimTest]:
     found = set(claim_tests_in(output))
     with suppress(OSError), os.scandir(output.parent) as entries:
         for entry in islice(entries, MAX_FOLDERS):
-            if len(found) < MAX_TESTS and entry.is_dir():
+            if len(found) < MAX_TESTS and is_directory(entry):
                 found |= set(claim_tests_in(Path(entry.path)))
     return found
 

@@ -18,6 +18,7 @@ from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbe
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
 from abrun.recipe import BASELINE, Compare
+from abrun.regular_files import exists, is_directory
 
 T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
@@ -132,7 +133,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
 
 def _named_source(source: str) -> tuple[str | None, str]:
     named = re.fullmatch(NAMED_SOURCE, source, re.DOTALL)
-    if named and not Path(source).exists():
+    if named and not exists(Path(source)):
         return printable(named[1]), named[2]
     return None, source
 
@@ -264,7 +265,7 @@ def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list
 
 def _named_from_common_folder(sources: Sources) -> list[Log]:
     logs, paths = sources.logs, [Path(source).resolve() for _, source in sources.named]
-    if not all(path.exists() for path in paths):
+    if not all(exists(path) for path in paths):
         return logs
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [
@@ -286,7 +287,7 @@ def _arms_of(sources: Sources) -> list[str]:
     if twice is None:
         return arms
     parts = [list(Path(source).resolve().parts) for _, source in sources.named]
-    if not sources.has_arms and all(Path(source).exists() for _, source in sources.named):
+    if not sources.has_arms and all(exists(Path(source)) for _, source in sources.named):
         while len({of[-1] for of in parts}) == 1:
             parts = [of[:-1] for of in parts]
         apart = [printable(stem(of[-1])) for of in parts]
@@ -304,7 +305,7 @@ def _arm_of(source: str) -> str:
     path = (
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
-    name = Path(path).resolve().name if Path(path).exists() else path.rstrip("/").split("/")[-1]
+    name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(stem(name.rpartition("\\")[2]))
 
 
@@ -360,7 +361,7 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
         arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
         if len(arms) > 1 and all(log.identity for log in logs):
             folder = Path(logs[0].place).parent
-            one = f"the folder of one, such as {folder}" if Path(source).is_dir() else "the runs of one"
+            one = f"the folder of one, such as {folder}" if is_directory(Path(source)) else "the runs of one"
             raise ComparisonError(
                 f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
                 f"name {printable(one)}"

@@ -24,6 +24,7 @@ from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.plan import RunName, compare_hash
 from abrun.recipe import Compare
 from abrun.recipe.refusals import shortened
+from abrun.regular_files import is_file
 from abrun.series import Series, Steps, window_bounds
 from abrun.store import Environment, checked, decode, encode, file_lock, read_json, write_file
 
@@ -104,7 +105,7 @@ def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Ref
 
 def _replaced(path: Path) -> Reference | None:
     """The reference that is there; None: nothing is. Raises ComparisonError for what must not be lost."""
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
         there = load_reference(path)
@@ -139,7 +140,7 @@ def _lines(rows: Sequence[Any]) -> str:
 
 def load_reference(path: Path) -> Reference:
     """Raises ComparisonError where the file is none, or another version's."""
-    if not path.is_file():
+    if not is_file(path):
         raise ComparisonError(f"reference: got {str(path)!r}, no such file; abrun freeze makes one")
     content = read_json(path)
     if "recipe" in content:

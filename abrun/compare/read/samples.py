@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.logs.completions import read_completions
+from abrun.regular_files import is_directory
 from abrun.store import RunDir, Sample
 
 Kept = Mapping[int, tuple[Sample, ...]]  # of one run, by step
@@ -22,7 +23,7 @@ class SideBySide:
 
 def samples_in(place: Path) -> Kept:
     """Of a run's folder: abrun's own, or as another trainer has kept them there; none of a single file."""
-    if not place.is_dir():
+    if not is_directory(place):
         return {}
     return RunDir(place).samples() or read_completions(place)
 

@@ -11,6 +11,7 @@ from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
 from abrun.recipe.claims import can_be_looks
+from abrun.regular_files import exists
 from abrun.store import find_experiment, is_experiment
 
 
@@ -19,7 +20,7 @@ def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
     if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
         return None
     directory = find_experiment(sources[0], runs_dir)
-    return directory if is_experiment(directory) or not Path(sources[0]).exists() else None
+    return directory if is_experiment(directory) or not exists(Path(sources[0])) else None
 
 
 def open_sources(

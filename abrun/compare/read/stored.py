@@ -13,6 +13,7 @@ from abrun.layout import RunName
 from abrun.plan import decisions
 from abrun.recipe import BASELINE, dotted, stored_recipe, stored_run
 from abrun.redaction import printable, shown, shown_tree
+from abrun.regular_files import is_directory
 from abrun.series import Series
 from abrun.store import (
     EXPERIMENT,
@@ -93,7 +94,7 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
     return RecordedRun(
         name=name,
         place=str(run.path),
-        status=state.status if run.path.is_dir() else "missing",
+        status=state.status if is_directory(run.path) else "missing",
         failure=shown(_failure(state)) if state.status == "failed" else "",
         identity=asdict(record.name) if record else None,
         config=shown_tree(_config(record)) if record else None,

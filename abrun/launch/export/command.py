@@ -15,6 +15,7 @@ from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.supervisor import refuse_impossible
 from abrun.plan import Plan
 from abrun.recipe import CommandRunConfig, launcher_settings
+from abrun.regular_files import exists, is_directory
 
 ENGINES: dict[str, Any] = {"jobset": jobset, "skypilot": skypilot}
 AGAINST = {
@@ -35,7 +36,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
     refusals = [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)]
     refuse_impossible(plan, refusals, shown_by="")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):
         raise LaunchError(
             f"{folder}: is here already, and not an empty folder; remove it, or choose another -o"
         )
@@ -43,7 +44,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     for file, document in documents.items():
         refuse_invalid(document, engine, f"{file}.yaml")
     try:
-        if folder.exists():  # empty, and perhaps where somebody is
+        if exists(folder):  # empty, and perhaps where somebody is
             _write(asked, engine, documents, folder)
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
 from abrun.recipe import Ray, stored_recipe, validated
+from abrun.regular_files import is_directory
 from abrun.store import Lease, Locked, open_log
 
 HANDOVER_S = 60.0  # that a job before this one may take to end
@@ -46,7 +47,7 @@ class Told(Printed):
 def main() -> int:
     experiment_dir, job = Path(sys.argv[1]), sys.argv[2]
     try:
-        if not experiment_dir.is_dir():
+        if not is_directory(experiment_dir):
             raise LaunchError(
                 f"{experiment_dir}: not on {socket.gethostname()}, which runs the driver: the cluster has "
                 "to share it; launch with --runs-dir on a file system that all of its machines see"
