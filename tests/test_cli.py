@@ -215,8 +215,10 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "abrun", "status", "--runs-dir", str(tmp_path)]
+@pytest.mark.parametrize("before", ["", "os.open(os.devnull, os.O_RDONLY); "])  # as a library may, at import
+def test_a_closed_stdout_is_no_traceback(before: str, tmp_path: Path) -> None:
+    program = f"import os; {before}from abrun.cli import main; main()"
+    command = [sys.executable, "-c", program, "status", "--runs-dir", str(tmp_path)]
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(closed, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -173,20 +173,23 @@ def standard_streams() -> Iterator[None]:
 
 def _open_closed() -> None:
     """Open what the shell has closed (`>&-`): a file opened later would get its number, and be printed to."""
+    closed = set()
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
+            closed.add(number)
             opened = os.open(os.devnull, os.O_RDWR)
             if opened == number:
                 os.set_inheritable(number, True)
             else:
                 os.dup2(opened, number)
                 os.close(opened)
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    # None of a number that is open: a library, such as Debian's libffi, has opened a file since.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            file = number if number in closed else os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, open(file, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _discard_unwritten(stream: TextIO) -> None:

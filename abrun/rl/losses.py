@@ -28,7 +28,8 @@ def clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     where the clip range is 0.
     """
     within = (values >= low) & (values <= high)
-    return torch.where(within, values, values.detach().clamp(low, high))
+    limited = values.detach().clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return torch.where(within, values, limited)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []

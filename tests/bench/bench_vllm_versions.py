@@ -104,7 +104,8 @@ def make_checkpoint(shapes: Shapes, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    network: Any = Qwen3ForCausalLM(Qwen3Config(**shapes.network, tie_word_embeddings=True))
+    settings: dict[str, Any] = shapes.network | {"tie_word_embeddings": True}
+    network: Any = Qwen3ForCausalLM(Qwen3Config(**settings))
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim > 1:
