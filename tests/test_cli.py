@@ -250,6 +250,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     assert "compare.primary.2.sigma" not in output  # of no use without the level
 
 
+@pytest.mark.megatron
 def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run: Run) -> None:
     changes = [
         "--set",

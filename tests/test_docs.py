@@ -202,6 +202,7 @@ SOME_FAMILIES = [
 ]
 
 
+@pytest.mark.megatron
 def test_models_md_is_what_some_families_can_do() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "models.py"))
     some = tuple(
@@ -220,6 +221,7 @@ def test_models_md_is_what_some_families_can_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.megatron
 def test_models_md_is_what_its_script_prints() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "models.py"))["page"]()
     written = (ROOT / "docs" / "models.md").read_text()
