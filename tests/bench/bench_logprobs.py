@@ -339,7 +339,8 @@ def step(bench: Bench, candidate: Candidate, problem: Problem) -> Outputs:
         matching = [gradient.to(root.dtype) for gradient, root in zip(gradients, roots, strict=True)]
         torch.autograd.backward(roots, matching)
     if bench.group is not None:
-        dist.all_reduce(problem.hidden.grad, group=bench.group)
+        gradient: Any = problem.hidden.grad
+        dist.all_reduce(gradient, group=bench.group)
     return outputs
 
 

@@ -33,7 +33,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         return make_boxed_func(run)
 
-    compilers = {f"{each}_compiler": partial(compiler, each) for each in ("fw", "bw", "inference")}
+    compilers: dict[str, Any] = {
+        f"{each}_compiler": partial(compiler, each) for each in ("fw", "bw", "inference")
+    }
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(**compilers)))
     torch.compiler.reset()
     yield counts
