@@ -59,7 +59,7 @@ def binary_table(num_pairs: int, spread: float) -> Table:
     return right.astype(float) - left - (truth[1] - truth[0])
 
 
-def errs(means: NDArray[np.float64], errors: NDArray[np.float64], freedom) -> float:
+def errs(means: NDArray[np.floating], errors: NDArray[np.floating], freedom) -> float:
     """How often the upper bound of differences about 0 lies below it: a match at the edge of its margin."""
     return float(np.mean(special.stdtr(freedom, means / np.maximum(errors, 1e-300)) < ALPHA))
 
