@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from abrun.compare import Comparison
     from abrun.compare.read.experiment import Experiment as RecordedExperiment
-    from abrun.compare.read.sources import Reading
+    from abrun.compare.read.sources import SourceContents
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
 SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
@@ -35,9 +35,8 @@ CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baselin
 class Experiment:
     """Runs of two or more arms: an experiment of abrun's, or runs that any framework logged."""
 
+    contents: "SourceContents" = field(repr=False)
     recorded: "RecordedExperiment" = field(repr=False)
-    sources: tuple[str, ...]
-    reading: "Reading" = field(repr=False)
     exit_code: int = 0  # of its launch: 0 every run finished, 1 one did not, 128 + signal
 
     @property
@@ -204,11 +203,8 @@ def launch(
     )
     with View(console, queued_jobs) as view:
         outcome = launch_or_hand_over(plan, Path(runs_dir), observer=view, **options, compare=False)
-    return _opened(
-        [str(experiment_dir_of(plan, Path(runs_dir), name))],
-        _reading(runs_dir),
-        outcome and outcome.exit_code,
-    )
+    contents = _read([str(experiment_dir_of(plan, Path(runs_dir), name))], runs_dir, {})
+    return _opened(contents, outcome.exit_code if outcome else 0)
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:
@@ -217,7 +213,7 @@ def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) ->
     `reading`: baseline, pattern, group, aliases, step_column, unpaired, as the options of `abrun compare`.
     One arm is enough. Raises StoreError or ComparisonError for what cannot be read.
     """
-    return _opened([str(source) for source in sources], _reading(runs_dir, alone=True, **reading))
+    return _opened(_read([str(source) for source in sources], runs_dir, reading))
 
 
 def compare(
@@ -238,7 +234,7 @@ def compare(
     that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
     ComparisonError for what cannot be compared as asked.
     """
-    from abrun.compare import compare_sources
+    from abrun.compare import compare_contents
     from abrun.recipe import parse_primary
 
     given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
@@ -248,14 +244,10 @@ def compare(
         raise RecipeError(
             f"abrun.compare: got {next(iter(reading))} with an Experiment, which has been read; load it so"
         )
-    named = list(given.sources) if given else [str(source) for source in sources]
-    if not named:
-        raise RecipeError(NO_SOURCE)
-    how = given.reading if given else _reading(runs_dir, **reading)
+    contents = given.contents if given else _read([str(each) for each in sources], runs_dir, reading)
     claims = [primary] if isinstance(primary, str) else primary
-    comparison = compare_sources(
-        named,
-        how,
+    comparison = compare_contents(
+        contents,
         primaries=[parse_primary(text) for text in claims] if claims else None,
         reference=Path(reference) if reference else None,
         arm=arm,
@@ -263,28 +255,26 @@ def compare(
         output=Path(output) if output else None,
         formats=formats,
     )
-    experiment = given or _opened(named, _reading(runs_dir, alone=True, **reading))
-    return Result(comparison, experiment, comparison.verdict)
+    return Result(comparison, given or _opened(contents), comparison.verdict)
 
 
-def _reading(runs_dir: str | Path, **reading: Any) -> "Reading":
-    from abrun.compare.read.sources import Reading
+def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]) -> "SourceContents":
+    from abrun.compare.read.sources import Reading, read_sources
 
     known = Reading.__dataclass_fields__
-    unknown = [name for name in reading if name not in known]
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(known)}")
-    if isinstance(reading.get("aliases"), Mapping):
-        reading["aliases"] = tuple(f"{ours}={theirs}" for ours, theirs in reading["aliases"].items())
-    return Reading(runs_dir=Path(runs_dir), **reading)
-
-
-def _opened(sources: list[str], reading: "Reading", exit_code: int | None = None) -> Experiment:
-    from abrun.compare.read.sources import open_sources
-
     if not sources:
         raise RecipeError(NO_SOURCE)
-    return Experiment(open_sources(sources, reading), tuple(sources), reading, exit_code or 0)
+    aliases = options.get("aliases", ())
+    if isinstance(aliases, Mapping):
+        aliases = (f"{ours}={theirs}" for ours, theirs in aliases.items())
+    return read_sources(sources, Reading(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)}))
+
+
+def _opened(contents: "SourceContents", exit_code: int = 0) -> Experiment:
+    return Experiment(contents, contents.experiment(alone=True, looks=()), exit_code)
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":

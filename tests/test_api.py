@@ -4,11 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import abrun
+from abrun.cli import app
+from abrun.compare.read import foreign, sources
 from abrun.errors import AbrunError, RecipeError
 from abrun.implementations import LAUNCHERS
 from tests.compare.simulate import write_experiment
@@ -96,6 +101,36 @@ def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_
     assert claim["mean_difference"] == pytest.approx(0.01) and claim["num_pairs"] == 3
     assert set(result.metrics["arm"]) == {"old", "new"}
     assert all(path.suffix == ".csv" for path in tmp_path.iterdir())  # no report was asked for
+
+
+def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_experiment(tmp_path / "equal", seeds=[0, 1], steps=5)
+    for arm, level in (("old", 0.5), ("new", 0.51)):
+        for seed in range(2):
+            rows = "".join(f"{step},{level + 0.001 * seed + step / 1000}\n" for step in range(1, 21))
+            (tmp_path / f"{arm}-s{seed}.csv").write_text("step,train/reward\n" + rows)
+    readings: list[str] = []
+
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_count(source: Any, **options: Any) -> Any:
+            readings.append(Path(source).name)
+            return read(source, **options)
+
+        return read_and_count
+
+    monkeypatch.setattr(sources, "load_experiment", counted(sources.load_experiment))
+    monkeypatch.setattr(foreign, "read_logs", counted(foreign.read_logs))
+    logged = f"csv:{tmp_path}"
+    for source, options in ((str(tmp_path / "equal"), {}), (logged, {"baseline": "old", "looks": (2, 3)})):
+        readings.clear()
+        direct = abrun.compare(source, primary="train/reward:last 20%:0.05", formats=[], **options)
+        assert len(readings) == 1 and len(direct.experiment.recorded.runs) >= 4
+        readings.clear()
+        loaded = abrun.load(source, **options).compare(primary="train/reward:last 20%:0.05", formats=[])
+        assert len(readings) == 1 and loaded.content == direct.content
+    readings.clear()
+    with_cli = CliRunner().invoke(app, ["compare", str(tmp_path / "equal"), "--format", "json"])
+    assert with_cli.exit_code == 0 and readings == ["equal"]
 
 
 def test_without_matplotlib_the_report_has_no_pictures(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from abrun.compare.judge.verdict_file import VerdictFile, as_json, tested, verdi
 from abrun.compare.read.claim_tests import claim_test_of, earlier_claim_tests
 from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
-from abrun.compare.read.sources import Reading, open_sources, stored_in
+from abrun.compare.read.sources import Reading, SourceContents, read_sources
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.report import (
@@ -75,9 +75,27 @@ class Comparison:
         return terminal_summary(self.content, self.files, self.next_steps, self.declared)
 
 
+class CompareOptions(TypedDict, total=False):
+    """What `compare_contents` may be told besides the runs; see there."""
+
+    primaries: Sequence[Primary] | None
+    reference: Path | None
+    arm: str | None
+    step_one: bool
+    output: Path | None
+    formats: Collection[str] | None
+    command: str | None
+
+
 def compare_sources(
-    sources: Sequence[str],
-    reading: Reading,
+    sources: Sequence[str], reading: Reading, **options: Unpack[CompareOptions]
+) -> Comparison:
+    """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
+    return compare_contents(read_sources(sources, reading), **options)
+
+
+def compare_contents(
+    contents: SourceContents,
     *,
     primaries: Sequence[Primary] | None = None,
     reference: Path | None = None,
@@ -87,7 +105,7 @@ def compare_sources(
     formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
-    """Read runs from wherever they are, judge them, and write the report.
+    """Judge runs that have been read, and write the report.
 
     With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
     by its claims; an experiment of several arms needs it. `primaries` replace the declared claims. The report
@@ -95,10 +113,8 @@ def compare_sources(
     options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
     StoreError or ComparisonError for what cannot be read.
     """
-    directory = stored_in(sources, reading.runs_dir)
-    experiment = open_sources(
-        sources, replace(reading, alone=reference is not None, may_unpair=primaries is None)
-    )
+    directory, reading = contents.directory, contents.reading
+    experiment = contents.experiment(alone=reference is not None, may_unpair=primaries is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError("--versions-differ: a reference allows other versions already; drop it")
@@ -115,30 +131,25 @@ def compare_sources(
         folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
-    asked = _asked(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
-    claims = sorted(asked.compare.primary, key=str)  # in whatever order they were given
-    of_any_order = compare_hash(asked.compare.model_copy(update={"primary": claims}))
+    declared = experiment.compare
+    experiment = with_options(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
+    claims = sorted(experiment.compare.primary, key=str)  # in whatever order they were given
+    of_any_order = compare_hash(experiment.compare.model_copy(update={"primary": claims}))
     if directory is None:
-        named = [*sources, *([str(reference)] if reference else [])]
+        named = [*contents.sources, *([str(reference)] if reference else [])]
         how = [*map(str, reading.given.items()), str(arm), of_any_order]
         experiment = replace(experiment, asked_sha256=_sha256([*map(os.path.abspath, named), *how]))
     default = directory / folder if directory else report_folder(experiment)
-    declared = None
-    if directory and _changed(asked.compare, experiment.compare):
-        declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
+    of_declared = None
+    if directory and _changed(experiment.compare, declared):
+        of_declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
     if output is None and default.is_symlink():  # a stranger's could lead anywhere
         raise ComparisonError(f"{default}: got a symbolic link; remove it, or choose a folder with --output")
     comparison = compare(
-        experiment,
-        output=output or default,
-        primaries=primaries,
-        step_one=step_one,
-        unpaired=reading.unpaired,
-        formats=formats,
-        command=command,
+        experiment, declared=declared, output=output or default, formats=formats, command=command
     )
-    stays = declared is not None and output is None and exists(declared / "verdict.json")
-    return replace(comparison, declared=declared if stays else None)
+    stays = of_declared is not None and output is None and exists(of_declared / "verdict.json")
+    return replace(comparison, declared=of_declared if stays else None)
 
 
 def _sha256(lines: Iterable[str]) -> str:
@@ -166,17 +177,14 @@ def compare(
     experiment: Experiment,
     *,
     output: Path,
-    primaries: Sequence[Primary] | None = None,
-    step_one: bool = True,
-    unpaired: bool = False,
+    declared: Compare | None = None,
     formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
-    `primaries` replaces the declared claims; others than those declared at launch make the verdict post hoc,
-    as do leaving out step one and not pairing the runs. Raises ComparisonError for a claim that cannot be
-    read on these runs.
+    `declared`: the comparison before `with_options`, where that changed it. Raises ComparisonError for what
+    holds nothing to compare.
     """
     formats = drawable() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
@@ -194,20 +202,28 @@ def compare(
             f"{experiment.name}: got the arm {experiment.baseline!r} alone, and nothing to compare it with; "
             "give --reference FILE (abrun freeze makes one)"
         )
-    declared = experiment.compare
-    experiment = _asked(experiment, primaries, step_one=step_one, unpaired=unpaired)
     arms = judge(experiment, experiment.compare.primary)
-    content = verdict_file(experiment, arms, post_hoc(experiment, declared), earlier_claim_tests(output))
+    late = post_hoc(experiment, declared or experiment.compare)
+    content = verdict_file(experiment, arms, late, earlier_claim_tests(output))
     readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps = next_steps(experiment, as_json(content), command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 
-def _asked(
-    experiment: Experiment, primaries: Sequence[Primary] | None, *, step_one: bool, unpaired: bool
+def with_options(
+    experiment: Experiment,
+    primaries: Sequence[Primary] | None = None,
+    *,
+    step_one: bool = True,
+    unpaired: bool = False,
 ) -> Experiment:
-    """With what the options change of its comparison: the declared claims in another order are those."""
+    """Return the experiment with its comparison as options change it.
+
+    `primaries` replace the declared claims, which in another order are the same. Other claims than those
+    declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
+    ComparisonError for a claim that cannot be read on these runs.
+    """
     changed: dict[str, Any] = {}
     if primaries is not None:
         claims = claims_on_recorded(experiment, primaries)

@@ -16,10 +16,21 @@ def simulated(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def judged() -> Callable[..., Any]:
     """Compares without drawing, which takes a second a figure."""
-    from abrun.compare import compare
+    from abrun.compare import compare, with_options
     from abrun.compare.read.stored import load_experiment
 
-    return lambda experiment_dir, **options: compare(
-        load_experiment(experiment_dir),
-        **{"output": experiment_dir / "report", "formats": ("json", "markdown"), **options},
-    )
+    def judge(
+        experiment_dir: Path,
+        primaries: Any = None,
+        step_one: bool = True,
+        unpaired: bool = False,
+        **options: Any,
+    ) -> Any:
+        read = load_experiment(experiment_dir)
+        return compare(
+            with_options(read, primaries, step_one=step_one, unpaired=unpaired),
+            declared=read.compare,
+            **{"output": experiment_dir / "report", "formats": ("json", "markdown"), **options},
+        )
+
+    return judge

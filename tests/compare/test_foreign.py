@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from abrun import store
-from abrun.compare import compare
+from abrun.compare import compare, with_options
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.read.foreign import load_foreign
 from abrun.compare.read.selection import Reading
+from abrun.compare.read.sources import open_sources
 from abrun.errors import AbrunError, ComparisonError, StoreError
 from abrun.layout import RunName
 from abrun.recipe import Primary
@@ -27,7 +27,7 @@ def write(
 
 
 def load(*sources: object, **options: Any) -> Experiment:
-    return load_foreign([str(source) for source in sources], Reading(may_unpair=True, **options))
+    return open_sources([str(source) for source in sources], Reading(may_unpair=True, **options))
 
 
 def names(experiment: Experiment) -> list[str]:
@@ -249,7 +249,7 @@ def _arms(folder: Path, rows: dict[str, list[str]], header: str) -> Experiment:
 
 def _judged(experiment: Experiment, folder: Path) -> Any:
     claim = Primary(metric="train/reward", window="all", margin=0.2)
-    return compare(experiment, primaries=[claim], output=folder / "report", formats=("json",))
+    return compare(with_options(experiment, [claim]), output=folder / "report", formats=("json",))
 
 
 def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
@@ -331,7 +331,9 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:
     }
     experiment = _arms(tmp_path, rows, "step,train/reward")
     claim = Primary(metric="train/reward", margin=0.5)
-    content = compare(experiment, primaries=[claim], output=tmp_path / "report", formats=("json",)).content
+    content = compare(
+        with_options(experiment, [claim]), output=tmp_path / "report", formats=("json",)
+    ).content
     assert content.verdict == "INVALID"
     ends = "step grids differ: baseline/seed-0 ends at step 15, and train/reward is compared over steps 17-20"
     assert content.reasons[0].startswith(f"{ends}; 1 more run likewise")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from abrun.compare import compare
+from abrun.compare import compare, with_options
 from abrun.compare.show.page import render_page
 from abrun.recipe import Primary
 from tests.compare.test_page import claim, experiment, hostile_page, learning, verdict
@@ -468,9 +468,8 @@ def hostile_experiment():
 def pages_of_reports(folder):
     """report.html, report.md as a page, and every SVG of a report whose names are hostile."""
     compared = compare(
-        hostile_experiment(),
+        with_options(hostile_experiment(), [Primary(metric=metric, margin=0.05) for metric in SCRIPTED]),
         output=folder,
-        primaries=[Primary(metric=metric, margin=0.05) for metric in SCRIPTED],
     )
     for path in compared.files:
         if path.suffix in (".html", ".svg"):

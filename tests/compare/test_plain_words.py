@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.cli.arguments import parse_seeds
-from abrun.compare import compare
+from abrun.compare import compare, with_options
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import RecipeError
 from abrun.recipe import Recipe, parse_primary
@@ -92,8 +92,8 @@ def test_ranges_of_seeds_are_refused_for_what_is_wrong(text, why):
 
 def test_a_broken_limit_is_called_that(simulated, tmp_path):
     primaries = [parse_primary("train/reward:last 20%:<0.5"), parse_primary("train/reward:all:exact")]
-    experiment = load_experiment(simulated())
-    compare(experiment, output=tmp_path, primaries=primaries, formats=("markdown",))
+    experiment = with_options(load_experiment(simulated()), primaries)
+    compare(experiment, output=tmp_path, formats=("markdown",))
     text = (tmp_path / "report.md").read_text()
     assert "| limit broken |" in text and "| not exact |" in text and "| different |" not in text
 

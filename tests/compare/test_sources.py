@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import Comparison, compare, compare_sources
-from abrun.compare.read.foreign import load_foreign
 from abrun.compare.read.selection import last_step
-from abrun.compare.read.sources import Reading
+from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
 from abrun.logs import Log
 from abrun.logs.starts import join_starts, without_moments
@@ -229,7 +228,7 @@ def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
     write_arms(tmp_path / "trl", old=layout)
     with pytest.raises(ComparisonError, match="trl holds one arm of 3 seeds; give the other arm's folder"):
         judged([tmp_path / "trl"], tmp_path / "report")
-    experiment = load_foreign([str(tmp_path / "trl")], Reading(alone=True))
+    experiment = open_sources([str(tmp_path / "trl")], Reading(alone=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 
 
@@ -267,7 +266,7 @@ def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path) -> None:
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    experiment = load_foreign([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
+    experiment = open_sources([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
     claims = Compare(primary=[parse_primary(CLAIM)])
 
     def run(versions_differ: bool, odd: str = "0.14") -> Comparison:

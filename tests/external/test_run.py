@@ -18,8 +18,7 @@ import yaml
 from abrun import store
 from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.validity import invalid_reasons
-from abrun.compare.read.foreign import load_foreign
-from abrun.compare.read.selection import Reading
+from abrun.compare.read.sources import Reading, open_sources
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import LaunchError
 from abrun.external import run as external_run
@@ -170,7 +169,7 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str) -> 
     directory = tmp_path / "foreign"
     arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
     claim = Compare(primary=[parse_primary("train/reward:last 40%:0.05")])
-    for experiment in (load_experiment(directory), load_foreign(arms, Reading())):
+    for experiment in (load_experiment(directory), open_sources(arms, Reading())):
         reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
         texts = [reason for reason in reasons if "left out as text" in reason]
         assert len(texts) == 6 and len(reasons) == 6
@@ -188,7 +187,7 @@ def test_the_commit_of_run_folders_is_read(tmp_path: Path) -> None:
             writer = run.begin_attempt()
             writer.metrics(1, {"train/reward": 0.1 + seed})
             writer.finish(1)
-    experiment = load_foreign([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
+    experiment = open_sources([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
     assert list(code_notes(experiment)) == [
         "the arms ran different code: baseline aaaaaaa, treatment bbbbbbb; the difference between them "
         "includes that of the code"

@@ -13,7 +13,7 @@ from abrun.compare.read.selection import Reading, restarted
 from abrun.errors import ComparisonError
 from abrun.layout import RunName
 from abrun.logs import Log, read_logs
-from abrun.logs.aliases import Renamed, apply_to_all, parse, recognised
+from abrun.logs.aliases import Aliases, Renamed, apply_to_all, parse, recognised
 from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
@@ -42,24 +42,37 @@ class Sources:
         return any(arm for arm, _ in self.named)
 
 
-def load_foreign(sources: Sequence[str], reading: Reading) -> Experiment:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignLogs:
+    """The logs that some sources hold, read and not yet told apart."""
+
+    sources: Sequence[str]
+    named: Sequence[tuple[str | None, str]]  # arm, source
+    logs_of: Sequence[Sequence[Log]]
+    aliases: Aliases
+
+
+def read_foreign(sources: Sequence[str], reading: Reading) -> ForeignLogs:
+    """Read what sources hold. Raises ComparisonError or StoreError, one line, where that cannot be done."""
+    aliases = parse(reading.aliases)
+    named = [_named_source(source) for source in sources]
+    logs_of = [read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named]
+    _refuse_twice(sources, logs_of)
+    return ForeignLogs(sources=sources, named=named, logs_of=logs_of, aliases=aliases)
+
+
+def foreign_experiment(logs: ForeignLogs, reading: Reading) -> Experiment:
     """The runs of some sources, paired by seed unless `reading` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
     say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
     else the first source's. What follows from neither is guessed, and `guessed` says so. Runs that `seeds`
     and `exclude` do not take are left out first: nothing is refused for them. `alone` guesses no seeds.
-    Raises ComparisonError or StoreError, one line, where that cannot be told.
+    Raises ComparisonError, one line, where that cannot be told.
     """
-    given = parse(reading.aliases)
-    named_sources = [_named_source(source) for source in sources]
-    logs_of = [
-        read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named_sources
-    ]
-    _refuse_twice(sources, logs_of)
     selection, paired, alone = reading.selection, not reading.unpaired, reading.alone
-    logs_of, excluded = selection.without_excluded(logs_of)
-    read = Sources(named=named_sources, logs_of=logs_of, pattern=reading.pattern, selects=selection.selects)
+    logs_of, excluded = selection.without_excluded(logs.logs_of)
+    read = Sources(named=logs.named, logs_of=logs_of, pattern=reading.pattern, selects=selection.selects)
     if read.pattern is None:
         _refuse_experiments_as_arms(read)
     if alone:
@@ -70,9 +83,9 @@ def load_foreign(sources: Sequence[str], reading: Reading) -> Experiment:
     paired = paired and found.paired
     named = list(zip(found.names, read.logs, strict=True))
     selected, left_out = selection.apply(named, excluded, paired=paired and not alone)
-    renamed = apply_to_all([log.metrics for log in selected.values()], given)
+    renamed = apply_to_all([log.metrics for log in selected.values()], logs.aliases)
     by_name = _by_our_names(selected, renamed)
-    arms, of_baseline = _arms(by_name, reading, several=len(sources) > 1)
+    arms, of_baseline = _arms(by_name, reading, several=len(logs.sources) > 1)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))

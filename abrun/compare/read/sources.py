@@ -1,11 +1,12 @@
 """Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from abrun.compare.read.experiment import Experiment, claims_on_recorded
-from abrun.compare.read.foreign import load_foreign
+from abrun.compare.read.foreign import ForeignLogs, foreign_experiment, read_foreign
 from abrun.compare.read.selection import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
@@ -23,6 +24,36 @@ def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
     return directory if is_experiment(directory) or not exists(Path(sources[0])) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceContents:
+    """What sources hold, read once: each comparison takes the runs out of it as it needs them."""
+
+    sources: Sequence[str]
+    reading: Reading
+    directory: Path | None  # of an experiment of the store
+    recorded: Experiment | ForeignLogs
+
+    def experiment(self, **changes: Any) -> Experiment:
+        """Return the runs; `changes` are of what the reading says, but for what it takes from the logs.
+
+        Raises ComparisonError where logs do not say which run is which.
+        """
+        if isinstance(self.recorded, Experiment):
+            return self.recorded
+        reading = replace(self.reading, **changes)
+        experiment = foreign_experiment(self.recorded, reading)
+        return _with_looks(experiment, reading) if reading.looks else experiment
+
+
+def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
+    """Read the runs that sources name. Raises StoreError or ComparisonError for what cannot be read."""
+    directory = stored_in(sources, reading.runs_dir)
+    if directory is not None:
+        reading.refuse_for_stored(directory)
+    recorded = read_foreign(sources, reading) if directory is None else load_experiment(directory)
+    return SourceContents(sources=sources, reading=reading, directory=directory, recorded=recorded)
+
+
 def open_sources(
     sources: Sequence[str], reading: Reading, primaries: Sequence[Primary] | None = None
 ) -> Experiment:
@@ -30,14 +61,7 @@ def open_sources(
 
     Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
     """
-    directory = stored_in(sources, reading.runs_dir)
-    if directory is not None:
-        reading.refuse_for_stored(directory)
-        experiment = load_experiment(directory)
-    else:
-        experiment = load_foreign(sources, reading)
-        if reading.looks:
-            experiment = _with_looks(experiment, reading)
+    experiment = read_sources(sources, reading).experiment()
     if primaries is None:
         return experiment
     primaries = claims_on_recorded(experiment, primaries)
