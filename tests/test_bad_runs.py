@@ -20,7 +20,7 @@ from abrun.plan import make_plan
 from abrun.recipe import load_recipe
 from abrun.watch import ExperimentReader
 from tests.compare.simulate import write_experiment
-from tests.launch.fakes import FAKE, Silent
+from tests.launch.fakes import FAKE, run_to_end
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
 FILES = ("config.json", "launch.json", "environment.json", "result.json", "metrics.jsonl")
@@ -170,11 +170,11 @@ def test_resume_refuses_the_bad_run_alone(tmp_path, monkeypatch, name: str, dama
     monkeypatch.setitem(LAUNCHERS, *FAKE)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     plan = make_plan(load_recipe(SMALL))
-    supervisor.launch(plan, tmp_path, observer=Silent(), launcher="fake")
+    run_to_end(plan, tmp_path, launcher="fake")
     for run in ("baseline/seed-0", "treatment/seed-1"):
         (tmp_path / "small" / run / "result.json").unlink()
     damage(tmp_path / "small" / "baseline" / "seed-0" / name)
-    outcome = supervisor.launch(plan, tmp_path, observer=Silent(), launcher="fake", resume=True)
+    outcome = run_to_end(plan, tmp_path, launcher="fake", resume=True)
     statuses = {str(name): status for name, status in outcome.statuses.items()}
     assert statuses["treatment/seed-1"] == "finished"
     gone = damage is shutil.rmtree  # made again, from the recipe

@@ -287,12 +287,12 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     assert run("launch", SMALL, "--dry-run", *change, "--set", of_another_hub)[1].endswith(" at once.\n")
 
 
-def test_a_launch_runs_compares_and_exits_with_0_whatever_the_verdict(
+def test_a_launch_runs_compares_and_exits_with_the_code_of_the_verdict(
     run: Run, tmp_path: Path, verdict: Any
 ) -> None:
     calls = verdict("MISMATCH")
     code, output, errors = run("launch", SMALL, "--name", "mine", "--seeds", "4,7-8", "--jobs", "6")
-    assert (code, errors) == (0, "")
+    assert (code, errors) == (3, "")
     assert [sources for sources, _ in calls] == [[str(tmp_path / "runs" / "mine")]]
     assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
     assert {name.seed for name in store.planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
@@ -311,7 +311,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
     verdict(ComparisonError("no pair is left"))
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"runs": {"treatment/seed-0": "fail"}}))
     code, output, errors = run("launch", SMALL)
-    assert (code, errors) == (1, "abrun: no pair is left\n")
+    assert (code, errors) == (1, "abrun: the comparison could not be made: no pair is left\n")
     assert "treatment/seed-0: failed at step 0/3: the planned failure" in output
     assert f"Continue with: abrun launch {SMALL} --resume" in output
     monkeypatch.delenv("FAKE_TRAINER")

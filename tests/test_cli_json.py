@@ -6,14 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import abrun
 from abrun import cli
-from abrun.cli import experiments
 from abrun.compare.judge.verdict_file import SCHEMA_VERSION
 from abrun.implementations import LAUNCHERS
 from tests.compare.simulate import write_experiment
@@ -86,43 +84,11 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
         assert code == 2 and "no such folder here" in plan["refusals"][0]
 
 
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Of a launch all runs finish at once, and the comparison gives this verdict."""
-
-    def end(verdict: str | None) -> None:
-        done = SimpleNamespace(exit_code=0, stopped_by=None)
-        monkeypatch.setattr(experiments, "launched_in_view", lambda *_, **options: done)
-        monkeypatch.setattr(experiments, "_compare_after_launch", lambda *_: verdict)
-
-    return end
-
-
-@pytest.mark.parametrize(
-    ("verdict", "named", "code"),
-    [
-        ("MISMATCH", "mismatch,inconclusive", 3),
-        ("INCONCLUSIVE", "mismatch, inconclusive", 4),
-        ("INCONCLUSIVE", "mismatch", 0),
-        ("MATCH", "mismatch,inconclusive,invalid", 0),
-    ],
-)
-def test_a_launch_fails_on_the_verdicts_it_is_told_to(
-    answer: Answer, ended: Callable[[str | None], None], verdict: str, named: str, code: int
+@pytest.mark.parametrize("options", [["--json"], ["--until-decided", "--no-compare"]])
+def test_options_that_a_launch_does_not_take_are_refused(
+    answer: Answer, tmp_path: Path, options: list[str]
 ) -> None:
-    ended(verdict)
-    assert answer("launch", SMALL, "--fail-on", named)[0] == code
-
-
-def test_a_launch_that_is_to_fail_and_has_no_verdict_fails(
-    answer: Answer, ended: Callable[[str | None], None]
-) -> None:
-    ended(None)
-    assert answer("launch", SMALL)[0] == 0
-    assert answer("launch", SMALL, "--fail-on", "mismatch")[0] == 2
-    assert answer("launch", SMALL, "--fail-on", "mismatch", "--no-compare")[0] == 2
-    assert answer("launch", SMALL, "--fail-on", "match")[0] == 2
-    assert answer("launch", SMALL, "--json")[0] == 2
+    assert answer("launch", SMALL, *options)[0] == 2 and list(tmp_path.iterdir()) == []
 
 
 def test_the_version_is_the_package_s(answer: Answer) -> None:

@@ -237,6 +237,7 @@ def test_both_are_launched_by_the_quickstart(tmp_path: Path) -> None:
         "0,1",
         "--runs-dir",
         str(tmp_path / "runs"),
+        "--exit-zero",
     ]
     argv += ["--set", "controls.aa_reruns=0", *(word for one in overrides for word in ("--set", one))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

@@ -14,11 +14,11 @@ from abrun.cli import main
 from abrun.errors import LaunchError, RecipeError
 from abrun.external import run as external_run
 from abrun.implementations import LAUNCHERS
-from abrun.launch import git, supervisor
+from abrun.launch import git
 from abrun.launch.experiment import write_run
 from abrun.plan import RunName, make_plan
 from abrun.recipe import BASELINE, load_recipe
-from tests.launch.fakes import FAKE, Silent
+from tests.launch.fakes import FAKE, run_to_end
 
 TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
 FOREIGN = """
@@ -134,7 +134,7 @@ def test_by_reference_a_secret_reaches_the_command_and_no_file(recipe, tmp_path,
     plan = make_plan(load_recipe(recipe))
     before = os.umask(0)
     try:
-        assert supervisor.launch(plan, tmp_path / "runs", observer=Silent()).exit_code == 0
+        assert run_to_end(plan, tmp_path / "runs").exit_code == 0
     finally:
         os.umask(before)
     experiment_dir = tmp_path / "runs" / "foreign"
@@ -262,12 +262,12 @@ def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, mo
 def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     plan = make_plan(load_recipe(recipe))
-    assert supervisor.launch(plan, tmp_path, observer=Silent()).exit_code == 0
+    assert run_to_end(plan, tmp_path).exit_code == 0
     monkeypatch.delenv("HF_TOKEN")
-    assert supervisor.launch(plan, tmp_path, observer=Silent(), resume=True).exit_code == 0
+    assert run_to_end(plan, tmp_path, resume=True).exit_code == 0
     (tmp_path / "foreign" / "treatment" / "seed-0" / "result.json").unlink()
     with pytest.raises(LaunchError, match=r"arms.treatment: trainer.env.HF_TOKEN"):
-        supervisor.launch(plan, tmp_path, observer=Silent(), resume=True)
+        run_to_end(plan, tmp_path, resume=True)
 
 
 # --- the checkout ---
@@ -301,7 +301,7 @@ def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_c
     (checkout / "new.py").write_text("DB_PASSWORD = 'correct-horse'\n")
     for name, overrides in (("with", ["record_diff=true"]), ("without", [])):
         plan = make_plan(load_recipe(small, overrides))
-        supervisor.launch(plan, runs_dir, observer=Silent(), launcher="fake", name=name)
+        run_to_end(plan, runs_dir, launcher="fake", name=name)
     recorded = store.RunDir(runs_dir / "with" / "baseline" / "seed-0").git()
     assert recorded and recorded["dirty"] and len(recorded["sha"]) == 40
     (diff,) = (runs_dir / "with").glob("git-*.diff")

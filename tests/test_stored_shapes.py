@@ -31,7 +31,7 @@ from abrun.store import RunDir
 from abrun.store.samples import row_of
 from tests.compare.simulate import edit, write, write_experiment
 from tests.fuzzing import SEED, bounded, check_line, rounds
-from tests.launch.fakes import Silent
+from tests.launch.fakes import run_to_end
 
 FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 MISSING, UNKNOWN = object(), object()
@@ -67,7 +67,7 @@ def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs_dir = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "POLL_S", 0.02)
-        assert supervisor.launch(plan, runs_dir, observer=Silent()).exit_code == 0
+        assert run_to_end(plan, runs_dir).exit_code == 0
     directory = runs_dir / "foreign"
     _add_what_other_launchers_write(directory)
     for run in directory.glob("*/seed-0"):

@@ -178,12 +178,8 @@ MaxSeeds = Annotated[
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
-FailOn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="VERDICTS",
-        help="Exit with the code of the verdict, if it is one of: mismatch, inconclusive, invalid.",
-    ),
+ExitZero = Annotated[
+    bool, typer.Option("--exit-zero", help="Exit with 0 when every run finished, whatever the verdict.")
 ]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
@@ -198,16 +194,6 @@ def parse_formats(text: str | None) -> list[str]:
     if not wanted:
         raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
     return wanted
-
-
-def parse_verdicts(text: str) -> dict[str, int]:
-    """The exit codes of the verdicts that fail a launch; `mismatch,inconclusive`."""
-    codes = {"mismatch": 3, "inconclusive": 4, "invalid": 5}
-    named = [part.strip().lower() for part in text.split(",")]
-    unknown = [part for part in named if part not in codes]
-    if unknown:
-        raise RecipeError(f"--fail-on: got {unknown[0]!r}; allowed: {', '.join(codes)}")
-    return {part.upper(): codes[part] for part in named}
 
 
 def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[int]:

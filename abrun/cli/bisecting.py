@@ -131,21 +131,16 @@ def _launcher(
     screen: "Terminal", directory: Path, jobs: int | None
 ) -> "Callable[[Plan, Collection[RunName]], int]":
     """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
-    from abrun.launch import launch, queued_jobs
+    from abrun.launch import LaunchOptions, make_engine, queued_jobs, run_plan
     from abrun.store import is_experiment
     from abrun.watch import View
 
     def make(plan: "Plan", only: "Collection[RunName]") -> int:
+        options = LaunchOptions(
+            runs_dir=directory.parent, name=directory.name, jobs=jobs, resume=is_experiment(directory)
+        )
         with View(screen, queued_jobs) as view:
-            outcome = launch(
-                plan,
-                directory.parent,
-                observer=view,
-                name=directory.name,
-                jobs=jobs,
-                resume=is_experiment(directory),
-                only=only,
-            )
+            outcome = run_plan(plan, options, engine=make_engine("local", jobs), observer=view, only=only)
         return outcome.exit_code if outcome.stopped_by else 0
 
     return make

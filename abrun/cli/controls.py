@@ -10,7 +10,7 @@ import typer
 
 from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
-from abrun.cli.experiments import launched_in_view
+from abrun.cli.experiments import say_how_to_continue
 from abrun.errors import RecipeError, StoreError
 from abrun.regular_files import is_directory
 
@@ -113,27 +113,27 @@ def sensitivity(
         abrun sensitivity quickstart-faults
         abrun sensitivity quickstart --faults flipped_advantages,stale_rollout_weights
     """
-    from abrun.launch import experiment_dir_of, make_scheduler
+    from abrun.api.launching import launch_recipe
     from abrun.launch.controls import with_faults_alone
-    from abrun.memory.open_values import planned
-    from abrun.recipe import launcher_settings, load_recipe
+    from abrun.launch.options import LaunchOptions
+    from abrun.recipe import load_recipe
 
     faulty, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
-    scheduler = make_scheduler(launcher_settings(faulty.launcher, launcher), jobs)
-    screen = console()
-    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs, "resume": resume}
-    plan = planned(
-        faulty,
-        runs_dir,
-        **options,
-        asked_memory=device_memory,
-        say=lambda line: screen.print(line, soft_wrap=True, markup=False),
+    options = LaunchOptions(
+        runs_dir=runs_dir,
+        name=name,
+        launcher=launcher,
+        jobs=jobs,
+        resume=resume,
+        compare=False,
+        device_memory=device_memory,
     )
-    outcome = launched_in_view(screen, plan, runs_dir, **options, compare=False)
-    if outcome and outcome.stopped_by:
-        raise typer.Exit(outcome.exit_code)
-    _say_what_was_caught(screen, faulty, experiment_dir_of(plan, runs_dir, name), not_planted)
-    raise typer.Exit(outcome.exit_code if outcome else 0)
+    screen = console()
+    launched = launch_recipe(faulty, options, screen)
+    say_how_to_continue(screen, launched)
+    if not (launched.outcome and launched.outcome.stopped_by):
+        _say_what_was_caught(screen, faulty, launched.experiment_dir, not_planted)
+    raise typer.Exit(launched.exit_code())
 
 
 def _say_what_was_caught(

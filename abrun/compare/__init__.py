@@ -163,7 +163,7 @@ class _StoredVerdict:
     verdict: Verdict
 
 
-def verdict_in(experiment_dir: Path) -> str | None:
+def verdict_in(experiment_dir: Path) -> Verdict | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"

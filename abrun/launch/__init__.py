@@ -3,18 +3,20 @@
 from abrun.launch.cancel import cancel
 from abrun.launch.engine import make_engine, make_scheduler, queued_jobs
 from abrun.launch.experiment import experiment_dir_of
-from abrun.launch.handover import hand_over, launch_or_hand_over
-from abrun.launch.supervisor import Observer, Outcome, launch
+from abrun.launch.handover import hand_over, wait_for
+from abrun.launch.options import LaunchOptions
+from abrun.launch.supervisor import Observer, Outcome, run_plan
 
 __all__ = [
+    "LaunchOptions",
     "Observer",
     "Outcome",
     "cancel",
     "experiment_dir_of",
     "hand_over",
-    "launch",
-    "launch_or_hand_over",
     "make_engine",
     "make_scheduler",
     "queued_jobs",
+    "run_plan",
+    "wait_for",
 ]

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 from abrun.errors import LaunchError
@@ -10,7 +9,8 @@ from abrun.launch.earlier import other_code
 from abrun.launch.engine import LeftInQueueError, Queued, Scheduler, queued_jobs
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
-from abrun.launch.supervisor import Observer, Outcome, launch, refuse_impossible
+from abrun.launch.options import LaunchOptions
+from abrun.launch.supervisor import Observer, Outcome, refuse_impossible
 from abrun.plan import Plan, RunName
 from abrun.store import Status, run_state
 
@@ -18,76 +18,19 @@ POLL_S = 0.5
 SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended
 
 
-def launch_or_hand_over(
-    plan: Plan,
-    runs_dir: Path,
-    *,
-    scheduler: Scheduler | None,
-    observer: Observer,
-    launcher: str | None = None,
-    name: str | None = None,
-    jobs: int | None = None,
-    resume: bool = False,
-    take_over: bool = False,
-    compare: bool = True,
-    detach: bool = False,
-    only: Collection[RunName] | None = None,
-) -> Outcome | None:
-    """`launch` where there is no scheduler; else `hand_over`, and wait; None where `detach` asks not to.
-
-    `only`: these runs alone, as a launch in stages asks, which no scheduler has.
-    """
-    if scheduler is None:
-        if detach:
-            raise LaunchError(
-                "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
-            )
-        return launch(
-            plan,
-            runs_dir,
-            observer=observer,
-            launcher="local" if launcher is None else launcher,
-            name=name,
-            jobs=jobs,
-            resume=resume,
-            take_over=take_over,
-            only=only,
-        )
-    submitted = hand_over(
-        plan,
-        runs_dir,
-        scheduler=scheduler,
-        observer=observer,
-        name=name,
-        resume=resume,
-        take_over=take_over,
-        compare=compare,
-    )
-    experiment_dir = experiment_dir_of(plan, runs_dir, name)
-    observer.say(f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}")
-    return None if detach else wait_for(plan, experiment_dir, observer)
-
-
-def hand_over(
-    plan: Plan,
-    runs_dir: Path,
-    *,
-    scheduler: Scheduler,
-    observer: Observer,
-    name: str | None = None,
-    resume: bool = False,
-    take_over: bool = False,
-    compare: bool = True,
-) -> list[str]:
-    """Submit every unfinished run of a plan; returns the jobs. Raises what `launch` raises."""
-    experiment_dir = experiment_dir_of(plan, runs_dir, name)
+def hand_over(plan: Plan, options: LaunchOptions, *, scheduler: Scheduler, observer: Observer) -> list[str]:
+    """Submit every unfinished run of a plan; returns the jobs. Raises what `run_plan` raises."""
+    experiment_dir, resume = experiment_dir_of(plan, options.runs_dir, options.name), options.resume
     refuse_impossible(plan, scheduler.refusals(plan))
-    with owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say):
+    owned = owned_experiment(
+        plan, experiment_dir, resume=resume, take_over=options.take_over, say=observer.say
+    )
+    with owned:
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
         if resume and (line := other_code(plan, experiment_dir, git, here=False)):
             observer.say(line)
         try:
-            return scheduler.submit(plan, experiment_dir, git, compare=compare)
+            return scheduler.submit(plan, experiment_dir, git, compare=options.compare)
         except LeftInQueueError:  # its jobs need the directory, and so does `cancel`
             raise
         except BaseException:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.launch.earlier import other_code
-from abrun.launch.engine import Engine, Place, make_engine
+from abrun.launch.engine import Engine, Place
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
+from abrun.launch.options import LaunchOptions
 from abrun.launch.queue import Job, Queue
 from abrun.launch.requirements import untested_packages
 from abrun.plan import Plan, RunName
@@ -86,29 +87,25 @@ class Outcome:
         return 0 if all(status == "finished" for status in self.statuses.values()) else 1
 
 
-def launch(
+def run_plan(
     plan: Plan,
-    runs_dir: Path,
+    options: LaunchOptions,
     *,
+    engine: Engine,
     observer: Observer,
-    launcher: str = "local",
-    name: str | None = None,
-    jobs: int | None = None,
-    resume: bool = False,
-    take_over: bool = False,
     grace_s: float = GRACE_S,
     only: Collection[RunName] | None = None,
 ) -> Outcome:
     """Run every unfinished run of a plan, and the warm starts that they need; returns when all have ended.
 
-    `launcher` is a name in abrun.implementations.LAUNCHERS. `only`: these runs alone, and the outcome is
-    theirs; the directory is that of the whole plan. Raises LaunchError or StoreError, before anything has
-    started, where the plan cannot run there.
+    `only`: these runs alone, and the outcome is theirs; the directory is that of the whole plan. Raises
+    LaunchError or StoreError, before anything has started, where the plan cannot run there.
     """
-    experiment_dir = experiment_dir_of(plan, runs_dir, name)
-    engine = make_engine(launcher, jobs)
+    experiment_dir, resume = experiment_dir_of(plan, options.runs_dir, options.name), options.resume
     refuse_impossible(plan, engine.refusals(plan))
-    owned = owned_experiment(plan, experiment_dir, resume=resume, take_over=take_over, say=observer.say)
+    owned = owned_experiment(
+        plan, experiment_dir, resume=resume, take_over=options.take_over, say=observer.say
+    )
     with owned as lease:
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)

@@ -15,9 +15,9 @@ from typing import Any
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch import experiment_dir_of, make_engine
-from abrun.launch.engine import Scheduler
+from abrun.launch import experiment_dir_of
 from abrun.launch.experiment import refuse_existing
+from abrun.launch.options import LaunchOptions
 from abrun.launch.requirements import triton_refusal
 from abrun.launch.supervisor import refuse_impossible
 from abrun.memory.cells import Point
@@ -54,26 +54,22 @@ Values = dict[str, Any]  # by dotted key
 Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps them
 
 
-def planned(
+def closed_plan(
     recipe: Recipe | CommandRecipe,
-    runs_dir: Path,
-    name: str | None = None,
+    options: LaunchOptions,
+    refusals: Callable[[Plan], list[str]],
     *,
-    scheduler: Scheduler | None,
-    launcher: str | None = None,
-    jobs: int | None = None,
-    resume: bool = False,
-    asked_memory: str | None = None,
+    here: bool,
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Plan:
-    """The plan of a recipe, with what it leaves open decided; options as of `launch_or_hand_over`.
+    """Return the plan of a recipe, with what it leaves open decided; `here`: it runs on this machine.
 
-    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where there is no such
-    launcher, where nothing can be decided or fits, and, but for a dry run, at once what the launch would
-    refuse after it.
+    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where nothing can be
+    decided or fits; but for a dry run also, before that takes minutes, by `refusals` and for what is in the
+    experiment's place, which a launch asks of the plan in any case.
     """
-    engine = scheduler or make_engine("local" if launcher is None else launcher, jobs)
+    asked_memory = options.device_memory
     if asked_memory is not None:
         device_memory(asked_memory)  # refused at once, also where it decides nothing
     if not recipe.open_keys:
@@ -84,13 +80,13 @@ def planned(
             )
         return make_plan(recipe)
     draft = make_draft(recipe)
-    experiment_dir = experiment_dir_of(draft, runs_dir, name)
-    if resume:
+    experiment_dir = experiment_dir_of(draft, options.runs_dir, options.name)
+    if options.resume:
         return make_plan(recipe.closed(_decided_before(experiment_dir, recipe.open_keys)))
     if not dry_run:
-        refuse_impossible(draft, engine.refusals(draft))
+        refuse_impossible(draft, refusals(draft))
         refuse_existing(experiment_dir)
-    decided = decide(recipe, asked_memory, here=scheduler is None, dry_run=dry_run, say=say)
+    decided = decide(recipe, asked_memory, here=here, dry_run=dry_run, say=say)
     plan = make_plan(recipe.closed({key: one["value"] for key, one in decided.items()}))
     return replace(plan, decided=decided)
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from abrun.errors import AbrunError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import launch
+from abrun.launch import LaunchOptions, make_engine, run_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
 from abrun.launch.requirements import find_gpus
@@ -165,13 +165,8 @@ def launch_one(asked: Asked) -> int:
     plan = make_plan(load_recipe(asked.recipe, asked.overrides))
     for _ in range(TRIES):
         try:
-            outcome = launch(
-                plan,
-                asked.work / "runs",
-                launcher="sharing",
-                observer=Printed(),
-                resume=asked.directory.exists(),
-            )
+            options = LaunchOptions(runs_dir=asked.work / "runs", resume=asked.directory.exists())
+            outcome = run_plan(plan, options, engine=make_engine("sharing", None), observer=Printed())
         except Locked as error:  # a killed call's launches are given time to save
             Printed().say(str(error))
             time.sleep(GRACE_S)

@@ -19,7 +19,7 @@ from typing import Any
 
 from random_model import make_model  # pyright: ignore[reportMissingImports]
 
-from abrun.launch import supervisor
+from abrun.launch import LaunchOptions, make_engine, supervisor
 from abrun.plan import make_plan
 from abrun.processes.forks import Copy, ForkServer
 from abrun.recipe import stored_recipe
@@ -81,7 +81,12 @@ def main() -> None:
         (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name in asked.only:
             plan = make_plan(recipe_of(asked.device, work, name, SEEDS[name]))
-            supervisor.launch(plan, work / "runs", observer=supervisor.Printed(), jobs=1)
+            supervisor.run_plan(
+                plan,
+                LaunchOptions(runs_dir=work / "runs"),
+                engine=make_engine("local", 1),
+                observer=supervisor.Printed(),
+            )
             for planned in plan.runs:
                 run = RunDir(work / "runs" / name / str(planned.name))
                 (launched,) = run.launches()

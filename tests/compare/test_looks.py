@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from abrun.cli.experiments import _state_of_looks
+from abrun.api.launching import state_of_looks
 from tests.compare.simulate import edit, edit_rows, fail
 
 LOOKS = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
@@ -121,7 +121,7 @@ def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged
                 lambda row: row.update({"train/token_mult_prob_error": 1.04}),
             )
         found = judged(experiment_dir)
-        assert found.verdict == "INCONCLUSIVE" and _state_of_looks(experiment_dir, 3) == state
+        assert found.verdict == "INCONCLUSIVE" and state_of_looks(experiment_dir, 3) == state
         assert ("look is still to come" in found.next_steps[0].text) == (state == "open")
     assert "One step in float32 tells rounding" in found.next_steps[0].text
 

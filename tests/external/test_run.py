@@ -34,7 +34,7 @@ from abrun.recipe import BASELINE, Compare, MetricsLog, load_recipe
 from abrun.recipe.claims import parse_primary
 from abrun.recipe.reading import Loader
 from abrun.watch import ExperimentReader
-from tests.launch.fakes import FAKE, Silent
+from tests.launch.fakes import FAKE, run_to_end
 
 HERE = Path(__file__).parent
 FOREIGN = HERE / "foreign.yaml"
@@ -54,7 +54,7 @@ def plan_of(*overrides: str) -> Plan:
 
 
 def launch(runs_dir: Path, *overrides: str) -> Outcome:
-    return supervisor.launch(plan_of(*overrides), runs_dir, observer=Silent())
+    return run_to_end(plan_of(*overrides), runs_dir)
 
 
 def prepared(tmp_path: Path, *overrides: str) -> Path:
@@ -211,12 +211,12 @@ def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> N
     steps = ("steps=30", "trainer.parameters.step_s=0.1", "seeds=[0, 1]")
     assert launch(tmp_path, "trainer.aliases={train/reward: scores}", *steps).exit_code == 1
     mended = plan_of("trainer.aliases={train/reward: score}", *steps)
-    assert supervisor.launch(mended, tmp_path, resume=True, observer=Silent()).exit_code == 0
+    assert run_to_end(mended, tmp_path, resume=True).exit_code == 0
     for found in (tmp_path / "foreign").glob("*/seed-*"):
         assert len([row for row in rows(found) if "train/reward" in row]) == 30
     other = plan_of("trainer.aliases={train/loss: score}", *steps)
     with pytest.raises(LaunchError, match=r"trainer.aliases.* is .* there and"):
-        supervisor.launch(other, tmp_path, resume=True, observer=Silent())
+        run_to_end(other, tmp_path, resume=True)
 
 
 def test_memory_profile_refuses_a_command() -> None:
@@ -244,7 +244,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
     assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
     monkeypatch.setitem(LAUNCHERS, *FAKE)
-    outcome = supervisor.launch(plan, tmp_path / "runs", launcher="fake", observer=Silent())
+    outcome = run_to_end(plan, tmp_path / "runs", launcher="fake")
     assert outcome.exit_code == 0
     for arm in ("baseline", "foreign"):
         assert len(store.RunDir(tmp_path / "runs" / "mixed" / arm / "seed-1").metrics()["train/reward"]) == 5
@@ -490,7 +490,7 @@ def test_a_finished_command_whose_rows_are_lost_is_run_again(
     before = store.RunDir(directory).metrics()["train/reward"]
     spoil(directory / "metrics.jsonl")
     plan = plan_of("seeds=[0]", "steps=3", "compare.primary=[]")
-    assert supervisor.launch(plan, tmp_path, observer=Silent(), resume=True).exit_code == 0
+    assert run_to_end(plan, tmp_path, resume=True).exit_code == 0
     after = store.RunDir(directory).metrics()["train/reward"]
     assert after.steps.tolist() == [1, 2, 3] and after.values.tolist() == before.values.tolist()
     attempts = [store.RunDir(tmp_path / "foreign" / str(run.name)).last_attempt for run in plan.runs]

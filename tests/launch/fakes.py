@@ -3,9 +3,13 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from abrun.launch import LaunchOptions, Observer, Outcome, make_engine, run_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
+from abrun.launch.supervisor import GRACE_S
+from abrun.plan import Plan
 from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import RunDir
 
@@ -26,6 +30,21 @@ class Silent:
 
     def say(self, line: str) -> None:
         self.said.append(line)
+
+
+def run_to_end(
+    plan: Plan,
+    runs_dir: Path,
+    *,
+    observer: Observer | None = None,
+    launcher: str = "local",
+    grace_s: float = GRACE_S,
+    **options: Any,
+) -> Outcome:
+    """Run a plan on an engine of its own; `options` are those of a launch."""
+    asked = LaunchOptions(runs_dir=runs_dir, launcher=launcher, **options)
+    engine = make_engine(launcher, asked.jobs)
+    return run_plan(plan, asked, engine=engine, observer=observer or Silent(), grace_s=grace_s)
 
 
 class FakeEngine(LocalEngine):

@@ -15,13 +15,13 @@ import pytest
 
 from abrun import store
 from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome, local, supervisor
+from abrun.launch import Outcome, local
 from abrun.plan import make_plan
 from abrun.processes import children, processes_of
 from abrun.processes.forks import Copy, ForkServer
 from abrun.recipe import load_recipe
 from abrun.train import forked
-from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+from tests.launch.fakes import FAKE_UNDER_AGENT, Silent, run_to_end
 from tests.test_forks import lives, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
@@ -41,7 +41,7 @@ def launch(
     runs_dir: Path, *overrides: str, launcher: str, tick: Callable[[], object] = lambda: None
 ) -> Outcome:
     plan = make_plan(load_recipe(SMALL, overrides))
-    return supervisor.launch(plan, runs_dir, launcher=launcher, observer=Silent(tick), jobs=1)
+    return run_to_end(plan, runs_dir, launcher=launcher, observer=Silent(tick), jobs=1)
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ import pytest
 
 from abrun.external import run as external_run
 from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome, supervisor
+from abrun.launch import Outcome
 from abrun.launch.experiment import write_run
 from abrun.launch.local import FORKED
 from abrun.plan import Plan, make_plan
 from abrun.processes import Process, below, children, processes_of
 from abrun.recipe import load_recipe
 from abrun.store import LOCK, RunDir, RunState, is_experiment, owner_of, planned_runs, run_state
-from tests.launch.fakes import FAKE_UNDER_AGENT, Silent
+from tests.launch.fakes import FAKE_UNDER_AGENT, run_to_end
 from tests.store.faulty import killed_at
 
 pytestmark = [
@@ -94,7 +94,7 @@ def launch(
     launcher: str = FAKE_UNDER_AGENT[0],
 ) -> Outcome:
     plan = plan_of(recipe)
-    return supervisor.launch(plan, runs_dir, observer=Silent(), launcher=launcher, jobs=2, resume=resume)
+    return run_to_end(plan, runs_dir, launcher=launcher, jobs=2, resume=resume)
 
 
 def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
 from abrun.recipe import load_recipe, stored_run
 from abrun.store import experiment, files, lock, rundir
-from tests.launch.fakes import FAKE, Silent
+from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.train.runs import make_run, run_config
 
 SMALL = Path(__file__).parent / "small.yaml"
@@ -55,7 +55,7 @@ def launch(
     runs_dir: Path, *overrides: str, tick: Callable[[], object] = lambda: None, **options: Any
 ) -> Outcome:
     options = {"launcher": "fake", "observer": Silent(tick), **options}
-    return supervisor.launch(plan_of(*overrides), runs_dir, **options)
+    return run_to_end(plan_of(*overrides), runs_dir, **options)
 
 
 def at_work(runs_dir: Path) -> set[Process]:

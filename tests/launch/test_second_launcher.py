@@ -11,12 +11,11 @@ import pytest
 
 from abrun.errors import LaunchError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import launch
 from abrun.launch.engine import Place
 from abrun.plan import Plan, make_plan
 from abrun.recipe import RunConfig, load_recipe
 from abrun.store import RunDir
-from tests.launch.fakes import FAKE_TRAINER, Silent
+from tests.launch.fakes import FAKE_TRAINER, run_to_end
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -72,7 +71,7 @@ class ToyEngineOfFakes(ToyEngine):
 
 def launch_toy(recipe: Path, runs_dir: Path, *overrides: str) -> dict[str, str]:
     plan = make_plan(load_recipe(recipe, ["seeds=[0]", "compare.primary=[]", *overrides]))
-    outcome = launch(plan, runs_dir, launcher="toy", observer=Silent())
+    outcome = run_to_end(plan, runs_dir, launcher="toy")
     assert outcome.exit_code == 0
     directory = runs_dir / plan.recipe.name
     starts = {str(name): RunDir(directory / str(name)).launches() for name in outcome.statuses}
@@ -100,7 +99,7 @@ def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
     plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
     with pytest.raises(LaunchError, match=r"small: seeds: got .* a toy takes one"):
-        launch(plan, tmp_path, launcher="toy", observer=Silent())
+        run_to_end(plan, tmp_path, launcher="toy")
     with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm, ray$"):
-        launch(plan, tmp_path, launcher="pbs", observer=Silent())
+        run_to_end(plan, tmp_path, launcher="pbs")
     assert not any(tmp_path.iterdir())

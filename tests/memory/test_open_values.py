@@ -16,10 +16,11 @@ from abrun.compare import compare_sources
 from abrun.compare.read.sources import Reading
 from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
+from abrun.launch import LaunchOptions
 from abrun.memory import open_values, predict
 from abrun.memory.cells import Cell, Point
 from abrun.memory.lengths import largest_microbatch
-from abrun.memory.open_values import ASLEEP_BYTES, decide, planned
+from abrun.memory.open_values import ASLEEP_BYTES, closed_plan, decide
 from abrun.memory.predict import GIB, Predicted, _predicted
 from abrun.memory.step import own_sequences
 from abrun.recipe import (
@@ -115,13 +116,9 @@ def test_the_least_that_leaves_the_margin_to_every_arm(
 
 def test_an_arm_with_a_value_of_its_own_keeps_it_and_is_not_asked(predicts: Callable[[Peaks], Any]) -> None:
     asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
-    plan = planned(
-        recipe(f"arms.treatment={{{CHECKPOINTING}: none}}"),
-        Path("runs"),
-        scheduler=None,
-        asked_memory="80GiB",
-        dry_run=True,
-    )
+    with_value = recipe(f"arms.treatment={{{CHECKPOINTING}: none}}")
+    options = LaunchOptions(device_memory="80GiB")
+    plan = closed_plan(with_value, options, lambda plan: [], here=True, dry_run=True)
     assert asked == [("none", "baseline"), ("full", "baseline")]
     assert plan.treatment_diff["treatment"] == {CHECKPOINTING: ("full", "none")}
 

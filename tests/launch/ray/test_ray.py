@@ -13,7 +13,7 @@ import requests
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch import cancel, hand_over, launch, make_scheduler, queued_jobs
+from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, queued_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
@@ -21,7 +21,7 @@ from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
 from abrun.recipe import launcher_settings, load_recipe
 from abrun.store import RunDir, RunState, run_state
-from tests.launch.fakes import FAKE, Silent
+from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.launch.test_local import SMALL
 
 URL = "http://head:8265"
@@ -77,7 +77,8 @@ def planned(*settings: str) -> Plan:
 def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
     scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "ray"), None)
     assert scheduler is not None
-    hand_over(plan, runs_dir, scheduler=scheduler, observer=Silent(), **options)
+    asked = LaunchOptions(runs_dir=runs_dir, **options)
+    hand_over(plan, asked, scheduler=scheduler, observer=Silent())
     return runs_dir / plan.recipe.name
 
 
@@ -269,7 +270,7 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
     experiment_dir = submit(planned(), tmp_path)
     end(ray, experiment_dir, "FAILED")
     monkeypatch.setitem(cli_launchers(), *FAKE)
-    assert launch(planned(), tmp_path, launcher="fake", observer=Silent(), resume=True).exit_code == 0
+    assert run_to_end(planned(), tmp_path, launcher="fake", resume=True).exit_code == 0
     assert queued_jobs(experiment_dir) is None
 
 

@@ -16,7 +16,7 @@ import pytest
 from abrun import cli, store
 from abrun.errors import LaunchError, RecipeError
 from abrun.implementations import LAUNCHERS
-from abrun.launch import cancel, hand_over, make_scheduler, node, queued_jobs
+from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node, queued_jobs
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
@@ -55,7 +55,8 @@ def planned(*settings: str) -> Plan:
 def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
     scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "slurm"), None)
     assert scheduler is not None
-    hand_over(plan, runs_dir, scheduler=scheduler, observer=Silent(), **options)
+    asked = LaunchOptions(runs_dir=runs_dir, **options)
+    hand_over(plan, asked, scheduler=scheduler, observer=Silent())
     return runs_dir / plan.recipe.name
 
 

@@ -168,43 +168,45 @@ def launch(
     jobs: int | None = None,
     launcher: str | None = None,
     resume: bool = False,
+    until_decided: bool = False,
+    max_seeds: int | None = None,
     device_memory: str | None = None,
     quiet: bool = False,
 ) -> Experiment:
     """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
 
     `recipe` is a file, the name of one that ships, or an experiment's folder. `overrides` sets values by
-    their dotted keys, such as `{"steps": 20}`. `device_memory`: of a GPU, such as "80GiB", for what
-    the policy leaves open by `auto`, where it is not this machine's. Raises RecipeError, LaunchError or
-    StoreError before anything has started.
+    their dotted keys, such as `{"steps": 20}`. `until_decided` runs pairs in stages, `max_seeds` at most,
+    and stops once `compare` decides. `device_memory`: of a GPU, such as "80GiB", for what the policy leaves
+    open by `auto`, where it is not this machine's. Raises RecipeError, LaunchError or StoreError before
+    anything has started.
     """
-    from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
-    from abrun.memory.open_values import planned
+    from abrun.api.launching import launch_recipe
+    from abrun.launch.options import LaunchOptions
     from abrun.processes.output import UnfailingOutput
-    from abrun.recipe import launcher_settings, load_recipe
+    from abrun.recipe import load_recipe
     from abrun.start.shipped import find_recipe
     from abrun.terminal import terminal
-    from abrun.watch import View
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
     loaded = load_recipe(
         find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     )
-    scheduler = make_scheduler(launcher_settings(loaded.launcher, launcher), jobs)
+    options = LaunchOptions(
+        runs_dir=Path(runs_dir),
+        name=name,
+        launcher=launcher,
+        jobs=jobs,
+        resume=resume,
+        compare=False,
+        until_decided=until_decided,
+        max_seeds=max_seeds,
+        device_memory=device_memory,
+    )
     console = terminal(cast(TextIO, UnfailingOutput(sys.stdout)))
     console.quiet = quiet
-    options = {"scheduler": scheduler, "launcher": launcher, "name": name, "jobs": jobs, "resume": resume}
-    plan = planned(
-        loaded,
-        Path(runs_dir),
-        **options,
-        asked_memory=device_memory,
-        say=lambda line: console.print(line, soft_wrap=True, markup=False),
-    )
-    with View(console, queued_jobs) as view:
-        outcome = launch_or_hand_over(plan, Path(runs_dir), observer=view, **options, compare=False)
-    contents = _read([str(experiment_dir_of(plan, Path(runs_dir), name))], runs_dir, {})
-    return _opened(contents, outcome.exit_code if outcome else 0)
+    launched = launch_recipe(loaded, options, console)
+    return _opened(_read([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code())
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:

@@ -1,0 +1,238 @@
+"""A launch from its recipe to its verdict: the command line and `abrun.launch` are two ways to call it.
+
+It stands above `launch`, `memory` and `compare`, which do not know each other: what the recipe leaves open by
+`auto` is decided here, once; then its runs are made, in stages where that is asked; then they are compared.
+"""
+
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from abrun.errors import AbrunError, LaunchError, RecipeError
+from abrun.implementations import SCHEDULERS
+from abrun.launch import (
+    experiment_dir_of,
+    hand_over,
+    make_engine,
+    make_scheduler,
+    queued_jobs,
+    run_plan,
+    stages,
+    wait_for,
+)
+from abrun.launch.engine import Engine, Scheduler
+from abrun.launch.options import LaunchOptions
+from abrun.launch.supervisor import Outcome
+from abrun.memory.open_values import closed_plan
+from abrun.plan import Plan, RunName
+from abrun.recipe import CommandRecipe, Recipe, launcher_settings
+from abrun.watch import View
+
+if TYPE_CHECKING:
+    from abrun.compare import Comparison
+    from abrun.terminal import Terminal
+
+NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
+
+StateOfLooks = Literal["open", "step one", "decided", "not taken"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLaunch:
+    """A plan that leaves nothing open, and what would start its runs: an engine, or else a scheduler."""
+
+    plan: Plan
+    experiment_dir: Path
+    engine: Engine | None
+    scheduler: Scheduler | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """How a launch ended: its runs, and their comparison where one was asked for."""
+
+    experiment_dir: Path
+    outcome: Outcome | None  # None: its jobs are in the queue of a cluster, which needs no launcher
+    comparison: "Comparison | None" = None  # made here
+    compared: str | None = None  # printed by the job that compares, on a cluster
+    verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
+    problem: str | None = None  # why the comparison could not be made
+
+    def exit_code(self, *, heeds_verdict: bool = True) -> int:
+        """Return the runs' where one did not finish, 1 without a comparison, or else the verdict's."""
+        if self.outcome is None:
+            return 0
+        if self.outcome.exit_code:
+            return self.outcome.exit_code
+        if self.problem is not None:
+            return 1
+        return self.verdict_exit_code if heeds_verdict else 0
+
+
+def plan_launch(
+    recipe: Recipe | CommandRecipe,
+    options: LaunchOptions,
+    *,
+    dry_run: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> PlannedLaunch:
+    """Decide what a recipe leaves open, and make its plan.
+
+    Raises RecipeError or LaunchError where the options do not fit the recipe, or nothing can be decided.
+    """
+    if options.until_decided or options.max_seeds is not None:
+        recipe = _in_stages(recipe, options)
+    engine = None
+    if scheduler := make_scheduler(launcher_settings(recipe.launcher, options.launcher), options.jobs):
+        refusals = scheduler.refusals
+    else:
+        engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
+        refusals = engine.refusals
+    plan = closed_plan(recipe, options, refusals, here=scheduler is None, dry_run=dry_run, say=say)
+    experiment_dir = experiment_dir_of(plan, options.runs_dir, options.name)
+    return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, scheduler=scheduler)
+
+
+def launch_recipe(
+    recipe: Recipe | CommandRecipe,
+    options: LaunchOptions,
+    console: "Terminal",
+    command: str | None = None,
+) -> Launched:
+    """Run a recipe, watched on `console`, and compare its arms; the report names the `command`.
+
+    Raises RecipeError, LaunchError or StoreError before anything has started.
+    """
+    planned = plan_launch(recipe, options, say=lambda line: console.print(line, soft_wrap=True, markup=False))
+    run = _run_in_stages if options.until_decided else _run
+    outcome = run(planned, options, console)
+    launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome)
+    if outcome is None or outcome.stopped_by or not options.compare:
+        return launched
+    queued = queued_jobs(planned.experiment_dir) if planned.scheduler else None
+    compared = queued.compared() if queued else None
+    return _with_verdict_of_job(launched, compared) if compared else _with_comparison(launched, command)
+
+
+def claims_so_far(experiment_dir: Path) -> list[str]:
+    """Return what the claims look like; imported when the first runs have finished, not before."""
+    from abrun.compare.show.so_far import so_far
+
+    try:
+        return so_far(experiment_dir)
+    except Exception:  # of whatever is in half-written runs: no such line is worth a launch
+        return []
+
+
+def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
+    """Judge an experiment after a stage; a look is not taken where some run has not ended.
+
+    "step one": it is open in every treatment that is undecided.
+    """
+    from abrun.compare.judge.verdict import judge
+    from abrun.compare.read.stored import load_experiment
+
+    experiment = load_experiment(experiment_dir)
+    arms = judge(experiment, experiment.compare.primary)
+    undecided = [arm for arm in arms if arm.verdict == "INCONCLUSIVE"]
+    if not undecided:
+        return "decided"
+    if not any(look.num_pairs == num_pairs and look.verdict for arm in arms for look in arm.looks):
+        return "not taken"
+    by_step_one = all(any(one.result == "open" for one in arm.step_one) for arm in undecided)
+    return "step one" if by_step_one else "open"
+
+
+def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
+    """Declare the looks of a launch in stages."""
+    if not options.until_decided:
+        raise RecipeError(
+            f"--max-seeds: got {options.max_seeds} without --until-decided; add it, or use --seeds"
+        )
+    settings = launcher_settings(recipe.launcher, options.launcher)
+    if settings is not None and settings.type in SCHEDULERS:
+        raise RecipeError(
+            f"--until-decided: got launcher {settings.type}, whose jobs need no launcher: nobody is there "
+            "to judge between the stages; use --launcher local, or declare compare.looks, launch all, and "
+            "end it with abrun cancel once abrun compare decides"
+        )
+    return stages.until_decided(recipe, options.max_seeds)
+
+
+def _run(
+    planned: PlannedLaunch,
+    options: LaunchOptions,
+    console: "Terminal",
+    only: Collection[RunName] | None = None,
+) -> Outcome | None:
+    """Have runs made, in view; None where they are left in a queue. `only`: of a stage."""
+    plan, experiment_dir = planned.plan, planned.experiment_dir
+    if planned.engine and options.detach:
+        raise LaunchError(
+            "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
+        )
+    with View(console, queued_jobs, claims_so_far) as view:
+        if planned.engine:
+            outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)
+        else:
+            assert planned.scheduler
+            submitted = hand_over(plan, options, scheduler=planned.scheduler, observer=view)
+            view.say(
+                f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}"
+            )
+            if options.detach:
+                return None
+            outcome = wait_for(plan, experiment_dir, view)
+    view.summarize()
+    return outcome
+
+
+def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Terminal") -> Outcome | None:
+    """Run the pairs up to each look, and judge, while more can decide."""
+    recipe, outcome = planned.plan.recipe, None
+    if options.resume:
+        stages.refuse_other_looks(recipe, planned.experiment_dir)
+    for num_pairs in recipe.compare.looks:
+        outcome = _run(planned, options, console, planned.plan.of_first_seeds(num_pairs))
+        options = replace(options, resume=True)
+        if outcome is None or outcome.stopped_by:
+            break
+        try:
+            state = state_of_looks(planned.experiment_dir, num_pairs)
+        except AbrunError:  # told by the comparison that follows
+            break
+        except KeyboardInterrupt:
+            return replace(outcome, stopped_by=signal.SIGINT)
+        if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
+            break
+        if state == "step one":
+            said = "step one is open, which more seeds do not settle: see what would, below"
+            console.print(f"After {num_pairs} pairs: {said}.", soft_wrap=True, markup=False)
+            break
+        console.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
+    return outcome
+
+
+def _with_comparison(launched: Launched, command: str | None) -> Launched:
+    from abrun.compare import compare_sources
+    from abrun.compare.read.sources import Reading
+
+    try:
+        comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
+    except AbrunError as error:
+        return replace(launched, problem=str(error))
+    return replace(launched, comparison=comparison, verdict_exit_code=comparison.exit_code)
+
+
+def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
+    """What the job of a cluster that compares has printed, and its verdict."""
+    from abrun.compare import verdict_in
+    from abrun.compare.judge.verdict import EXIT_CODES
+
+    verdict = verdict_in(launched.experiment_dir)
+    if verdict is None:
+        problem = NO_VERDICT.format(launched.experiment_dir)
+        return replace(launched, compared=compared, problem=problem)
+    return replace(launched, compared=compared, verdict_exit_code=EXIT_CODES[verdict])

@@ -1,0 +1,208 @@
+"""A launch from its recipe to its verdict: exit codes, stages from Python, and `auto` decided once."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import abrun
+from abrun import cli, store
+from abrun.api import launching
+from abrun.api.launching import Launched
+from abrun.compare import compare_sources
+from abrun.implementations import LAUNCHERS
+from abrun.launch import Outcome
+from abrun.memory import open_values
+from abrun.plan import RunName
+from tests.launch.fakes import FAKE
+from tests.launch.test_local import SMALL
+
+Command = Callable[..., tuple[int, str, str]]
+
+# Writes curves that a seed shares between arms; `shift` is what the treatment's reward is higher by.
+ARM = """
+import json, random, sys
+seed, shift, last, path = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+shared, alone = random.Random(seed), random.Random(f"{seed} {shift}")
+level, shift = shared.gauss(0, 0.03), shift + alone.gauss(0, 0.002)
+with open(path, "w") as file:
+    for step in range(1, last + 1):
+        reward = 0.1 + 0.08 * step + level + shared.gauss(0, 0.001) + (shift if step > 1 else 0)
+        file.write(json.dumps({"step": step, "train/reward": reward}) + chr(10))
+"""
+RECIPE: dict[str, Any] = {
+    "name": "curves",
+    "trainer": {
+        "type": "command",
+        "argv": ["{python}", "SCRIPT", "{seed}", "{shift}", "{last}", "{run_dir}/curve.jsonl"],
+        "parameters": {"shift": 0.0, "last": 10},
+        "metrics": {"format": "jsonl", "path": "{run_dir}/curve.jsonl"},
+    },
+    "steps": 10,
+    "arms": {"baseline": {}, "treatment": {"trainer.parameters.shift": 0.0001}},
+    "seeds": [0, 1, 2],
+    "compare": {"primary": [{"metric": "train/reward", "margin": 0.02}]},
+}
+SHIFTED = {"trainer.parameters.shift": 0.06}
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`abrun ARGUMENTS` beside curves.yaml: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
+    monkeypatch.setattr("abrun.compare.compare_sources", in_json)
+    (tmp_path / "arm.py").write_text(ARM)
+    content = json.dumps(RECIPE).replace("SCRIPT", str(tmp_path / "arm.py"))
+    (tmp_path / "curves.yaml").write_text(content)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code)), output, errors
+
+    return run
+
+
+def settings(changes: dict[str, Any]) -> list[str]:
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def verdict_of(name: str) -> dict[str, Any]:
+    return json.loads(Path("runs", name, "report/verdict.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "code"),
+    [
+        ({}, "MATCH", 0),
+        ({"arms.treatment": SHIFTED}, "MISMATCH", 3),
+        ({"compare.primary.0.margin": 0.0001}, "INCONCLUSIVE", 4),
+        ({"compare.primary": []}, "INCONCLUSIVE", 4),
+        ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
+        ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst
+    ],
+)
+def test_a_launch_exits_with_the_code_of_the_verdict_or_with_0_where_that_is_asked(
+    command: Command, changes: dict[str, Any], verdict: str, code: int
+) -> None:
+    launch = ("launch", "curves.yaml", "--jobs", "4", *settings(changes))
+    exited, output, _ = command(*launch)
+    assert (exited, verdict_of("curves")["verdict"]) == (code, verdict) and f"{verdict}: curves" in output
+    exited, output, _ = command(*launch, "--resume", "--exit-zero")
+    assert exited == 0 and f"{verdict}: curves" in output
+    exited, output, _ = command(*launch, "--resume", "--no-compare")
+    assert exited == 0 and f"{verdict}: curves" not in output
+
+
+def test_a_launch_whose_comparison_cannot_be_made_exits_with_1_and_says_so(command: Command) -> None:
+    launch = ("launch", "curves.yaml", "--jobs", "4")
+    assert command(*launch, "--no-compare")[0] == 0
+    Path("runs/curves/report").symlink_to("elsewhere")  # which a report is not written through
+    for more in ((), ("--exit-zero",)):
+        code, output, errors = command(*launch, "--resume", *more)
+        assert code == 1 and errors.startswith("abrun: the comparison could not be made: ")
+        assert errors.count("\n") == 1 and "Continue with" not in output
+
+
+FINISHED = {RunName(arm="baseline", seed=0): "finished", RunName(arm="treatment", seed=0): "finished"}
+FAILED = {**FINISHED, RunName(arm="treatment", seed=0): "failed"}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "stopped_by", "verdict_exit_code", "problem", "code", "code_without"),
+    [
+        (FINISHED, None, 3, None, 3, 0),
+        (FINISHED, None, 0, "unreadable", 1, 1),
+        (FAILED, None, 3, None, 1, 1),  # runs that did not finish come first
+        (FAILED, None, 0, None, 1, 1),
+        (FINISHED, 15, 0, None, 143, 143),
+    ],
+)
+def test_runs_that_did_not_finish_come_before_the_verdict(
+    statuses: Any,
+    stopped_by: int | None,
+    verdict_exit_code: int,
+    problem: str | None,
+    code: int,
+    code_without: int,
+) -> None:
+    launched = Launched(
+        experiment_dir=Path("runs/curves"),
+        outcome=Outcome(statuses=statuses, stopped_by=stopped_by),
+        verdict_exit_code=verdict_exit_code,
+        problem=problem,
+    )
+    assert launched.exit_code() == code
+    assert launched.exit_code(heeds_verdict=False) == code_without
+
+
+def begun(name: str) -> set[int]:
+    experiment_dir = Path("runs") / name
+    states = [store.run_state(experiment_dir, run) for run in store.planned_runs(experiment_dir)]
+    return {state.name.seed for state in states if state.status != "pending"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "seeds"),
+    [({}, {0, 1, 2}), ({"compare.primary.0.margin": 0.0001}, {0, 1, 2, 3, 4})],
+)
+def test_python_stops_once_it_is_decided_as_the_command_does(
+    command: Command, changes: dict[str, Any], seeds: set[int]
+) -> None:
+    stages = ("--until-decided", "--max-seeds", "5", "--jobs", "4")
+    code, printed, _ = command("launch", "curves.yaml", "--name", "typed", *stages, *settings(changes))
+    experiment = abrun.launch(
+        "curves.yaml", name="called", overrides=changes, until_decided=True, max_seeds=5, jobs=4, quiet=True
+    )
+    result = experiment.compare(formats=["json"])
+    assert begun("called") == begun("typed") == seeds
+    assert (experiment.exit_code, result.exit_code) == (0, code)
+    typed, called = verdict_of("typed"), verdict_of("called")
+    for key in ("verdict", "primaries", "post_hoc"):
+        assert called[key] == typed[key]
+    assert called["arms"]["treatment"]["looks"] == typed["arms"]["treatment"]["looks"]
+    assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
+    with pytest.raises(abrun.errors.RecipeError, match="without --until-decided"):
+        abrun.launch("curves.yaml", name="third", max_seeds=5)
+
+
+CHECKPOINTING = "policy.activation_checkpointing"
+
+
+@pytest.mark.parametrize(
+    "words", [("launch", "--no-compare"), ("sensitivity", "--faults=flipped_advantages"), ()]
+)
+def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_from(
+    command: Command, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    calls: list[str] = []
+
+    def count(module: Any, name: str) -> None:
+        counted = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return counted(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    count(open_values, "decide")
+    count(launching, "make_engine")
+    if words:
+        assert command(words[0], str(SMALL), *words[1:], "--set", f"{CHECKPOINTING}=auto")[0] == 0
+    else:
+        abrun.launch(SMALL, overrides={CHECKPOINTING: "auto"}, quiet=True)
+    assert sorted(calls) == ["decide", "make_engine"]
+    (record,) = Path("runs").glob("*/experiment.json")
+    content = store.open_experiment(record.parent)
+    assert content["recipe"]["policy"]["activation_checkpointing"] == "none"
+    assert content["decided"][CHECKPOINTING]["asked"] == "auto"
