@@ -61,7 +61,7 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             command="abrun sensitivity RECIPE",
         )
     if experiment.regression and experiment.directory:
-        again = f"abrun launch RECIPE --name NEW && {AGAIN}"
+        again = f"abrun launch RECIPE --name NEW --no-compare && {AGAIN}"
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
@@ -325,14 +325,15 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         seeds = left.replace(" ", "")
         alone = f"abrun compare RUNS --seeds {seeds}"
         if experiment.directory:
-            alone = f"abrun launch RECIPE --seeds {seeds} --name NEW && {AGAIN}"
+            alone = f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {AGAIN}"
         yield NextStep(
             text=f"Train the other seeds of the reference ({left}), then compare those alone", command=alone
         )
         return
     seeds, again = ",".join(map(str, sorted(there | here))), "abrun compare RUNS"
     if experiment.directory:
-        again = f"abrun launch RECIPE --seeds {seeds} --name {folder_name(experiment)} --resume && {again}"
+        resumed = f"--name {folder_name(experiment)} --resume --no-compare"
+        again = f"abrun launch RECIPE --seeds {seeds} {resumed} && {again}"
     yield NextStep(
         text=f"Train the other seeds of the reference too ({left}), then compare again", command=again
     )

@@ -26,7 +26,7 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
     if _options(options, ["--reference"])[0]:
         command = command.replace(AGAIN, shlex.join(["abrun", "compare", "NEW", *options]))
     elif experiment.directory:
-        command = command.replace(f" && {AGAIN}", "")  # its recipe names the reference
+        command = command.replace(f" --no-compare && {AGAIN}", "")  # its recipe names the reference
     without_claims, command = WITHOUT_CLAIMS in command, command.replace(WITHOUT_CLAIMS, "")
     if not compared:
         return command.replace("RUNS", name_of(experiment)) if experiment.directory else command
