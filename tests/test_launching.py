@@ -112,7 +112,7 @@ def test_a_launch_whose_comparison_cannot_be_made_exits_with_1_and_says_so(comma
         assert errors.count("\n") == 1 and "Continue with" not in output
 
 
-FINISHED = {RunName(arm="baseline", seed=0): "finished", RunName(arm="treatment", seed=0): "finished"}
+FINISHED: Any = {RunName(arm="baseline", seed=0): "finished", RunName(arm="treatment", seed=0): "finished"}
 FAILED = {**FINISHED, RunName(arm="treatment", seed=0): "failed"}
 
 
@@ -206,3 +206,15 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
     content = store.open_experiment(record.parent)
     assert content["recipe"]["policy"]["activation_checkpointing"] == "none"
     assert content["decided"][CHECKPOINTING]["asked"] == "auto"
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("MATCH", 0), ("MISMATCH", 3), (None, 1)])
+def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
+    tmp_path: Path, verdict: str | None, code: int
+) -> None:
+    if verdict is not None:
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict}))
+    outcome = Outcome(statuses=FINISHED, stopped_by=None)
+    launched = launching._with_verdict_of_job(Launched(experiment_dir=tmp_path, outcome=outcome), "printed")
+    assert (launched.exit_code(), launched.compared) == (code, "printed")
