@@ -130,7 +130,7 @@ class Result:
 
     def __str__(self) -> str:
         """What `abrun compare` prints."""
-        from abrun.terminal import terminal
+        from abrun.present.terminal import terminal
 
         console = terminal()
         with console.capture() as captured:
@@ -181,10 +181,10 @@ def launch(
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
+    from abrun.present.terminal import terminal
     from abrun.processes.output import UnfailingOutput
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
-    from abrun.terminal import terminal
     from abrun.watch import View
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})

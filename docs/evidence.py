@@ -21,12 +21,12 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
-from abrun.compare.show.markup import code, escaped
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.pasted import RUNS_DIR
 from abrun.compare.show.planted import advice, columns, rows, sentence
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
+from abrun.present.markdown import code, escaped
 from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
 from abrun.store import open_experiment, read_json, write_file, write_json
 

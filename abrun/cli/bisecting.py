@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from abrun.bisect.command import Bisection
     from abrun.layout import RunName
     from abrun.plan import Plan
-    from abrun.terminal import Terminal
+    from abrun.present.terminal import Terminal
 
 Refs = Annotated[
     str | None, typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last.")

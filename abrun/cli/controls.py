@@ -15,8 +15,8 @@ from abrun.errors import RecipeError, StoreError
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
+    from abrun.present.terminal import Terminal
     from abrun.recipe import Declared
-    from abrun.terminal import Terminal
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)

@@ -22,8 +22,8 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.launch.experiment import owned_experiment
 from abrun.layout import RunName
 from abrun.plan import Plan
+from abrun.present.terminal import terminal
 from abrun.store import RunDir, is_experiment, run_state
-from abrun.terminal import terminal
 
 TRAINER = """
 import json, math, random, sys

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.planted import Sensitivity
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.markup import escaped, table_row
+from abrun.present import tables
+from abrun.present.markdown import escaped
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
 from abrun.store import write_file, write_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
 LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
@@ -90,16 +91,16 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def table(found: Sensitivity, *, paired: bool) -> "Table":
+def table(found: Sensitivity, *, paired: bool) -> "RenderableType":
     """For a terminal."""
-    return _table(columns(paired=paired), rows(asdict(found)))
+    return _table(columns(paired=paired), rows(asdict(found))).rich(padding=(0, 1))
 
 
 def _page(
     content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
     claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
-    declared, headings = ", ".join(claims) or "none", columns(paired=compare.paired)
+    declared = ", ".join(claims) or "none"
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
     yield f"It {escaped(sentence(content, paired=compare.paired))}."
@@ -110,9 +111,7 @@ def _page(
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield table_row(headings)
-    yield "|" + " --- |" * len(headings)
-    yield from (table_row(row) for row in rows(content))
+    yield from _table(columns(paired=compare.paired), rows(content)).markdown()
     for title, lines in (
         ("Not caught", list(advice(content))),
         ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
@@ -121,10 +120,10 @@ def _page(
             yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
 
 
-def library() -> "Table":
+def library() -> "RenderableType":
     """For a terminal: without the sizes and sources, which each fault's own page has."""
     cells = [(one.name, one.does, ", ".join(one.needs) or "-", one.shows) for one in FAULTS]
-    return _table(("name", "what it does", "needs", "what should show it"), cells)
+    return _table(("name", "what it does", "needs", "what should show it"), cells).rich(padding=(0, 1))
 
 
 def of_algorithms() -> str:
@@ -185,15 +184,5 @@ def _evidence(one: Mapping[str, Any]) -> str:
     return f"{one['caught_by']}: {one['metric']}" if one["metric"] else one["caught_by"]
 
 
-def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    from abrun.redaction import shown
-
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold", no_wrap=column in ("name", "fault"))
-    for row in cells:
-        made.add_row(*(Text(shown(cell)) for cell in row))
-    return made
+def _table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> tables.Table:
+    return tables.Table(tables.columns(*titles, no_wrap=("name", "fault"), fold=True), cells)

@@ -1,13 +1,9 @@
 """Panels as figures: functions draw on an `ax`; `metric_figure` and `overview` compose them."""
 
-import contextlib
 import textwrap
-import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -17,39 +13,13 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.present.figures import COLORS, legend_below, short
 
-# Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH, PANEL = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
 BAR, LEAST_ROW = 0.13, 0.3  # inches of height: a bar with a figure beside it; a phase of the memory's panel
-LEGEND_ROW, LEGEND_COLUMN = 0.19, 54  # inches of height; characters that leave room for a second column
+LEGEND_COLUMN = 54  # characters that leave room for a second column
 LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "legend.framealpha": 0.8,
-    "legend.edgecolor": "none",
-    "legend.fontsize": 8,
-    "text.parse_math": False,  # a metric may be called $x$
-    "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
-    "svg.fonttype": "none",
-}
-
-
-@contextlib.contextmanager
-def style() -> Iterator[None]:
-    """What every figure is drawn and saved in."""
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
-        yield
 
 
 def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Figure | None:
@@ -118,21 +88,11 @@ def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
 
 
 def _legend_below(figure: Figure) -> None:
-    """What lines, bands and bars are, once for all panels; inside, it would hide some of them.
-
-    The figure grows by it, so that the panels keep their heights.
-    """
+    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
     handles = {}
     for ax in figure.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    columns = 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (1 + -(-len(handles) // columns)))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-
-
-def short(name: str, most: int) -> str:
-    """A name of at most so many characters, without its middle if need be: names differ at their ends."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+    legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1)
 
 
 def _plain(metric: str) -> str:

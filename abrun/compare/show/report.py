@@ -3,7 +3,6 @@
 Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
 """
 
-import io
 import multiprocessing
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,14 @@ from abrun.compare.read.claim_tests import STAMP, ClaimTest, claim_tests_in
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
-from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
+from abrun.present.figures import FIGURES, save_figure, style
+from abrun.present.markdown import code, escaped
+from abrun.present.tables import Table, columns
 from abrun.recipe import units
 from abrun.redaction import shown
 from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
@@ -35,7 +36,6 @@ PAGE = "report.html"
 WORTH_A_PROCESS = 1_000_000  # points to draw
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 FORMATS = ("json", "html", "markdown", "png", "svg")
-FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 30  # of the markdown, without images
@@ -170,11 +170,11 @@ def _draw_claims(
         return
     from abrun.compare.show import plots  # half a second
 
-    with plots.style():
+    with style():
         yield from _save(plots.forest(experiment, content["primaries"]), output / "claims", images)
     for stem, metric in slugs(claim["metric"] for claim in content["primaries"]).items():
         of_metric = [claim for claim in content["primaries"] if claim["metric"] == metric]
-        with plots.style():
+        with style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
 
 
@@ -185,25 +185,12 @@ def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) 
     from abrun.compare.show import plots
 
     limit = experiment.compare.guards.token_mult_prob_error_median
-    with plots.style():
+    with style():
         yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
 
-def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
-    if figure is None:
-        return
-    layout = figure.get_layout_engine()
-    if layout:
-        layout.execute(figure)
-        figure.set_layout_engine("none")  # laid out once for all formats
-    for form in images:
-        path = stem.with_name(f"{stem.name}.{form}")
-        # No date and no version of matplotlib in the file: same runs, same bytes.
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format=form, dpi=150, metadata=metadata)
-        write_file(path, drawing.getvalue(), mode=PUBLIC)
-        yield path
+def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
+    return save_figure(figure, stem, images) if figure else []
 
 
 def slugs(metrics: Iterable[str]) -> dict[str, str]:
@@ -235,18 +222,8 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         "",
         *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
     ]
-    primaries = content["primaries"]
-    if primaries:
-        several = len(content["arms"]) > 1
-        head = ["arm"] * several + claim_columns(content)
-        lines += ["", escaped(_compared(content))]
-        lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row([one["arm"]] * several + claim_cells(one)) for one in primaries]
-    if content["descriptions"]:
-        head = _description_columns(content)
-        lines += ["", escaped(_compared(content))]
-        lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row(cells) for cells in _described_rows(content)]
+    for table in _tables(content):
+        lines += ["", escaped(_compared(content)), "", *table.markdown()]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
     made = f"report made by {code(beside.command)}"
     known = [escaped(text) for text in (beside.ran, beside.environment) if text]
@@ -260,6 +237,17 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
         lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(content: Content) -> list[Table]:
+    """Return the claims' table and the descriptions', each only if it has rows."""
+    several, tables = len(content["arms"]) > 1, []
+    if content["primaries"]:
+        rows = [[one["arm"]] * several + claim_cells(one) for one in content["primaries"]]
+        tables.append(Table(columns(*["arm"] * several, *claim_columns(content), fold=True), rows))
+    if content["descriptions"]:
+        tables.append(Table(columns(*_description_columns(content)), _described_rows(content)))
+    return tables
 
 
 def _description_columns(content: Content) -> list[str]:
@@ -387,7 +375,6 @@ def terminal_summary(
     content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel
-    from rich.table import Table
     from rich.text import Text
 
     color = COLORS[content["verdict"]]
@@ -400,33 +387,19 @@ def terminal_summary(
             border_style=color,
         )
     ]
-    several = len(content["arms"]) > 1
-    if content["primaries"] or content["descriptions"]:
+    tables = _tables(content)
+    if tables:
         parts.append(Text(shown(_compared(content)), style="dim"))
-    if content["primaries"]:
-        columns = ["arm"] * several + claim_columns(content)
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in columns:
-            table.add_column(Text(shown(column)), overflow="fold")
-        for one in content["primaries"]:
-            table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + claim_cells(one)))
-        parts += [table, Text("")]
-    if content["descriptions"]:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in _description_columns(content):
-            table.add_column(Text(shown(column)))
-        for cells in _described_rows(content):
-            table.add_row(*(Text(shown(cell)) for cell in cells))
-        parts += [table, Text("")]
-    facts = Table.grid(padding=(0, 2))
-    for label, text in evidence(content):
-        lines = content["not_tested"] if label == "not tested" else [text]
-        facts.add_row(Text(shown(label), style="bold"), Text("\n").join(Text(shown(one)) for one in lines))
-    for step in next_steps:
-        facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
-    parts.append(facts)
+    for table in tables:
+        parts += [table.rich(padding=(0, 1)), Text("")]
+    facts = [
+        (label, "\n".join(map(shown, content["not_tested"] if label == "not tested" else [text])))
+        for label, text in evidence(content)
+    ]
+    facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
     if files and (missing := lacking("figures")):
-        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {missing}"))
+        facts.append(("figures", f"PNG and SVG: {missing}"))
+    parts.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))
