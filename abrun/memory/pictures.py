@@ -62,7 +62,7 @@ def peaks(profile: MemoryProfile) -> Any:
         sequences = f"{num_sequences} sequence{'s' * (num_sequences > 1)} a microbatch"
         ax.set_xlabel("tokens of a sequence")
         said = [sequences, *(f"{key} {value}" for key, value in swept)]
-        ax.set_title(textwrap.fill(", ".join(said), 72), loc="left", fontsize=9)
+        ax.set_title(textwrap.fill(", ".join(said), 64), fontsize=9)
     axes[0].set_ylim(0, 1.04 * axes[0].get_ylim()[1])  # of all: what the last of them drew is on it
     for ax in at_the_left:
         ax.set_ylabel(f"{profile.what}, {unit}")
@@ -99,7 +99,7 @@ def attribution(cells: Sequence[Cell]) -> Any | None:
         _phases(ax, found["phases"], len(places), top / num_bytes)
         ax.plot(found["peak_at"], found["peak_bytes"] / num_bytes, "v", color="black", markersize=6)
         said = f"{short(cell.arm, 24)}: {found['peak_bytes'] / num_bytes:,.1f} {unit}"
-        ax.set_title(said + (" (out of memory)" if cell.out_of_memory else ""), loc="left", fontsize=10)
+        ax.set_title(said + (" (out of memory)" if cell.out_of_memory else ""), fontsize=9)
         ax.set_xlabel("allocations and frees of a step, in order")
         ax.set_xticks([])
         ax.set_xlim(0, max(len(places) - 1, 1))

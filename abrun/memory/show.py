@@ -152,7 +152,7 @@ def show(profile: MemoryProfile, output: Path) -> None:
     with style():
         drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
         files = [save_figure(figure, output / name) for name, figure in drawn.items() if figure is not None]
-        svgs = [svg.read_text() for _, svg in files]
+        svgs = [svg.read_text("utf-8") for _, svg in files]
         store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
 
 

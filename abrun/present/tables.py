@@ -82,7 +82,7 @@ class Table:
 
     def _html_row(self, tag: str, cells: Sequence[Cell]) -> str:
         made = (
-            f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(str(cell))}</{tag}>"
+            f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(shown(str(cell)))}</{tag}>"
             for column, cell in zip(self.columns, cells, strict=True)
         )
         return f"<tr>{''.join(made)}</tr>"

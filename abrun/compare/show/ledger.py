@@ -17,17 +17,16 @@ def ledger_shown(reference: Reference) -> RenderableType:
         changes = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in entry.treatment.items()]
         changes += [f"not judged: {entry.moved}"] if entry.moved else []
         low, high = entry.interval
-        rows.append(
-            (
-                str(number),
-                entry.date[:10],
-                f"{entry.experiment}, {entry.arm}",
-                "; ".join(changes),
-                (entry.commit or "-")[:9],
-                f"{entry.difference:+.3g} [{low:.3g}, {high:.3g}]",
-                f"{entry.drift:.3g}",
-            )
+        cells = (
+            str(number),
+            entry.date[:10],
+            f"{entry.experiment}, {entry.arm}",
+            "; ".join(changes),
+            (entry.commit or "-")[:9],
+            f"{entry.difference:+.3g} [{low:.3g}, {high:.3g}]",
+            f"{entry.drift:.3g}",
         )
+        rows.append(cells)
     titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
     sentence = Text(printable(ledger_sentence(reference)), style="bold")
     return Group(Table(columns(*titles, fold=True), rows), sentence) if rows else sentence

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
-LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
 PUBLIC = 0o666
 
 
@@ -154,12 +153,6 @@ def details(fault: Fault) -> Iterator[str]:
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
     yield f"  plant    abrun sensitivity RECIPE --faults {fault.name}"
     yield f"           planted_fault: {sized}"
-
-
-def library_row(fault: Fault) -> tuple[str, ...]:
-    size = "-" if fault.size is None else f"{fault.size:g} {fault.unit}"
-    needs = ", ".join(fault.needs) or "-"
-    return fault.name, fault.seam, fault.does, size, needs, fault.shows, fault.source
 
 
 def _link(fault: Fault) -> str:
