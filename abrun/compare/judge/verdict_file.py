@@ -210,7 +210,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of `records.as_json`: a sentence for each reason, and beside it its code and values."""
+    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
     for record in (schema, *schema.get("$defs", {}).values()):
         properties = record.get("properties", {})
         for name, content in list(properties.items()):
