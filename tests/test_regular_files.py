@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from abrun.regular_files import exists, is_directory, is_file
-from tests.snapshot import Snapshot
 
 
 def test_files_and_folders_are_told_apart_from_what_is_not_there(tmp_path: Path) -> None:
@@ -22,9 +21,6 @@ def test_files_and_folders_are_told_apart_from_what_is_not_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("look", [exists, is_file, is_directory])
-def test_what_cannot_be_seen_is_an_error(
-    look: Callable[[Path], bool], tmp_path: Path, snapshot: Snapshot
-) -> None:
-    with pytest.raises(OSError) as refusal:
+def test_what_cannot_be_seen_is_an_error(look: Callable[[Path], bool], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="File name too long"):
         look(tmp_path / ("x" * 300))
-    snapshot(refusal.value)

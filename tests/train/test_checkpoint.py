@@ -22,7 +22,6 @@ from abrun.errors import StoreError
 from abrun.plan import RunName
 from abrun.store import FencedError, RunDir, RunWriter
 from abrun.train import checkpoint
-from tests.snapshot import Snapshot
 from tests.spawn import run_ranks
 from tests.train.runs import Trainer, events, make_run, metric_values, run_config, train_here
 
@@ -249,9 +248,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    damage: str, run: RunDir, snapshot: Snapshot
-) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: RunDir) -> None:
     save(run, OneTensor(1.0), 5)
     save(run, OneTensor(2.0), 7)
     spoil, reason = DAMAGES[damage]
@@ -263,9 +260,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     spoil_all = [path for path in run.checkpoints.iterdir() if path.name == "step-000005"]
     shutil.rmtree(spoil_all[0])
     before = torch.get_rng_state()
-    with pytest.raises(StoreError) as raised:
+    with pytest.raises(
+        StoreError, match=rf"no checkpoint here is sound \(step 7: .*{reason}.*remove"
+    ) as raised:
         restore(run, backend)
-    snapshot(raised.value)
     assert "\n" not in str(raised.value) and torch.equal(torch.get_rng_state(), before)
 
 
@@ -339,7 +337,7 @@ def test_damaged_checkpoints_are_not_among_those_that_are_kept(run: RunDir) -> N
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000005", "step-000006"]
 
 
-def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir, snapshot: Snapshot) -> None:
+def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir) -> None:
     save(run, OneTensor(1.0), 5)
     save(run, OneTensor(2.0), 7)
     rows = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -351,8 +349,7 @@ def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir, snaps
         writer.metrics(step, {"x": 0.0})
     assert restore(run, OneTensor(0.0)) == 5
     step, said = told(run, "checkpoint_passed_over")[-1]
-    assert step == 7
-    snapshot(said)
+    assert step == 7 and said.startswith(f"step 6 was recorded again by attempt {writer.attempt}")
     (run.path / "metrics.jsonl").write_bytes(b"".join([rows[0], b"garbage\n", *rows[2:]]))
     backend = OneTensor(0.0)
     assert restore(run, backend) == 0, "nothing supports any: from the start"
@@ -383,14 +380,13 @@ def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
     return found
 
 
-def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, 2, tmp_path / "run")
     assert first[:2] == [1, [10.0] * 3] and second[:2] == [1, [11.0] * 3]
     assert first[2] == second[2] and "cannot be written" in first[2], "and neither waits for the other"
     assert first[3] == ["step-000001", "step-000002"], "and the other rank's shard goes at once"
     ((step, reason),) = told(RunDir(tmp_path / "run"), "checkpoint_damaged")
-    assert step == 2
-    snapshot(reason)
+    assert step == 2 and reason.startswith("rank-1.safetensors does not have")
 
 
 @pytest.mark.parametrize("attempt_at", ["shard", "state", "final"])
