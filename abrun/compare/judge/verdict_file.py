@@ -1,7 +1,7 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
@@ -21,8 +21,10 @@ from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
+from abrun.messages import records
+from abrun.reasons import Reason
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -34,6 +36,7 @@ _EVIDENCE = (
     "by_prompt",
     "savings",
 )
+_REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -192,16 +195,45 @@ def _reading_notes(
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
-    return asdict(content)
+    """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
+    return records.as_json(content)
 
 
 def json_schema() -> dict[str, Any]:
     """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
     from pydantic import TypeAdapter
 
-    schema = _with_numbers_of_the_store(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _with_numbers_of_the_store(schema)
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
+    for record in (schema, *schema.get("$defs", {}).values()):
+        properties = record.get("properties", {})
+        for name, content in list(properties.items()):
+            if _REASON in repr(content):
+                several = content.get("type") == "array"
+                beside = records.name_of_codes(name, list[Reason] if several else Reason)
+                properties |= {name: _sentences(content), beside: content}
+                if name in record.get("required", ()):
+                    record["required"].append(beside)
+    if "Code" in schema.get("$defs", {}):
+        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
+        schema["$defs"]["Reason"]["required"] = ["code", "values"]
+    return schema
+
+
+def _sentences(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_sentences(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("$ref") == _REASON:
+        return {"type": "string"}
+    return {key: _sentences(entry) for key, entry in schema.items()}
 
 
 def _with_numbers_of_the_store(schema: Any) -> Any:
