@@ -25,12 +25,12 @@ def told(cell: Cell, unit: tuple[str, int]) -> str:
 
 def tables(profile: MemoryProfile) -> list[Table]:
     """For the terminal: peaks by phase; what the allocator had of the device; how far each arm goes."""
-    made = [_peaks(profile)]
-    if any(cell.reserved_bytes is not None for cell in profile.cells):
-        made.append(_allocator(profile))
-    if profile.longest:
-        made.append(_longest(profile))
-    return made
+    has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
+    return [
+        _peaks(profile),
+        *([_allocator(profile)] if has_allocator else []),
+        *([_longest(profile)] if profile.longest else []),
+    ]
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

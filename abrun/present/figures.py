@@ -68,5 +68,5 @@ def legend_below(figure: "Figure", handles: Mapping[str, Any], columns: int = 2)
 
 
 def short(name: str, most: int) -> str:
-    """A name of at most so many characters, without its middle if need be: names differ at their ends."""
+    """Shorten a name to `most` characters by cutting its middle: names differ at their ends."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"

@@ -44,48 +44,47 @@ class Table:
     sections: Collection[int] = ()  # rows below a line
 
     def rich(self, **layout: Any) -> "rich.table.Table":
-        """Return it for a terminal; `layout` replaces arguments of rich's table. All of an expanded table's
-        columns are equally wide."""
+        """Return rich's table; `layout` replaces its arguments. If it expands, columns are equally wide."""
         from rich.table import Table as RichTable
 
         titled = {"title": shown(self.title), "title_justify": "left"}
         look: dict[str, Any] = titled if self.title else PLAIN if self.columns else GRID
-        made = RichTable(**(look | layout))
+        table = RichTable(**(look | layout))
         for column in self.columns:
-            made.add_column(
+            table.add_column(
                 _text(column.title),
                 justify="right" if column.numeric else "left",
                 no_wrap=column.no_wrap,
                 overflow="fold" if column.fold else "ellipsis",
-                ratio=1 if made.expand else None,
+                ratio=1 if table.expand else None,
             )
         for index, row in enumerate(self.rows):
             if index in self.sections:
-                made.add_section()
-            made.add_row(*map(_text, row))
-        return made
+                table.add_section()
+            table.add_row(*map(_text, row))
+        return table
 
     def __rich__(self) -> "rich.table.Table":
         return self.rich()
 
     def markdown(self, escape: Callable[[str], str] = escaped) -> list[str]:
-        """Return its lines."""
+        """Return the lines of a Markdown table."""
         titles = [column.title for column in self.columns]
         lines = [titles, ["---"] * len(titles), *self.rows]
         return [f"| {' | '.join(escape(str(cell)) for cell in line)} |" for line in lines]
 
     def html(self) -> str:
-        """Return its element; cells of text, not numbers, have the class `text`."""
+        """Return an HTML table; cells of text, not numbers, have the class `text`."""
         body = "".join(self._html_row("td", row) for row in self.rows)
         head = self._html_row("th", [column.title for column in self.columns])
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _html_row(self, tag: str, cells: Sequence[Cell]) -> str:
-        made = (
+        marked = (
             f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(shown(str(cell)))}</{tag}>"
             for column, cell in zip(self.columns, cells, strict=True)
         )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(marked)}</tr>"
 
 
 def _text(cell: Cell) -> "Text":

@@ -34,10 +34,6 @@ class _Column:
     right: bool = True
     recorded: bool = False  # by some trainers, and not by others
 
-    @property
-    def two_lines(self) -> str:
-        return self.heading if "\n" in self.heading else f"\n{self.heading}"
-
     def is_shown(self, runs: Sequence[WatchedRun]) -> bool:
         """Unless there are steps, and none of them has it."""
         return not (self.recorded and any(run.latest for run in runs) and not any(map(self.cell, runs)))
@@ -151,8 +147,11 @@ def _table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
             [Text(text, style=_style(text, colour, status=i == status_at)) for i, text in enumerate(row)]
         )
         cells[-1][curve_at] = _curve(run, followed, room, limits)
-    headings = [Column(Text(column.two_lines), column.right, no_wrap=True) for column in listed]
-    return Table(headings, cells).rich(padding=(0, gap, 0, 0))
+    aligned = [
+        Column(Text("\n" * ("\n" not in one.heading) + one.heading), one.right, no_wrap=True)
+        for one in listed
+    ]
+    return Table(aligned, cells).rich(padding=(0, gap, 0, 0))
 
 
 def _columns(followed: str, width: int) -> list[_Column]:
