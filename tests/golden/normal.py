@@ -16,6 +16,9 @@ from typing import Any
 WIDTH = 120
 MOST_NUMBERS = 12  # that a list is recorded with; a longer one as its figures
 DIGITS = 8
+MACHINE = re.compile(r"This machine \(.*?\) runs \d+ at once")
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
+DURATION = re.compile(r"(?<=\W)\d:\d\d(?=$| elapsed| ─)", re.M)
 HASH_OF_PATHS = re.compile(r"(?<=-report-)[0-9a-f]{8}\b")
 
 
@@ -33,7 +36,10 @@ class Normaliser:
         days = "|".join((now + datetime.timedelta(days=days)).date().isoformat() for days in (-1, 0, 1))
         names = {socket.gethostname(), platform.node()} - {"", "localhost"}
         self._patterns = [
+            (CLOCK, "HH:MM:SS "),
+            (DURATION, "M:SS"),
             (HASH_OF_PATHS, "HASH"),
+            (MACHINE, "This machine (DEVICES) runs N at once"),
             (re.compile(rf"\b(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
             (re.compile(rf"\babrun {re.escape(version('abrun'))}"), "abrun VERSION"),
         ]

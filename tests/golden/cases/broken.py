@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.compare.simulate import edit, edit_rows, fail, write, write_experiment, write_rows
-from tests.golden.case import add_case, case, compare_command
+from tests.golden.case import add_case, case, compare_in_short
 
 Commands = Iterator[Sequence[str]]
 Break = Callable[[Path], object]
@@ -126,7 +126,7 @@ BREAKS: dict[str, Break] = {
 def _broken(break_it: Break) -> Callable[[Path], Commands]:
     def build(folder: Path) -> Commands:
         break_it(write_experiment(folder / "runs/simulated", seeds=[0, 1, 2, 3], controls={"aa_reruns": 1}))
-        yield compare_command("simulated")
+        yield compare_in_short("simulated")
 
     return build
 

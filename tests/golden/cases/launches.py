@@ -10,13 +10,13 @@ from tests.golden.case import case
 
 Commands = Iterator[Sequence[str]]
 TRAINER = """\
-import json, os, sys
+import json, os, random, sys
 steps, seed, rate = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-if len(sys.argv) > 5 and seed == int(sys.argv[5]):
-    sys.exit("no such model: the planned crash")
-with open(os.path.join(sys.argv[4], "metrics.jsonl"), "w") as log:
+noise = random.Random(seed)
+os.makedirs(os.path.join(sys.argv[4], "logs"), exist_ok=True)
+with open(os.path.join(sys.argv[4], "logs", "trainer.jsonl"), "w") as log:
     for step in range(1, steps + 1):
-        reward = 0.1 + (1 - 0.9 ** (step - 1)) * 0.5 + 0.001 * seed + rate * (step > 1)
+        reward = 0.1 + (1 - 0.9 ** (step - 1)) * 0.5 + 0.05 * noise.random() + rate * (step > 1)
         log.write(json.dumps({"step": step, "score": reward, "loss": 1 - reward}) + "\\n")
 """
 COMMAND_RECIPE: dict[str, Any] = {
@@ -25,7 +25,7 @@ COMMAND_RECIPE: dict[str, Any] = {
         "type": "command",
         "argv": ["{python}", "{script}", "{steps}", "{seed}", "{learning_rate}", "{run_dir}"],
         "parameters": {"script": "trainer.py", "learning_rate": 0.0},
-        "metrics": {"format": "jsonl", "path": "{run_dir}/metrics.jsonl"},
+        "metrics": {"format": "jsonl", "path": "{run_dir}/logs/trainer.jsonl"},
         "aliases": {"train/reward": "score", "train/loss": "loss"},
     },
     "steps": 10,
@@ -35,16 +35,12 @@ COMMAND_RECIPE: dict[str, Any] = {
 }
 
 
-def _write_command_recipe(folder: Path, **changes: Any) -> None:
-    (folder / "trainer.py").write_text(TRAINER)
-    (folder / "recipe.yaml").write_text(json.dumps({**COMMAND_RECIPE, **changes}))
-
-
 @case
 def launch_of_commands(folder: Path) -> Commands:
-    _write_command_recipe(folder)
+    (folder / "trainer.py").write_text(TRAINER)
+    (folder / "recipe.yaml").write_text(json.dumps(COMMAND_RECIPE))
     yield ["launch", "recipe.yaml", "--dry-run"]
-    yield ["launch", "recipe.yaml", "--no-compare"]
+    yield ["launch", "recipe.yaml", "--no-compare", "--jobs", "1"]
     yield ["status", "command"]
     yield ["compare", "command", "--format", "terminal,json"]
     yield ["launch", "recipe.yaml"]

@@ -1,5 +1,6 @@
 """Frozen references, what is compared with them, and ledgers of accepted changes."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ from tests.golden.case import case, compare_command, compare_in_short
 
 Commands = Iterator[Sequence[str]]
 FREEZE = ["freeze", "anchor", "--output", "reference.json"]
-ALONE: dict[str, Any] = {"arms": {"baseline": {}}, "compare": {"reference": "../../reference.json"}}
+ALONE: dict[str, Any] = {"arms": {"baseline": {}}, "compare": {"reference": "reference.json"}}
 AGAINST = ["--reference", "reference.json"]
+
+
+def _write_later(folder: Path, name: str = "later", **scenario: Any) -> Path:
+    """An experiment of one arm, whose launch has copied the reference that its recipe names."""
+    experiment_dir = write_experiment(folder / f"runs/{name}", **ALONE, **scenario)
+    shutil.copy(folder / "reference.json", experiment_dir)
+    return experiment_dir
 
 
 def _shift(experiment_dir: Path, by: float) -> None:
@@ -36,7 +44,7 @@ def reference_same_runs(folder: Path) -> Commands:
 def reference_against_a_regression(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor")
     yield FREEZE
-    _shift(write_experiment(folder / "runs/later", **ALONE), -0.1)
+    _shift(_write_later(folder), -0.1)
     yield compare_command("later", *AGAINST)
 
 
@@ -44,7 +52,7 @@ def reference_against_a_regression(folder: Path) -> Commands:
 def reference_of_another_version_and_fewer_seeds(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor")
     yield FREEZE
-    later = write_experiment(folder / "runs/later", **ALONE, seeds=[1, 3, 4])
+    later = _write_later(folder, seeds=[1, 3, 4])
     for path in later.glob("*/*/environment.json"):
         edit(path, lambda content: content["versions"].update(torch="2.12.0", vllm="0.27.0"))
     yield compare_command("later", *AGAINST)
@@ -54,10 +62,10 @@ def reference_of_another_version_and_fewer_seeds(folder: Path) -> Commands:
 def reference_without_shared_seeds_or_steps(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor")
     yield FREEZE
-    later = write_experiment(folder / "runs/later", **ALONE, seeds=[7, 8])
+    later = _write_later(folder, seeds=[7, 8])
     yield compare_command("later", *AGAINST)
     yield compare_command("later", *AGAINST, "--unpaired")
-    moved = write_experiment(folder / "runs/moved", **ALONE)
+    moved = _write_later(folder, "moved")
     for run in moved.glob("baseline/seed-?"):
         edit_rows(run, lambda row: row.update(step=row["step"] + 1000))
     yield compare_command("moved", *AGAINST)
@@ -67,7 +75,7 @@ def reference_without_shared_seeds_or_steps(folder: Path) -> Commands:
 def reference_that_a_recipe_names(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor")
     yield FREEZE
-    write_experiment(folder / "runs/later", **ALONE)
+    _write_later(folder)
     yield compare_command("later")
     fail(folder / "runs/later/baseline/seed-2", after_steps=10)
     yield compare_command("later")
