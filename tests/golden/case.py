@@ -1,11 +1,21 @@
-"""Cases of the corpus: functions that build files in an empty folder and yield command lines to be run there."""
+"""Cases of the corpus: functions that build files in an empty folder and yield the command lines to run."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Build = Callable[[Path], Iterator[Sequence[str]]]
-MODULES = ("verdicts", "claims", "controls", "broken", "references", "interim", "foreign", "launches", "evidence")
+MODULES = (
+    "verdicts",
+    "claims",
+    "controls",
+    "broken",
+    "references",
+    "interim",
+    "foreign",
+    "launches",
+    "evidence",
+)
 CASES: dict[str, Build] = {}
 
 

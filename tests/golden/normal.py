@@ -34,7 +34,7 @@ class Normaliser:
         }
         now = datetime.datetime.now(datetime.UTC)
         days = "|".join((now + datetime.timedelta(days=days)).date().isoformat() for days in (-1, 0, 1))
-        names = {socket.gethostname(), platform.node()} - {"", "localhost"}
+        names = {socket.gethostname(), platform.node()}
         self._patterns = [
             (CLOCK, "HH:MM:SS "),
             (DURATION, "M:SS"),
@@ -43,14 +43,17 @@ class Normaliser:
             (re.compile(rf"\b(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
             (re.compile(rf"\babrun {re.escape(version('abrun'))}"), "abrun VERSION"),
         ]
-        self._patterns += [(re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), "HOST") for name in names]
+        self._patterns += [
+            (re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), "HOST") for name in names if len(name) > 5
+        ]
 
     def text(self, text: str) -> str:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
         for path, word in sorted(self._words.items(), key=lambda item: -len(item[0])):
             text = text.replace(path, word)
         for pattern, word in self._patterns:
             text = pattern.sub(word, text)
-        return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        return text
 
 
 def json_text(content: Any) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -118,6 +119,9 @@ def _recorded_file(name: str, text: str) -> dict[str, str]:
     if not name.endswith(".json"):
         return {name: text}
     content = json.loads(text)
+    for environment in (entry["environment"] for entry in content.get("environments", [])):
+        if environment.get("hosts") in (["HOST"], [socket.gethostname()]):  # of runs that were started here
+            environment |= {"python": "VERSION", "devices": ["DEVICE"], "hosts": ["HOST"]}
     for run in content.get("runs", []):  # of a frozen reference, which later comparisons read
         run["metrics"] = {metric: len(series["steps"]) for metric, series in run["metrics"].items()}
     return {name: json_text(content)}
@@ -137,5 +141,7 @@ def _block(name: str, block: dict[str, Any]) -> dict[str, Any]:
     """A block of a page's data: a chart with the figures of all its values, the first one with its lines."""
     if "rows" not in block:
         return block
-    about = block if name == "chart-0" else {key: block[key] for key in ("metric", "unit", "windows", "notes")}
+    about = (
+        block if name == "chart-0" else {key: block[key] for key in ("metric", "unit", "windows", "notes")}
+    )
     return {**about, "rows": figures([value for row in block["rows"] for value in row])}

@@ -41,7 +41,10 @@ def _change_versions(experiment_dir: Path, arms: str = "treatment", seeds: str =
 
 
 def _change_prompts(experiment_dir: Path) -> None:
-    edit(experiment_dir / "treatment/seed-3/environment.json", lambda content: content.update(prompts_sha256="f" * 64))
+    edit(
+        experiment_dir / "treatment/seed-3/environment.json",
+        lambda content: content.update(prompts_sha256="f" * 64),
+    )
 
 
 def _change_initial_weights(experiment_dir: Path) -> None:
@@ -68,7 +71,9 @@ def _text_values(experiment_dir: Path) -> None:
 
 
 def _copy_run(experiment_dir: Path) -> None:
-    shutil.copy(experiment_dir / "baseline/seed-1/metrics.jsonl", experiment_dir / "baseline/seed-2/metrics.jsonl")
+    shutil.copy(
+        experiment_dir / "baseline/seed-1/metrics.jsonl", experiment_dir / "baseline/seed-2/metrics.jsonl"
+    )
 
 
 def _move_steps(experiment_dir: Path) -> None:
@@ -139,7 +144,9 @@ for _name, _break in BREAKS.items():
 def refusals_of_compare(folder: Path) -> Commands:
     """Everything that `abrun compare` answers with exit code 2."""
     experiment_dir = write_experiment(folder / "runs/simulated", seeds=[0, 1, 2], controls={})
-    one_arm = write_experiment(folder / "runs/alone", arms={"baseline": {}}, compare={"reference": "none.json"}, controls={})
+    one_arm = write_experiment(
+        folder / "runs/alone", arms={"baseline": {}}, compare={"reference": "none.json"}, controls={}
+    )
     yield ["compare", "nowhere"]
     yield ["compare", "simulated", "--primary", "train/rewrad:last 20%:0.02"]
     yield ["compare", "simulated", "--primary", "train/reward"]

@@ -59,7 +59,10 @@ def claim_on_final_weights(folder: Path) -> Commands:
     for seed, share in enumerate((0.02, 0.03, 0.025, 0.02, 0.03)):
         for arm, end in (("baseline", 1.0), ("treatment", 1.0 + share)):
             run = experiment_dir / f"{arm}/seed-{seed}"
-            save_file({name: np.full_like(one, end) for name, one in first.items()}, run / "final-sketch.safetensors")
+            save_file(
+                {name: np.full_like(one, end) for name, one in first.items()},
+                run / "final-sketch.safetensors",
+            )
             save_file(first, run / "initial-sketch.safetensors")
             edit(run / "result.json", lambda content, end=end: content.update(final_weights_hash=f"{end}"))
     yield compare_command("simulated")
@@ -68,7 +71,10 @@ def claim_on_final_weights(folder: Path) -> Commands:
 @case
 def claim_that_cannot_be_tested(folder: Path) -> Commands:
     """Of a metric that nobody records, of one that is too noisy to be close, of one at its bound."""
-    claims = [{"metric": "train/mean_gen_tokens_per_sample", "margin": 2}, {"metric": "train/reward", "margin": 0.02}]
+    claims = [
+        {"metric": "train/mean_gen_tokens_per_sample", "margin": 2},
+        {"metric": "train/reward", "margin": 0.02},
+    ]
     experiment_dir = write_experiment(folder / "runs/simulated", compare={"primary": claims})
     yield compare_command("simulated")
     for run in experiment_dir.glob("treatment/seed-*"):
@@ -80,7 +86,9 @@ def claim_that_cannot_be_tested(folder: Path) -> Commands:
 def post_hoc_claims(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/simulated")
     yield compare_in_short("simulated")
-    yield compare_command("simulated", "--primary", "train/reward:last 20%:0.01", "--primary", "train/loss:all:0.1")
+    yield compare_command(
+        "simulated", "--primary", "train/reward:last 20%:0.01", "--primary", "train/loss:all:0.1"
+    )
     edit(experiment_dir / "experiment.json", lambda content: content.update(launched_pairs=3))
     yield compare_in_short("simulated", "--output", "more-pairs")
     edit(experiment_dir / "experiment.json", lambda content: content.update(compare_sha256="0" * 64))

@@ -39,9 +39,7 @@ def planted_faults(folder: Path) -> Commands:
 
 @case
 def planted_faults_left_open(folder: Path) -> Commands:
-    write_experiment(
-        folder / "runs/simulated", controls=FAULTS, shift={LATE: -0.02, "fault-misgrouped": 0.3}
-    )
+    write_experiment(folder / "runs/simulated", controls=FAULTS, shift={LATE: -0.02, "fault-misgrouped": 0.3})
     yield compare_command("simulated")
 
 

@@ -36,7 +36,9 @@ def _write_runs(reference: dict[str, Any], folder: Path, change: Callable[[str, 
 
 
 def _moved(metric: str, step: int, value: float) -> float:
-    return value + (0.3 * abs(value) + 0.01) * (step > 1) if metric in ("train/reward", "train/loss") else value
+    return (
+        value + (0.3 * abs(value) + 0.01) * (step > 1) if metric in ("train/reward", "train/loss") else value
+    )
 
 
 def _shipped(path: Path) -> Callable[[Path], Commands]:
@@ -46,7 +48,16 @@ def _shipped(path: Path) -> Callable[[Path], Commands]:
         _write_runs(reference, folder / "same", lambda metric, step, value: value)
         _write_runs(reference, folder / "moved", _moved)
         yield compare_in_short("same", "--reference", "reference.json", "--output", "report")
-        yield ["compare", "moved", "--reference", "reference.json", "--output", "moved-report", "--format", "terminal"]
+        yield [
+            "compare",
+            "moved",
+            "--reference",
+            "reference.json",
+            "--output",
+            "moved-report",
+            "--format",
+            "terminal",
+        ]
 
     return build
 

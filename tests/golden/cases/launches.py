@@ -49,7 +49,13 @@ def launch_of_commands(folder: Path) -> Commands:
 
 @case
 def dry_runs_of_shipped_recipes(folder: Path) -> Commands:
-    for name in ("quickstart", "quickstart-faults", "ppo-fused-logprobs", "sft-fused-logprobs", "quickstart-regression"):
+    for name in (
+        "quickstart",
+        "quickstart-faults",
+        "ppo-fused-logprobs",
+        "sft-fused-logprobs",
+        "quickstart-regression",
+    ):
         yield ["launch", name, "--dry-run"]
     yield ["launch", "quickstart", "--dry-run", "--json"]
     yield ["launch", "quickstart", "--dry-run", "--seeds", "0-2", "--until-decided", "--max-seeds", "8"]

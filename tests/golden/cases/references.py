@@ -24,9 +24,7 @@ def _write_later(folder: Path, name: str = "later", **scenario: Any) -> Path:
 
 def _shift(experiment_dir: Path, by: float) -> None:
     for run in experiment_dir.glob("baseline/seed-?"):
-        edit_rows(
-            run, lambda row: row.update({"train/reward": row["train/reward"] + by * (row["step"] > 1)})
-        )
+        edit_rows(run, lambda row: row.update({"train/reward": row["train/reward"] + by * (row["step"] > 1)}))
 
 
 @case
@@ -62,7 +60,7 @@ def reference_of_another_version_and_fewer_seeds(folder: Path) -> Commands:
 def reference_without_shared_seeds_or_steps(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor")
     yield FREEZE
-    later = _write_later(folder, seeds=[7, 8])
+    _write_later(folder, seeds=[7, 8])
     yield compare_command("later", *AGAINST)
     yield compare_command("later", *AGAINST, "--unpaired")
     moved = _write_later(folder, "moved")
