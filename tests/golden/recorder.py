@@ -122,6 +122,10 @@ def _recorded_file(name: str, text: str) -> dict[str, str]:
     for environment in (entry["environment"] for entry in content.get("environments", [])):
         if environment.get("hosts") in (["HOST"], [socket.gethostname()]):  # of runs that were started here
             environment |= {"python": "VERSION", "devices": ["DEVICE"], "hosts": ["HOST"]}
+    if content.get("declared_s") is not None:
+        content["declared_s"] = "TIME"
+    for entry in (content.get("ledger") or {}).get("entries", []):  # hashed with the time
+        entry |= {"previous": "SHA256", "sha256": "SHA256"}
     for run in content.get("runs", []):  # of a frozen reference, which later comparisons read
         run["metrics"] = {metric: len(series["steps"]) for metric, series in run["metrics"].items()}
     return {name: json_text(content)}
