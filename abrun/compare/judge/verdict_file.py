@@ -1,7 +1,8 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
@@ -21,8 +22,12 @@ from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
+from abrun.errors import StoreError
+from abrun.redaction import shortened
+from abrun.store import read_as, read_json
 
 SCHEMA_VERSION = 4
+READABLE_VERSIONS = (3, SCHEMA_VERSION)
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -193,6 +198,42 @@ def _reading_notes(
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     return asdict(content)
+
+
+def read_verdict_file(path: Path) -> VerdictFile:
+    """Read a verdict.json of this schema version or the one before. Raises StoreError for any other file."""
+    content = read_json(path)
+    version = content.get("schema_version")
+    if version not in READABLE_VERSIONS:
+        versions = " or ".join(map(str, READABLE_VERSIONS))
+        raise StoreError(f"{path}: got schema_version {shortened(version)}; this version reads {versions}")
+    if version == 3:  # no readings; distances of final weights are estimates from samples that can mislead
+        content = {"readings": [], **content, "final_weights": []}
+    return verdict_file_of(content, path)
+
+
+def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
+    """Return what `as_json` made a mapping of; NaN and Inf may be text. Raises StoreError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(VerdictFile).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise StoreError(f"{path}: {place}: {first['msg']}; compare the runs again") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VerdictAlone:
+    """The field of verdict.json that is the same in every schema version."""
+
+    verdict: Verdict
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Read the verdict alone, of any schema version. Raises StoreError."""
+    return read_as(_VerdictAlone, path).verdict
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """How high the arms stand, and how a claim's margin and its spreads compare with that: one line a claim."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.direction import difference_text
-from abrun.metric_names import Transform
+from abrun.compare.judge.verdict_file import VerdictFile
+from abrun.power import StepNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,64 +27,66 @@ class Levels:
         return f"{self.where}: {self.means}{'; ' if self.beside else ''}{self.beside}"
 
 
-def levels(content: Mapping[str, Any]) -> list[Levels]:
+def levels(content: VerdictFile) -> list[Levels]:
     """Of verdict.json's claims that have levels of both arms, in their order."""
-    baseline = content["baseline"]
+    baseline = content.baseline
     found = []
-    for index, claim in enumerate(content["primaries"]):
+    for index, claim in enumerate(content.primaries):
         means = _means(claim, baseline)
         if means:
-            steps = f", steps {claim['steps'][0]}-{claim['steps'][1]}" if claim["steps"] else ""
-            noise = step_noise_text(claim.get("step_noise"))
+            steps = f", steps {claim.steps[0]}-{claim.steps[1]}" if claim.steps else ""
+            noise = step_noise_text(claim.step_noise)
             beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
-            where = f"{claim['metric']}{steps}"
-            found.append(Levels(claim=index, arm=claim["arm"], where=where, means=means, beside=beside))
+            where = f"{claim.metric}{steps}"
+            found.append(Levels(claim=index, arm=claim.arm, where=where, means=means, beside=beside))
     return found
 
 
-def _means(claim: Mapping[str, Any], baseline: str) -> str | None:
-    base, treatment, interval = claim["baseline_mean"], claim["treatment_mean"], claim["interval"]
+def _means(claim: PrimaryResult, baseline: str) -> str | None:
+    base, treatment, interval = claim.baseline_mean, claim.treatment_mean, claim.interval
     if base is None or treatment is None or interval is None:
         return None
-    difference = claim["mean_difference"] if claim.get("unused_seeds") else treatment - base
-    confidence = f"{100 * (1 - 2 * claim['alpha']):.3g} %"
-    if claim["transform"] == "identity":
-        of = "difference" if claim["num_runs"] else "paired difference"
-        if claim.get("unused_seeds"):
+    difference = treatment - base
+    if claim.unused_seeds and claim.mean_difference is not None:
+        difference = claim.mean_difference
+    confidence = f"{100 * (1 - 2 * claim.alpha):.3g} %"
+    if claim.transform == "identity":
+        of = "difference" if claim.num_runs else "paired difference"
+        if claim.unused_seeds:
             of = f"paired difference {treatment - base:+.3g}, with the reference's other seeds"
         apart = f"{difference_text(difference, interval)} ({confidence} interval{_wider(claim)})"
-        return f"{baseline} {base:.4g}, {claim['arm']} {treatment:.4g}; {of} {apart}"
+        return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
-    both = f"{baseline} {_level(base, claim)}, {claim['arm']} {_level(treatment, claim)}"
-    of = " of the excess over 1" if claim["transform"] == "log_excess" else ""
+    both = f"{baseline} {_level(base, claim)}, {claim.arm} {_level(treatment, claim)}"
+    of = " of the excess over 1" if claim.transform == "log_excess" else ""
     return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
 
 
-def _wider(claim: Mapping[str, Any]) -> str:
+def _wider(claim: PrimaryResult) -> str:
     """Say where the steps in which a metric moves make an interval wider than its differences do."""
-    error, sds, sizes = claim["standard_error"], [claim["sd_difference"]], [claim["num_pairs"]]
-    if claim["num_runs"]:
-        sds, sizes = [claim["baseline_sd"], claim.get("treatment_sd")], claim["num_runs"]
-    if error is None or None in sds or claim.get("unused_seeds"):
+    error, sds, sizes = claim.standard_error, [claim.sd_difference], [claim.num_pairs]
+    if claim.num_runs:
+        sds, sizes = [claim.baseline_sd, claim.treatment_sd], claim.num_runs
+    known = [sd for sd in sds if sd is not None]
+    if error is None or len(known) < len(sds) or claim.unused_seeds:
         return ""
-    of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(sds, sizes, strict=True)))
+    of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known, sizes, strict=True)))
     is_wider = error > (1 + 1e-9) * of_spread
     return ", which allows for the steps in which the metric moves" if is_wider else ""
 
 
-def _level(mean: float, claim: Mapping[str, Any]) -> str:
-    transform: Transform = claim["transform"]
+def _level(mean: float, claim: PrimaryResult) -> str:
     with np.errstate(over="ignore"):
-        return f"{np.exp(mean) + (transform == 'log_excess'):.4g}"
+        return f"{np.exp(mean) + (claim.transform == 'log_excess'):.4g}"
 
 
-def _margin(claim: Mapping[str, Any]) -> str | None:
+def _margin(claim: PrimaryResult) -> str | None:
     """What the margin is a share of; on the scale of logarithms it is a factor by itself."""
-    margin, base, climb = claim["margin"], claim["baseline_mean"], claim["climb"]
+    margin, base, climb = claim.margin, claim.baseline_mean, claim.climb
     if margin is None:
         return None
-    if claim["transform"] != "identity":
+    if claim.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])
         return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
@@ -99,24 +102,24 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
-def step_noise_text(noise: Mapping[str, Any] | None) -> Iterator[str]:
+def step_noise_text(noise: StepNoise | None) -> Iterator[str]:
     """Say what share of the variance over pairs is step-to-step noise, and what more steps would be worth."""
     if noise is None:
         return
-    low, high = noise["interval"]
-    worth, fewest, most = noise["worth_pairs"]
+    low, high = noise.interval
+    worth, fewest, most = noise.worth_pairs
     yield (
-        f"{noise['share']:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
+        f"{noise.share:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
         f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs "
         f"[{fewest:.1f}, {most:.1f}]"
     )
 
 
-def _spread(claim: Mapping[str, Any]) -> str | None:
-    seeds, paired, of_treatment = claim["baseline_sd"], claim["sd_difference"], claim.get("treatment_sd")
+def _spread(claim: PrimaryResult) -> str | None:
+    seeds, paired, of_treatment = claim.baseline_sd, claim.sd_difference, claim.treatment_sd
     if seeds is None or paired is None:
         return None
-    if claim["num_runs"]:
+    if claim.num_runs:
         return f"sd over the baseline's runs {seeds:.2g}, unpaired"
     unpaired = 0.0 if of_treatment is None else math.hypot(seeds, of_treatment)  # None: of an older record
     rounding = 1e-6 * unpaired  # of which no such factor says anything

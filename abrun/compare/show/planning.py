@@ -51,7 +51,7 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
-        step_noise=asdict(widest.step_noise) if widest.step_noise else None,
+        step_noise=widest.step_noise,
     )
 
 
@@ -257,7 +257,7 @@ def _of_prompts(
             planned = [claim_power(claim, compare, one, alpha) for one in spreads]
             needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
             said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
-            yield f"{arm}: {'; '.join(advice(asdict(said)))}"
+            yield f"{arm}: {'; '.join(advice(said))}"
 
 
 def _about(
