@@ -18,7 +18,7 @@ from PIL import Image
 
 from abrun.compare import REPORT, freeze_arm
 from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.verdict_file import VerdictFile, as_json, read_verdict_file, verdict_file_of
+from abrun.compare.judge.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.context import context
@@ -94,12 +94,9 @@ def _verdict(path: Path) -> VerdictFile:
 
 def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
     """As if there were no other treatment."""
-    lists = ("primaries", "descriptions", "guards", "step_one", "by_prompt")
-    of_arm = {key: [one for one in getattr(content, key) if one.arm == arm] for key in lists}
-    section = content.arms[arm]
-    alone = replace(content, **of_arm, arms={arm: section}, verdict=section.verdict)
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
-    found = next_steps(replace(experiment, arms=(BASELINE, arm), directory=nobodys), alone, command)
+    alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)
+    found = next_steps(alone, of_arm(content, arm), command)
     return [asdict(one) for one in found]
 
 

@@ -48,13 +48,15 @@ def upload(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path |
 
 def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
     """The verdict as values that wandb can list and sort by."""
-    summary: dict[str, Any] = {"verdict": verdict.verdict, "reasons": "; ".join(verdict.reasons)}
-    summary["num_pairs"] = verdict.num_pairs
+    summary: dict[str, Any] = {
+        "verdict": verdict.verdict,
+        "reasons": "; ".join(verdict.reasons),
+        "num_pairs": verdict.num_pairs,
+    }
     for claim in verdict.primaries:
-        key = f"{claim.arm}/{claim.metric}"
-        wanted = {"result": claim.result, "mean_difference": claim.mean_difference}
-        wanted["certified_bound"] = claim.certified_bound
-        summary |= {f"{key}/{part}": value for part, value in wanted.items() if value is not None}
+        for field in ("result", "mean_difference", "certified_bound"):
+            if (value := getattr(claim, field)) is not None:
+                summary[f"{claim.arm}/{claim.metric}/{field}"] = value
     return summary
 
 

@@ -9,7 +9,7 @@ from abrun.compare.judge.claims import WIDE_STEPS
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.compare.show.levels import levels
+from abrun.compare.show.evidence import levels
 from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary

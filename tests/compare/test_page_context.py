@@ -14,9 +14,8 @@ from abrun.compare.read.reference import against_reference, freeze, load_referen
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
-from abrun.compare.show.levels import _spread, levels
+from abrun.compare.show.evidence import _spread, levels, spent_sentence
 from abrun.compare.show.next_step import next_steps
-from abrun.compare.show.spent import spent_sentence
 from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of

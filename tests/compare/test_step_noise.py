@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from abrun.compare.judge.step_noise import noise_share, step_noise, variance_of_mean
-from abrun.compare.show.levels import levels
+from abrun.compare.show.evidence import levels
 from abrun.recipe import Primary
 
 

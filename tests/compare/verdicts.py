@@ -6,6 +6,7 @@ from typing import Any
 
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.spent import Spent
+from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict_file import SCHEMA_VERSION, ArmSection, VerdictFile
 
 CLAIM = PrimaryResult(
@@ -40,7 +41,7 @@ SECTION = ArmSection(
     num_planned_pairs=3,
     num_runs=None,
     treatment_diff={"policy.logprobs.impl": ["logits", "chunked"]},
-    coverage={"shared_steps": 40, "all_steps": 40},
+    coverage=Coverage(shared_steps=40, all_steps=40),
     num_metrics=None,
     looks=[],
 )

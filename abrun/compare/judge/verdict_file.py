@@ -1,7 +1,7 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
+from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
@@ -53,7 +54,7 @@ class ArmSection:
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
-    coverage: dict[str, int]
+    coverage: Coverage
     num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     looks: list[Look]
 
@@ -194,6 +195,13 @@ def _reading_notes(
         return []
     paired = experiment.compare.paired
     return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
+
+
+def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
+    """Return the verdict file as if `arm` were the only treatment."""
+    evidence = {key: [one for one in getattr(content, key) if one.arm == arm] for key in _EVIDENCE}
+    section = content.arms[arm]
+    return replace(content, **evidence, arms={arm: section}, verdict=section.verdict)
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from typing import Any
 
 from abrun.compare.judge.verdict_file import VerdictFile
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.completions import Completions, completions
-from abrun.compare.show.levels import Levels, levels
+from abrun.compare.show.evidence import Levels, by_prompt_facts, levels, spent_sentence
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.planted import in_short
-from abrun.compare.show.spent import spent_sentence
 from abrun.redaction import shown
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")

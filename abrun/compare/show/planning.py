@@ -13,8 +13,7 @@ from abrun.compare.judge.by_prompt import ACCURACY, by_prompt
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import advice
-from abrun.compare.show.levels import step_noise_text
+from abrun.compare.show.evidence import prompt_advice, step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import levels_of_looks
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
@@ -257,7 +256,7 @@ def _of_prompts(
             planned = [claim_power(claim, compare, one, alpha) for one in spreads]
             needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
             said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
-            yield f"{arm}: {'; '.join(advice(said))}"
+            yield f"{arm}: {'; '.join(prompt_advice(said))}"
 
 
 def _about(
