@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
+from abrun.messages import records
 
 if TYPE_CHECKING:
     import pandas
@@ -117,12 +118,12 @@ class Result:
     @cached_property
     def claims(self) -> "pandas.DataFrame":
         """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
-        return _frame(map(asdict, self.verdict_file.primaries), CLAIMS)
+        return _frame(records.as_json(self.verdict_file.primaries), CLAIMS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":
         """A row a guard and arm: what it looked at, its result, and why."""
-        return _frame(map(asdict, self.verdict_file.guards))
+        return _frame(records.as_json(self.verdict_file.guards))
 
     @property
     def metrics(self) -> "pandas.DataFrame":
@@ -293,7 +294,7 @@ def _opened(sources: list[str], reading: "Reading", exit_code: int | None = None
     return Experiment(open_sources(sources, reading), tuple(sources), reading, exit_code or 0)
 
 
-def _frame(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
+def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
     return _pandas().DataFrame(list(rows), columns=columns)
 
 

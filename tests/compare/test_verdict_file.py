@@ -1,7 +1,7 @@
 """verdict.json keeps the contract that its published schema states."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jsonschema
@@ -10,6 +10,8 @@ import pytest
 import abrun.compare
 from abrun.compare.judge.verdict_file import as_json, json_schema, read_verdict, read_verdict_file
 from abrun.errors import StoreError
+from abrun.messages import records
+from abrun.reasons import Code, Reason
 from abrun.store.files import json_text
 from tests.compare.simulate import edit_rows
 from tests.compare.verdicts import claim, verdict
@@ -56,7 +58,7 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "schema_version 2; this version reads 3 or 4"),
+        ({"schema_version": 2}, "schema_version 2; this version reads 3, 4, 5"),
         ({"schema_version": None}, "schema_version null"),
         ({"num_pairs": "many"}, "num_pairs: "),
         ({"primaries": [{"arm": "treatment"}]}, "primaries.0.metric: "),
@@ -77,3 +79,17 @@ def test_a_file_of_the_version_before_has_no_final_weights(tmp_path):
     del content["readings"]
     path.write_text(json.dumps(content))
     assert read_verdict_file(path) == replace(verdict(), schema_version=3)
+
+
+@dataclass
+class Noted:
+    problem: Reason | None
+    reasons: list[Reason]
+    exit_code: int
+
+
+def test_reasons_are_read_from_the_codes_beside_their_sentences():
+    nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NO_PRIMARY), "seeds": [1, 2]})
+    for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
+        content = json.loads(json.dumps(records.as_json([noted])))
+        assert Noted(**records.with_reasons(content)[0]) == noted

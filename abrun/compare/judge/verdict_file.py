@@ -1,7 +1,7 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, w
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
 from abrun.errors import StoreError
+from abrun.messages import records
+from abrun.reasons import Reason
 from abrun.redaction import shortened
 from abrun.store import read_as, read_json
 
-SCHEMA_VERSION = 4
-READABLE_VERSIONS = (3, SCHEMA_VERSION)
+SCHEMA_VERSION = 5
+READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -40,6 +42,7 @@ _EVIDENCE = (
     "by_prompt",
     "savings",
 )
+_REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -205,15 +208,16 @@ def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
-    return asdict(content)
+    """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
+    return records.as_json(content)
 
 
 def read_verdict_file(path: Path) -> VerdictFile:
-    """Read a verdict.json of this schema version or the one before. Raises StoreError for any other file."""
+    """Read a verdict.json of one of READABLE_VERSIONS. Raises StoreError for any other file."""
     content = read_json(path)
     version = content.get("schema_version")
     if version not in READABLE_VERSIONS:
-        versions = " or ".join(map(str, READABLE_VERSIONS))
+        versions = ", ".join(map(str, READABLE_VERSIONS))
         raise StoreError(f"{path}: got schema_version {shortened(version)}; this version reads {versions}")
     if version == 3:  # no readings; distances of final weights are estimates from samples that can mislead
         content = {"readings": [], **content, "final_weights": []}
@@ -225,7 +229,7 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(VerdictFile).validate_python(content)
+        return TypeAdapter(VerdictFile).validate_python(records.with_reasons(content))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -248,9 +252,37 @@ def json_schema() -> dict[str, Any]:
     """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
     from pydantic import TypeAdapter
 
-    schema = _with_numbers_of_the_store(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _with_numbers_of_the_store(schema)
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
+    for record in (schema, *schema.get("$defs", {}).values()):
+        properties = record.get("properties", {})
+        for name, content in list(properties.items()):
+            if _REASON in repr(content):
+                several = content.get("type") == "array"
+                beside = records.name_of_codes(name, list[Reason] if several else Reason)
+                properties |= {name: _sentences(content), beside: content}
+                if name in record.get("required", ()):
+                    record["required"].append(beside)
+    if "Code" in schema.get("$defs", {}):
+        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
+        schema["$defs"]["Reason"]["required"] = ["code", "values"]
+    return schema
+
+
+def _sentences(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_sentences(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("$ref") == _REASON:
+        return {"type": "string"}
+    return {key: _sentences(entry) for key, entry in schema.items()}
 
 
 def _with_numbers_of_the_store(schema: Any) -> Any:
