@@ -133,7 +133,7 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.compare.read.sources import stored_in
     from abrun.mirror.report import upload
 
-    print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
+    print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
 
 
 @app.command(rich_help_panel=JUDGE)

@@ -13,7 +13,8 @@ from matplotlib.text import Annotation, Text
 from abrun.compare.show import plots
 from abrun.compare.show.buckets import NUM_BUCKETS
 from abrun.present.figures import style
-from tests.compare.test_page import claim, experiment, learning
+from tests.compare.test_page import experiment, learning
+from tests.compare.verdicts import claim
 
 
 def labels(ax: Axes) -> dict[str, float]:

@@ -12,8 +12,7 @@ from abrun.compare.judge.by_prompt import ACCURACY, by_prompt
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import advice
-from abrun.compare.show.levels import step_noise_text
+from abrun.compare.show.evidence import prompt_advice, step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import levels_of_looks
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
@@ -51,7 +50,7 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
-        step_noise=asdict(widest.step_noise) if widest.step_noise else None,
+        step_noise=widest.step_noise,
     )
 
 
@@ -256,7 +255,7 @@ def _of_prompts(
             planned = [claim_power(claim, compare, one, alpha) for one in spreads]
             needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
             said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
-            yield f"{arm}: {'; '.join(advice(asdict(said)))}"
+            yield f"{arm}: {'; '.join(prompt_advice(said))}"
 
 
 def _about(

@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
-from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
+from abrun.compare.show.panels import Claim, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.present.figures import COLORS, legend_below, short
 
@@ -22,7 +23,7 @@ LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 
 
-def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Figure | None:
+def metric_figure(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
@@ -53,32 +54,32 @@ def _sample(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
+def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
-    shown = [claim for claim in claims if claim.get("margin") and claim.get("interval")]
-    shown = [claim for claim in shown if np.isfinite(np.divide(claim["interval"], claim["margin"])).all()]
+    shown = [claim for claim in claims if claim.margin and claim.interval]
+    shown = [claim for claim in shown if np.isfinite(np.divide(claim.interval, claim.margin)).all()]
     if len(shown) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
     ax = figure.subplots()
-    ends = np.array([claim["interval"] for claim in shown]) / np.array([[claim["margin"]] for claim in shown])
+    ends = np.array([claim.interval for claim in shown]) / np.array([[claim.margin] for claim in shown])
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
     ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
     ax.axvline(0, color="black", linewidth=0.8)
     names = []
     for row, (claim, (low, high)) in enumerate(zip(shown, ends, strict=True)):
-        color = COLORS[experiment.arms.index(claim["arm"]) % len(COLORS)]
+        color = COLORS[experiment.arms.index(claim.arm) % len(COLORS)]
         ax.plot([low, high], [row, row], color=color, linewidth=2, marker="|", markersize=9)
         ax.plot([(low + high) / 2], [row], "D", color=color, markersize=5)
         ax.annotate(
-            claim["result"],
+            claim.result,
             (1.01, row),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize=8,
         )
-        arm = f"{short(claim['arm'], 28)}: " if len(experiment.treatments) > 1 else ""
-        names.append(f"{arm}{short(claim['metric'], 28)}\n{claim['margin_text']}")
+        arm = f"{short(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
+        names.append(f"{arm}{short(claim.metric, 28)}\n{claim.margin_text}")
     ax.set_yticks(range(len(shown)), names)
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
