@@ -1,8 +1,22 @@
 """The errors a user can mend. Each message is one line: field, value received, what is allowed, next step."""
 
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
+
 
 class AbrunError(Exception):
     """Base of every error that the command line prints as one line with exit code 2."""
+
+    def __init__(self, reason: Reason | str) -> None:
+        super().__init__(reason)
+        self.reason = reason if isinstance(reason, Reason) else None
+
+    @property
+    def code(self) -> Code | None:
+        return self.reason.code if self.reason else None
+
+    def __str__(self) -> str:
+        return sentence(self.reason) if self.reason else str(self.args[0])
 
 
 class RecipeError(AbrunError):

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from abrun import extras, redaction
+from tests.snapshot import Snapshot
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,6 +27,19 @@ def no_hidden_values():
     """A launch within a test hides values for as long as its process lives."""
     yield
     redaction.show_values()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-snapshots", action="store_true", help="record the sentences that tests check")
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Snapshot:
+    """Check sentences against those recorded for this test (see tests/snapshot.py)."""
+    root = str(Path(__file__).parents[1])
+    replaced = {str(tmp_path): "<tmp>", root: "<repository>", sys.executable: "<python>"}
+    update = bool(request.config.getoption("--update-snapshots"))
+    return Snapshot(request.path, request.node.name, replaced, update)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ from abrun.watch import View
 
 if TYPE_CHECKING:
     from abrun.compare import Comparison
-    from abrun.terminal import Terminal
+    from abrun.present.terminal import Terminal
 
 NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
 
@@ -105,7 +105,7 @@ def launch_recipe(
 
     Raises RecipeError, LaunchError or StoreError before anything has started.
     """
-    planned = plan_launch(recipe, options, say=lambda line: console.print(line, soft_wrap=True, markup=False))
+    planned = plan_launch(recipe, options, say=console.say)
     run = _run_in_stages if options.until_decided else _run
     outcome = run(planned, options, console)
     launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome)
@@ -209,9 +209,9 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
             break
         if state == "step one":
             said = "step one is open, which more seeds do not settle: see what would, below"
-            console.print(f"After {num_pairs} pairs: {said}.", soft_wrap=True, markup=False)
+            console.say(f"After {num_pairs} pairs: {said}.")
             break
-        console.print(f"After {num_pairs} pairs: not decided yet.", markup=False)
+        console.say(f"After {num_pairs} pairs: not decided yet.")
     return outcome
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,8 @@ from abrun.errors import RecipeError, StoreError
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
+    from abrun.present.terminal import Terminal
     from abrun.recipe import Declared
-    from abrun.terminal import Terminal
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
@@ -40,11 +39,11 @@ def faults(
         print(json.dumps(library_json(chosen), indent=1))
     elif name is not None:
         for line in details(chosen[0]):
-            console().print(line, soft_wrap=True, markup=False, highlight=False)
+            console().say(line)
     else:
         console().print(library())
         said = f"{of_algorithms()} With settings, sizes and sources: abrun faults NAME"
-        console().print(said, soft_wrap=True)
+        console().say(said)
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
@@ -147,15 +146,14 @@ def _say_what_was_caught(
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
         raise RecipeError(f"{recipe.name}: controls.faults: got none that can be planted; see: abrun faults")
-    content = asdict(found)
     screen.print(table(found, paired=recipe.compare.paired))
     for fault, lacks in not_planted.items():
-        screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
-    for line in (*advice(content), sentence(content, paired=recipe.compare.paired)):
-        screen.print(line, soft_wrap=True, markup=False)
+        screen.say(f"not planted: {fault}, which {lacks}")
+    for line in (*advice(found), sentence(found, paired=recipe.compare.paired)):
+        screen.say(line)
     report = experiment_dir / "report"
     path = write_sensitivity(found, not_planted, report, experiment_dir.name, recipe.compare)
-    screen.print(f"All of it is in {path}, and as JSON beside it", soft_wrap=True, markup=False)
+    screen.say(f"All of it is in {path}, and as JSON beside it")
 
 
 def _folder_of(run: str, runs_dir: Path) -> Path:

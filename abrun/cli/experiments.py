@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from abrun.api.launching import Launched
     from abrun.launch.options import LaunchOptions
     from abrun.plan import Plan
+    from abrun.present.terminal import Terminal
     from abrun.recipe import CommandRecipe, Recipe
-    from abrun.terminal import Terminal
 
 
 @app.command(rich_help_panel=RUN)
@@ -104,7 +104,7 @@ def launch(
     launched = launch_recipe(loaded, options, screen, typed_command())
     say_how_to_continue(screen, launched)
     if launched.compared:
-        screen.print(launched.compared, soft_wrap=True, markup=False, highlight=False)
+        screen.say(launched.compared)
     if launched.comparison:
         screen.print(launched.comparison.summary())
     if launched.problem:
@@ -273,11 +273,7 @@ def _dry_run(
     from abrun.launch.preview import preview, preview_json, preview_of_jobs
     from abrun.launch.requirements import is_refused_for_its_model
 
-    def say(line: str) -> None:
-        if not as_json:
-            screen.print(line, soft_wrap=True, markup=False)
-
-    planned = plan_launch(recipe, options, dry_run=True, say=say)
+    planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
     plan, scheduler = planned.plan, planned.scheduler
     if options.resume:
         store.open_experiment(planned.experiment_dir)
@@ -302,4 +298,4 @@ def say_how_to_continue(screen: "Terminal", launched: "Launched") -> None:
         return
     again = shlex.join(["abrun", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])])
     state = "Not every run finished" if launched.outcome.stopped_by is None else "Stopped"
-    screen.print(f"{state}. Continue with: {again}", soft_wrap=True, markup=False)
+    screen.say(f"{state}. Continue with: {again}")

@@ -1,0 +1,29 @@
+"""Every sentence that is made from a reason code: the only place to change a wording.
+
+A file for each room holds a table from code to message. A message is a template, or a function of the values
+where a sentence needs more than a template; its remedy, if it has one, follows after a semicolon.
+"""
+
+from abrun.messages import verdicts
+from abrun.messages.message import Message
+from abrun.reasons import Code, Reason
+
+MESSAGES: dict[Code, Message] = {**verdicts.MESSAGES}
+
+
+def sentence(reason: Reason) -> str:
+    """Return a reason as one sentence, without a full stop. Reasons among its values are worded, too."""
+    values = {name: _worded(value) for name, value in reason.values.items()}
+    return MESSAGES[reason.code].sentence(values)
+
+
+def sentences(reasons: "list[Reason] | tuple[Reason, ...]") -> list[str]:
+    return [sentence(reason) for reason in reasons]
+
+
+def _worded(value: object) -> object:
+    if isinstance(value, Reason):
+        return sentence(value)
+    if isinstance(value, list):
+        return [_worded(entry) for entry in value]
+    return value

@@ -1,0 +1,78 @@
+"""Records that hold reasons, as JSON: a sentence where the reason stands, its code and values beside it."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin
+
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
+
+
+def as_json(record: Any) -> Any:
+    """Return a dataclass as JSON.
+
+    A field `problem` with a reason becomes its sentence, and `problem_code` has code and values; a field
+    `reasons` with several becomes sentences, and `reason_codes` has code and values of each.
+    """
+    if isinstance(record, Reason):
+        return sentence(record)
+    if isinstance(record, Mapping):
+        return {key: as_json(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [as_json(entry) for entry in record]
+    if not is_dataclass(record):
+        return record
+    content: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        content[field.name] = as_json(value)
+        beside = name_of_codes(field.name, field.type)
+        if beside:
+            content[beside] = _coded(value)
+    return content
+
+
+def with_reasons(content: Any) -> Any:
+    """Return the JSON of records with the reasons themselves where `as_json` has sentences."""
+    if isinstance(content, list):
+        return [with_reasons(entry) for entry in content]
+    if not isinstance(content, Mapping):
+        return content
+    restored = {name: with_reasons(value) for name, value in content.items()}
+    for beside in content:
+        name, _, kind = beside.rpartition("_")
+        name = f"{name}s" if kind == "codes" and name not in content else name
+        if kind in ("code", "codes") and name in content:
+            restored[name] = _decoded(restored.pop(beside))
+    return restored
+
+
+def reason_from_json(content: Mapping[str, Any]) -> Reason:
+    """Return the reason that code and values stand for."""
+    return Reason(Code(content["code"]), {name: _decoded(value) for name, value in content["values"].items()})
+
+
+def name_of_codes(name: str, annotation: Any) -> str | None:
+    """Return the name of the entry with codes beside a field; None for a field that holds no reasons."""
+    arguments = get_args(annotation)
+    if annotation is Reason or (Reason in arguments and get_origin(annotation) not in (list, tuple)):
+        return f"{name}_code"
+    return f"{name.removesuffix('s')}_codes" if Reason in arguments else None
+
+
+def _coded(value: Any) -> Any:
+    if isinstance(value, Reason):
+        return {"code": value.code.value, "values": _coded(value.values)}
+    if isinstance(value, Mapping):
+        return {key: _coded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_coded(entry) for entry in value]
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if value.keys() == {"code", "values"}:
+            return reason_from_json(value)
+        return {key: _decoded(entry) for key, entry in value.items()}
+    return [_decoded(entry) for entry in value] if isinstance(value, list) else value
