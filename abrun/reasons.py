@@ -35,16 +35,74 @@ class Code(StrEnum):
     # Verdict: what decides an arm
     NO_CLAIM = auto()
     NO_PRIMARY = auto()
+    OF_ARM = auto()
+    MORE_FAULTS = auto()
+    GRIDS_APART = auto()
+    FIRST_STEP_MISSING = auto()
+    GUARD_FAILS = auto()
+    GUARD_OPEN = auto()
+    ONE_RUN_EACH = auto()
+    POST_HOC = auto()
+    UNCODED = auto()
 
     # Validity: why no verdict can be given
 
     # First step
+    STEP_ONE_DIFFERS = auto()
+    STEP_ONE_OPEN = auto()
 
     # Guards
 
     # Claims
+    CLAIM_EQUIVALENT = auto()
+    CLAIM_DIFFERS = auto()
+    CLAIM_DETECTED = auto()
+    CLAIM_UNDECIDED = auto()
+    CLAIM_NOT_TESTED = auto()
+    CLAIM_TOO_FEW_PAIRS = auto()
+    CLAIM_TOO_FEW_RUNS = auto()
+    LIMIT_HOLDS = auto()
+    LIMIT_BROKEN = auto()
+    LIMIT_UNDECIDED = auto()
+    EXACT_HOLDS = auto()
+    EXACT_BROKEN = auto()
+    WEIGHTS_DIFFER = auto()
+    VALUES_DIFFER = auto()
+    WEIGHTS_UNKNOWN = auto()
+    STEPS_DIFFER = auto()
+    PAIRS_LACKING = auto()
+    NONE_FINISHED = auto()
+    PAIRS_ALONE = auto()
+    VALUES_UNFIT = auto()
+    OUTSIDE_DOMAIN = auto()
+    CLAIM_OUTSIDE_DOMAIN = auto()
+    YARDSTICK_NOT_POSITIVE = auto()
+    BASELINE_WITHOUT_SPREAD = auto()
+    FOLLOWS_FROM_CONFIG = auto()
+    NOTHING_LEARNED = auto()
+    ADVANTAGES_ZERO = auto()
+    NEVER_MOVED = auto()
+    CUT_SHORT = auto()
+    ARMS_IDENTICAL = auto()
+    DEAD_SEEDS = auto()
+    CLIMB_NOT_SHOWN = auto()
+    NOTHING_CLIMBED = auto()
+    ONE_RUN_AS_TWO_SEEDS = auto()
+    SKEWED = auto()
+    SEEDS_NOT_CLIMBED = auto()
+    BOUND_OF_ZERO = auto()
+    MARGIN_WIDER_THAN_LEVEL = auto()
+    WIDE_STEPS = auto()
+    TOO_FEW_FOR_MISMATCH = auto()
+    RUNNING_MEAN = auto()
+    COLLAPSED = auto()
+    DIFFERS_EARLIER = auto()
 
     # Descriptions and not tested
+    DESCRIBED = auto()
+    OTHER_METRICS = auto()
+    NO_SHARED_METRIC = auto()
+    MARGIN_OFFERED = auto()
 
     # Notes
 
@@ -53,6 +111,10 @@ class Code(StrEnum):
     # Preflight checks
 
     # Refusals: comparing
+    EMPTY_WINDOW = auto()
+    METRIC_OUTSIDE_DOMAIN = auto()
+    SIGMA_UNKNOWN = auto()
+    NO_SPREAD = auto()
 
     # Refusals: launching
 

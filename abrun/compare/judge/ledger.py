@@ -32,6 +32,7 @@ from abrun.compare.read.reference import public_config, public_diff
 from abrun.equivalence import ALPHA, t_interval, welch_interval
 from abrun.errors import ComparisonError
 from abrun.looks import levels_of_looks
+from abrun.messages import sentence
 from abrun.metric_names import default_transform
 from abrun.recipe import Compare, Primary
 from abrun.redaction import shortened
@@ -245,7 +246,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Prima
     if judged.verdict != "MATCH":
         raise ComparisonError(
             f"{experiment.name}: {judged.arm}: got {judged.verdict}; a ledger takes matches: "
-            f"{judged.reasons[0]}"
+            f"{sentence(judged.reasons[0])}"
         )
     for one in judged.primaries:
         of_ledger = (one.metric, one.transform, one.steps) == (ledger.metric, ledger.transform, ledger.steps)

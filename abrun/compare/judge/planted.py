@@ -8,8 +8,10 @@ import numpy as np
 
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.step_one import share_of_scale
-from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.read.experiment import Experiment, Pair
+from abrun.messages import sentences
+from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault, units
 
@@ -79,6 +81,7 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
     )
     (judged,) = judge(alone, alone.compare.primary)
     caught_by, metric, step, figures = _evidence(judged, alone)
+    reasons = sentences(judged.reasons)
     fault = LIBRARY[planted.name]
     missed = caught_by == "nothing" and judged.verdict != "INVALID"
     return FaultFound(
@@ -94,8 +97,8 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         figures=figures,
         advice=_advice(fault, planted.amount, judged, _num_steps(experiment)) if missed else None,
         reason=next(
-            (one for one in judged.reasons if one.startswith(f"{caught_by}: {metric} ")),
-            judged.reasons[0] if judged.reasons else "",
+            (one for one in reasons if one.startswith(f"{caught_by}: {metric} ")),
+            reasons[0] if reasons else "",
         ),
     )
 
@@ -129,7 +132,8 @@ def _figures(claim: PrimaryResult) -> str:
     if claim.mean_difference is None:
         return ""
     found = f"{claim.metric} moves by {claim.mean_difference:+.2g}"
-    return f"{found}, bound {certified(claim)}, margin {claim.margin_text}"
+    bound = certified_text(claim.certified_bound, claim.certified_number, claim.margin_unit)
+    return f"{found}, bound {bound}, margin {claim.margin_text}"
 
 
 def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:

@@ -18,11 +18,11 @@ from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
-from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
+from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, coded, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
 from abrun.messages import records
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 
 SCHEMA_VERSION = 5
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
@@ -45,8 +45,8 @@ class ArmSection:
     """What belongs to one treatment as a whole."""
 
     verdict: Verdict
-    reasons: list[str]
-    not_tested: list[str]
+    reasons: list[Reason]
+    not_tested: list[Reason]
     num_pairs: int
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
@@ -73,7 +73,7 @@ class VerdictFile:
     baseline: str
     verdict: Verdict
     exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
-    reasons: list[str]
+    reasons: list[Reason]
     post_hoc: bool
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
@@ -88,7 +88,7 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
     spent: Spent | None  # of what was planned; None: no looks were declared
-    not_tested: list[str]
+    not_tested: list[Reason]
     guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
     # What launch and reading had to decide, pairs that were placed differently, arms of other precision
     notes: list[str]
@@ -112,7 +112,7 @@ def verdict_file(
     shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
         *(
-            f"{arm.arm}: {reason}"
+            Code.OF_ARM(arm=arm.arm, reason=reason)
             for arm in arms
             if arm.verdict == verdict
             for reason in arm.reasons
@@ -131,11 +131,11 @@ def verdict_file(
         exit_code=EXIT_CODES[verdict],
         reasons=[
             *reasons,
-            *experiment.left_out,
-            *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
-            *([f"post hoc: {post_hoc}"] if post_hoc else []),
-            *notes,
-            *other_code[:MOST_IN_BOX],
+            *map(coded, experiment.left_out),
+            *map(coded, grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"])),
+            *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
+            *map(coded, notes),
+            *map(coded, other_code[:MOST_IN_BOX]),
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
@@ -147,7 +147,7 @@ def verdict_file(
         },
         readings=readings,
         spent=spent(experiment, arms),
-        not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
             *other_code,
@@ -196,7 +196,10 @@ def _reading_notes(
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    return records.as_json(content)
+    rows = records.as_json(content)
+    for claim in rows["primaries"]:
+        claim["warning"] = "; ".join(claim.pop("warnings")) or None
+    return rows
 
 
 def json_schema() -> dict[str, Any]:
@@ -205,6 +208,9 @@ def json_schema() -> dict[str, Any]:
 
     schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
     schema = _with_numbers_of_the_store(schema)
+    claim = schema["$defs"]["PrimaryResult"]
+    claim["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    del claim["properties"]["warnings"]
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
 
