@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.step_one import share_of_scale
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.read.experiment import Experiment, Pair
@@ -121,18 +121,20 @@ def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str
         known = failing.value is not None and failing.limit is not None
         figures = f"{failing.value:.3g}, limit {failing.limit:.3g}" if known else failing.text
         return "guard", failing.guard, step, figures
-    claim = next(one for one in judged.primaries if one.result == "different")
-    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(claim)
+    differing = next(result for result in judged.primaries if result.result == "different")
+    claim = differing.claim
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(differing)
 
 
-def _figures(claim: PrimaryResult) -> str:
+def _figures(result: PrimaryResult) -> str:
     """What a claim found, beside what it allows."""
-    if claim.limited is not None:
-        return f"{claim.metric} is {claim.limited:.3g}, {claim.margin_text}"
-    if claim.mean_difference is None:
+    claim, estimate = result.claim, result.estimate
+    if estimate.limited is not None:
+        return f"{claim.metric} is {estimate.limited:.3g}, {claim.margin_text}"
+    if estimate.mean_difference is None:
         return ""
-    found = f"{claim.metric} moves by {claim.mean_difference:+.2g}"
-    bound = certified_text(claim.certified_bound, claim.certified_number, claim.margin_unit)
+    found = f"{claim.metric} moves by {estimate.mean_difference:+.2g}"
+    bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.margin_unit)
     return f"{found}, bound {bound}, margin {claim.margin_text}"
 
 
