@@ -198,11 +198,11 @@ def _reading_notes(
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
     rows = records.as_json(content)
-    rows["primaries"] = [_row_of_claim(result) for result in rows["primaries"]]
+    rows["primaries"] = [row_of_claim(result) for result in rows["primaries"]]
     return rows
 
 
-def _row_of_claim(result: dict[str, Any]) -> dict[str, Any]:
+def row_of_claim(result: dict[str, Any]) -> dict[str, Any]:
     """Return a claim's parts side by side, and its warnings as one text."""
     parts = {key: value for part in _PARTS for key, value in result.pop(part).items()}
     warning = "; ".join(result.pop("warnings")) or None
