@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
+from abrun.messages import sentences
 
 if TYPE_CHECKING:
     import pandas
@@ -101,7 +102,7 @@ class Result:
 
     @property
     def reasons(self) -> list[str]:
-        return self.comparison.content.reasons
+        return sentences(self.comparison.content.reasons)
 
     @cached_property
     def content(self) -> dict[str, Any]:

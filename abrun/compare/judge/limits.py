@@ -15,6 +15,7 @@ from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
 from abrun.equivalence import beside_limit, limit_test, paired_tost, welch_limit_test, welch_tost
+from abrun.messages import sentence
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -202,9 +203,9 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
     and 0.7: a geometric mean would say nothing of the large ones.
     """
     found = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
-    unknown = next((one for one in found if isinstance(one, str)), None)
+    unknown = next((one for one in found if not isinstance(one, float)), None)
     if unknown is not None:
-        return replace(result, problem=unknown)
+        return replace(result, problem=sentence(unknown))
     return _tested(result, None, np.array(found, np.float64), limit, is_log=False, below=True)
 
 

@@ -1,6 +1,5 @@
 """From evidence to a verdict and the sentences that carry it (verdict.md, rules 6 and 9)."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,33 +19,20 @@ from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
 from abrun.compare.judge.limits import judge_limit, limit_sentence
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scale, step_one
+from abrun.compare.judge.step_one import StepOne, step_one
 from abrun.compare.judge.summaries import difference_unit
-from abrun.compare.judge.untested import counted, not_tested, step_one_unread
+from abrun.compare.judge.untested import not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
 from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import levels_of_looks
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary, units
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
-_OPEN_GUARDS = {
-    "baseline too": "the baseline breaks the limit as well",
-    "open": "beyond the limit, which seeds alone may have done",
-}
-_ONE_EACH = (
-    "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
-)
-_NOT_DECLARED = (
-    "no primary metric is declared: step one and the guards pass, which does not show that the arms "
-    "converge alike; declare compare.primary with a margin"
-)
-_NO_CLAIM = (
-    "no verdict: no claim says which difference would be accepted (--primary METRIC:WINDOW:MARGIN), so this "
-    "is a description and does not test whether the arms converge alike"
-)
+_OPEN_GUARDS = ("baseline too", "open")
 AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
@@ -68,8 +54,8 @@ class ArmVerdict:
 
     arm: str
     verdict: Verdict
-    reasons: list[str]
-    not_tested: list[str]
+    reasons: list[Reason]
+    not_tested: list[Reason]
     num_pairs: int  # finished pairs, of
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
@@ -243,31 +229,32 @@ def _as_described(
     sides: Sides,
     described: Sequence[Description],
     verdict: Verdict,
-    reasons: Sequence[str],
-) -> tuple[Verdict, list[str]]:
+    reasons: Sequence[Reason],
+) -> tuple[Verdict, list[Reason]]:
     """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
     if experiment.launched_compare_sha256 is None:
-        instead = _NO_CLAIM if described else nothing_shared(sides)
-        reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
+        instead = Code.NO_CLAIM() if described else Code.UNCODED(text=nothing_shared(sides))
+        reasons = [instead if reason.code == Code.NO_PRIMARY else reason for reason in reasons]
     one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
-        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
+        verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
     if described and verdict == "INCONCLUSIVE":
-        reasons = [*description_sentences(described, experiment.baseline), *reasons]
+        sentences = description_sentences(described, experiment.baseline)
+        reasons = [*(Code.UNCODED(text=text) for text in sentences), *reasons]
     return verdict, list(reasons)
 
 
 def decide(
-    invalid: Sequence[str],
+    invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
     primaries: Sequence[PrimaryResult],
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
-    apart: str | None = None,
+    apart: Reason | None = None,
     has_recipe: bool = True,
-) -> tuple[Verdict, list[str]]:
+) -> tuple[Verdict, list[Reason]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
 
     `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
@@ -276,40 +263,37 @@ def decide(
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [f"step grids differ: {apart}" if apart else _no_first_step(recorded)]
-    sentence = partial(primary_sentence, has_recipe=has_recipe)
+        return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
+    outcome = partial(_outcome, has_recipe=has_recipe)
     wrong = [
-        *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
-        *(f"guard {guard.guard} fails: {guard.text}" for guard in guards if guard.result == "fail"),
-        *(sentence(one) for one in primaries if one.result == "different"),
+        *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
+        *(
+            Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
+            for guard in guards
+            if guard.result == "fail"
+        ),
+        *(outcome(one) for one in primaries if one.result == "different"),
     ]
     if wrong:
         return "MISMATCH", wrong
     open_questions = [
+        *(Code.STEP_ONE_OPEN(**_deviation(first)) for first in first_steps if first.result == "open"),
         *(
-            f"{_step_one_sentence(one)}: rounding raises it, as a fault does, and no ground for a match"
-            for one in first_steps
-            if one.result == "open"
-        ),
-        *(
-            f"guard {guard.guard}: {guard.text}: {_OPEN_GUARDS[guard.result]}, and no ground for a match"
+            Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
             for guard in guards
             if guard.result in _OPEN_GUARDS
         ),
-        *(sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
+        *(outcome(one) for one in primaries if one.result not in ("equivalent", "holds")),
     ]
     if not primaries:
-        open_questions.append(_NOT_DECLARED)
+        open_questions.append(Code.NO_PRIMARY())
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    return "MATCH", [sentence(one) for one in primaries]
+    return "MATCH", [outcome(one) for one in primaries]
 
 
-def _no_first_step(recorded: Sequence[str]) -> str:
-    return (
-        "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms at "
-        f"step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
-    )
+def _outcome(result: PrimaryResult, *, has_recipe: bool) -> Reason:
+    return Code.UNCODED(text=primary_sentence(result, has_recipe=has_recipe))
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -328,9 +312,10 @@ def primary_sentence(result: PrimaryResult, *, has_recipe: bool = True) -> str:
     if result.mean_difference is None or result.interval is None or result.steps is None:
         if result.num_runs is not None:
             return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
+        pairs = f"{result.num_pairs} usable pair{'s' * (result.num_pairs != 1)}"
         return (
-            f"{result.metric}: {counted(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
-            "at least two: only step one, the guards and the divergence were looked at"
+            f"{result.metric}: {pairs}; equivalence needs the spread over at least two: only step one, the "
+            "guards and the divergence were looked at"
         )
     where = setting_text(result, has_recipe=has_recipe)
     level = f"{100 * (1 - 2 * result.alpha):.3g} %"
@@ -412,13 +397,10 @@ def certified(result: PrimaryResult) -> str:
     return f"{bound_text(number)}{' sigma' * (result.margin_unit == 'sigma')}"
 
 
-def _step_one_sentence(one: StepOne) -> str:
-    share = share_of_scale(one.deviation, one.scale, one.scale_from)
-    return (
-        f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
-        f"treatment at step {one.step} (seed {one.seed}): a deviation by {share}, tolerance "
-        f"{one.tolerance:.2g} ({one.tolerance_from})"
-    )
+def _deviation(first: StepOne) -> dict[str, Any]:
+    """Return the values of a reason that names a first step."""
+    names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
+    return {name: getattr(first, name) for name in (*names, "tolerance", "tolerance_from")}
 
 
 def _pairs_needed(result: PrimaryResult) -> str:
@@ -436,8 +418,8 @@ def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.0f} %"
 
 
-def _shortened(sentences: Sequence[str]) -> list[str]:
+def _shortened(reasons: Sequence[Reason]) -> list[Reason]:
     """The first few; one mistake often shows in every run and every key."""
-    unique = list(Counter(sentences))
+    unique = list(dict.fromkeys(reasons))
     more = len(unique) - _SHOWN_FAULTS
-    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], f"and {more} more of this kind"]
+    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], Code.MORE_FAULTS(num=more)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.code import MOST_NAMED, code_notes
+from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -15,14 +15,14 @@ from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
-from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
+from abrun.compare.judge.readings import Readings, count_readings, reading_notes
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
 from abrun.messages import records
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 
 SCHEMA_VERSION = 5
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
@@ -45,8 +45,8 @@ class ArmSection:
     """What belongs to one treatment as a whole."""
 
     verdict: Verdict
-    reasons: list[str]
-    not_tested: list[str]
+    reasons: list[Reason]
+    not_tested: list[Reason]
     num_pairs: int
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
@@ -73,7 +73,7 @@ class VerdictFile:
     baseline: str
     verdict: Verdict
     exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
-    reasons: list[str]
+    reasons: list[Reason]
     post_hoc: bool
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
@@ -88,10 +88,10 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
     spent: Spent | None  # of what was planned; None: no looks were declared
-    not_tested: list[str]
-    guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
+    not_tested: list[Reason]
+    guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
     # What launch and reading had to decide, pairs that were placed differently, arms of other precision
-    notes: list[str]
+    notes: list[Reason]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
@@ -101,7 +101,7 @@ class VerdictFile:
 def verdict_file(
     experiment: Experiment,
     arms: Sequence[ArmVerdict],
-    post_hoc: str | None,
+    post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
     """`post_hoc` says why the comparison was not declared before the runs; None where it was.
@@ -112,7 +112,7 @@ def verdict_file(
     shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
         *(
-            f"{arm.arm}: {reason}"
+            Code.OF_ARM(arm=arm.arm, reason=reason)
             for arm in arms
             if arm.verdict == verdict
             for reason in arm.reasons
@@ -133,7 +133,7 @@ def verdict_file(
             *reasons,
             *experiment.left_out,
             *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
-            *([f"post hoc: {post_hoc}"] if post_hoc else []),
+            *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
             *other_code[:MOST_IN_BOX],
         ],
@@ -147,7 +147,7 @@ def verdict_file(
         },
         readings=readings,
         spent=spent(experiment, arms),
-        not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
             *other_code,
@@ -164,15 +164,14 @@ def verdict_file(
     )
 
 
-def _notes_of_runs(experiment: Experiment) -> Iterator[str]:
+def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
     """Yield each note of the runs' logs once, with the runs that it is on."""
-    names: dict[str, list[str]] = {}
+    names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
             names.setdefault(note, []).append(str(run))
     for note, runs in names.items():
-        more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
-        yield f"{', '.join(runs[:MOST_NAMED])}{more}: {note}"
+        yield Code.NOTE_OF_RUNS(runs=runs, note=note)
 
 
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
@@ -185,13 +184,13 @@ def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: str | None, num_arms: int
-) -> list[str]:
+    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+) -> list[Reason]:
     """Return the notes on comparisons made before; none where the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
         return []
     paired = experiment.compare.paired
-    return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
+    return [note for one in readings for note in reading_notes(one, paired=paired, arms=num_arms)]
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
