@@ -1,6 +1,7 @@
 """Sentences on planted faults: what caught one, and what could show one that was not caught."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from abrun.messages.message import Message
 from abrun.reasons import Code
@@ -10,7 +11,7 @@ def _fault_missed(
     num_pairs: int | None,
     paired: bool,
     rounded_metric: str | None,
-    tolerance: Mapping[str, object] | None,
+    tolerance: Mapping[str, Any] | None,
     amount: float | None,
     most: float | None,
     num_steps: int,

@@ -25,6 +25,7 @@ from abrun.metric_names import (
     is_clock,
     unit_of,
 )
+from abrun.reasons import Reason
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
 
@@ -203,7 +204,7 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
     and 0.7: a geometric mean would say nothing of the large ones.
     """
     found = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
-    unknown = next((one for one in found if not isinstance(one, float)), None)
+    unknown = next((one for one in found if isinstance(one, Reason)), None)
     if unknown is not None:
         return replace(result, problem=sentence(unknown))
     return _tested(result, None, np.array(found, np.float64), limit, is_log=False, below=True)
