@@ -40,6 +40,7 @@ from abrun.equivalence import (
 )
 from abrun.errors import ComparisonError
 from abrun.metric_names import Transform, default_reduction, default_transform
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, on_shared_steps, window_bounds
@@ -103,7 +104,7 @@ class PrimaryResult:
     detected: Detected | None = None  # where the interval of the difference excludes zero
     limited: float | None = None  # of a limit: the treatment's mean over seeds, or its ratio to the baseline
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
-    detail: str | None = None  # of an exact claim: where it first fails
+    detail: Reason | None = None  # of an exact claim: where it first fails
     climb: float | None = None  # of the baseline up to the window's end, mean over seeds; None: no direction
     p_equivalence: float | None = None
     p_tost: float | None = None
@@ -117,28 +118,11 @@ class PrimaryResult:
     pairs_needed_range: tuple[int | None, int | None] | None = None  # over the 90 % interval of the sd
     pairs_needed_observed: int | None = None  # the same if the true difference is the observed one
     pairs_if_shared: int | None = None  # unpaired: the same in pairs of arms correlated by SHARED over seeds
-    problem: str | None = None  # why these runs cannot show equivalence, whatever the numbers are
-    warning: str | None = None  # what the test assumes and these differences do not look like
+    problem: Reason | None = None  # why these runs cannot show equivalence, whatever the numbers are
+    warnings: tuple[Reason, ...] = ()  # what to know beside the outcome
     result: Result = "not tested"
 
 
-def sample_text(result: PrimaryResult) -> str:
-    """What a claim was tested over: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
-    if result.num_runs is None:
-        others = len(result.unused_seeds)
-        more = f" and {others} more seed{'s' * (others > 1)} of the reference (control variate)"
-        return f"{result.num_pairs} pair{'s' * (result.num_pairs != 1)}{more * (others > 0)}"
-    how = "" if result.test in ("limit", "exact") else " (Welch)"
-    return f"{result.num_runs[0]} and {result.num_runs[1]} unpaired runs{how}"
-
-
-def setting_text(result: PrimaryResult, *, has_recipe: bool) -> str:
-    """What an outcome is said of and no more: `5 pairs, this recipe, steps 33-40`."""
-    steps = f"{result.steps[0]}-{result.steps[1]}" if result.steps else result.window
-    return f"{sample_text(result)}, {'this recipe, ' * has_recipe}steps {steps}"
-
-
-WIDE_STEPS = "the metric moves in steps that are wide for so few pairs, and the interval allows for one"
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
@@ -191,16 +175,19 @@ def judge_primary(
     )
     outside = outside_domain(np.concatenate(in_window), transform)
     if outside:
-        return replace(result, problem=result.problem or f"{outside} (or declare another transform)")
+        return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(used.sizes) and bounds and not repeated:
         unused = unused_summaries(used, primary, steps) if margin.unit == "" else {}
         result = _tested(result, used, primary, margin, in_window, unused)
     if used.sizes != sides.sizes and not result.problem:
-        lacking = f"{used.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
-        if not sides.paired:
-            lacking = f"{sum(used.sizes)} of {sum(sides.sizes)} runs are usable"
-        result = replace(result, problem=f"{lacking}, and equivalence needs every one")
+        result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
+
+
+def pairs_lacking(used: Sides, sides: Sides, *, equivalence: bool) -> Reason:
+    """Return how many of the planned pairs, or runs, are used."""
+    usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
+    return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
 
 
 def _usable(values: Array) -> list[bool]:
@@ -229,11 +216,10 @@ def _tested(
     last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
     measured = yardstick(margin, arms[0], baselines, primary, last)
     if several and measured is not None and not t_interval(measured, 0.9)[0] > 0:
-        lacking = f"the baseline's {margin.unit} is not shown to be above 0, to take {margin.text} of"
+        lacking = Code.YARDSTICK_NOT_POSITIVE(unit=margin.unit, margin=margin.text)
         return replace(result, problem=result.problem or lacking)
     if several and margin.unit == "sigma" and mean_and_sd(arms[0])[1] <= 1e-9 * np.abs(arms[0]).max():
-        lacking = "the baseline has no spread over seeds to measure its sigma in: give an absolute margin"
-        return replace(result, problem=result.problem or lacking)
+        return replace(result, problem=result.problem or Code.BASELINE_WITHOUT_SPREAD())
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
@@ -252,28 +238,29 @@ def _tested(
         result = replace(result, problem=not_learned(baselines, primary, last, result.margin))
     if several and result.margin is not None:
         holds = result.result == "equivalent" and not result.problem
-        said = [result.warning, *_margin_warnings(result, baselines, primary)]
+        warnings = [*result.warnings, *_margin_warnings(result, baselines, primary)]
         if result.certified_bound != 0 and _decisions(plain) != _decisions(result):
-            said.append(WIDE_STEPS)
-        said += curve_warnings(sides, primary.metric, result.transform, bounds, result.margin, holds=holds)
-        result = replace(result, warning="; ".join(filter(None, said)) or None)
+            warnings.append(Code.WIDE_STEPS())
+        warnings += curve_warnings(
+            sides, primary.metric, result.transform, bounds, result.margin, holds=holds
+        )
+        result = replace(result, warnings=tuple(warnings))
     return result
 
 
 def _margin_warnings(
     result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield warnings on a claim's margin and its baseline."""
     assert result.steps is not None and result.margin is not None and result.standard_error is not None
     still = dead_seeds(baselines, primary, result.steps[1], result.margin)
     if still and not result.problem:
-        yield f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin"
+        yield Code.SEEDS_NOT_CLIMBED(num=still, of=len(baselines))
     if result.certified_bound == 0:
-        of = "pair" if result.num_runs is None else "run"
-        yield f"the bound is 0 because the summaries of both arms are the same number in every {of}"
+        yield Code.BOUND_OF_ZERO(paired=result.num_runs is None)
     level = abs(result.baseline_mean or 0.0)
     if result.transform == "identity" and 0 < level < result.margin:
-        yield f"the margin is wider than the baseline's level of {level:.3g}: an arm at 0 would pass"
+        yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
 
 
 def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
@@ -284,8 +271,12 @@ def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -
     recorded = union(run.series(primary.metric).steps for run in sides.runs)
     if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
         raise ComparisonError(
-            f"{primary.metric}: window: got {primary.window!r}, which selects none of the {len(recorded)} "
-            f"steps {recorded[0]}-{recorded[-1]} at which it was recorded; use a wider window, such as 'all'"
+            Code.EMPTY_WINDOW(
+                metric=primary.metric,
+                window=primary.window,
+                num=len(recorded),
+                steps=[recorded[0], recorded[-1]],
+            )
         )
     num_baselines = len(sides.baselines)
     return steps[inside], values[:num_baselines, inside], values[num_baselines:, inside]
@@ -323,7 +314,8 @@ def with_statistics(
     if result.margin_unit == "sigma":
         margin = result.margin_number * mean_and_sd(baseline)[1]
     least = HARMLESS * abs(margin)
-    result = replace(result, warning=_skewed(result, baseline, treatment, step=resolution, least=least))
+    skewed = _skewed(result, baseline, treatment, step=resolution, least=least)
+    result = replace(result, warnings=(skewed,) if skewed else ())
     if result.margin_unit == "sigma":
         return _in_sigmas(_estimated(tost, result), baseline, treatment, resolution)
     share = None if yardstick is None else number * yardstick
@@ -371,7 +363,7 @@ def _by(tost: Tost, result: PrimaryResult, error: float | None = None) -> Primar
 
 def _skewed(
     result: PrimaryResult, baseline: Array, treatment: Array, *, step: float, least: float
-) -> str | None:
+) -> Reason | None:
     """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
     if result.num_runs is not None:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
@@ -485,12 +477,10 @@ def _different(result: PrimaryResult) -> PrimaryResult:
     Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in
     one experiment of eight.
     """
-    paired = result.num_runs is None
     if (result.num_pairs if result.num_runs is None else min(result.num_runs)) >= MIN_FOR_MISMATCH:
         return replace(result, result="different")
-    sample = "two pairs" if paired else "two runs of an arm"
-    too_few = f"{sample} cannot show a mismatch: that takes {MIN_FOR_MISMATCH}{'' if paired else ' of each'}"
-    return replace(result, warning="; ".join(filter(None, [result.warning, too_few])))
+    too_few = Code.TOO_FEW_FOR_MISMATCH(paired=result.num_runs is None, needed=MIN_FOR_MISMATCH)
+    return replace(result, warnings=(*result.warnings, too_few))
 
 
 def _joint_bound(result: PrimaryResult, num_claims: int) -> float:

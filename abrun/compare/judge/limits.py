@@ -6,16 +6,15 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import PrimaryResult, setting_text
+from abrun.compare.judge.claims import PrimaryResult, pairs_lacking
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.skewness import ARMS, HARMLESS, skew_warning
+from abrun.compare.judge.skewness import ARMS, HARMLESS, VALUES, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
-from abrun.equivalence import beside_limit, limit_test, paired_tost, welch_limit_test, welch_tost
-from abrun.messages import sentence
+from abrun.equivalence import limit_test, paired_tost, welch_limit_test, welch_tost
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -25,7 +24,7 @@ from abrun.metric_names import (
     is_clock,
     unit_of,
 )
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
 
@@ -76,21 +75,16 @@ def judge_limit(
     if not (primary.exact or of_machine or result.problem):
         result = replace(result, problem=one_run_as_two_seeds(finished, metric))
     if finished.sizes != sides.sizes and not result.problem:
-        lacking = f"{finished.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
-        if not sides.paired:
-            lacking = f"{sum(finished.sizes)} of {sum(sides.sizes)} runs are usable"
-        result = replace(result, problem=f"{lacking}, and every one is needed")
+        result = replace(result, problem=pairs_lacking(finished, sides, equivalence=False))
     if (primary.exact or primary.metric == FINAL_WEIGHTS) and not sides.paired:
-        what = "bit-exactness" if primary.exact else "how far final weights are apart"
-        result = replace(result, problem=f"{what} is a matter of pairs of one seed")
+        result = replace(result, problem=Code.PAIRS_ALONE(exact=primary.exact))
     if bounds and not primary.exact and len(shared := stack(finished.runs, metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
         bounds = on_shared_steps(primary.window, bounds, inside)
         result = replace(result, steps=bounds)
         finished = _on_shared_steps(finished, metric, shared)
     if bounds is None or not min(finished.sizes) or result.problem:
-        unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
-        return replace(result, problem=result.problem or unfinished)
+        return replace(result, problem=result.problem or Code.NONE_FINISHED(paired=sides.paired))
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
 
 
@@ -120,23 +114,24 @@ def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> Prim
 
 def _first_difference(
     pair: tuple[RecordedRun, RecordedRun], metric: str, bounds: tuple[int, int]
-) -> tuple[str | None, str | None]:
+) -> tuple[Reason | None, Reason | None]:
     """Why a pair cannot be compared, and where its runs first differ."""
     seed = pair[0].name.seed
     if metric == FINAL_WEIGHTS:
         hashes = [run.final_weights_hash for run in pair]
         if None in hashes:
-            return f"the runs of seed {seed} do not say what weights they ended with", None
-        return None, None if hashes[0] == hashes[1] else f"those of seed {seed} differ"
+            return Code.WEIGHTS_UNKNOWN(seed=seed), None
+        return None, None if hashes[0] == hashes[1] else Code.WEIGHTS_DIFFER(seed=seed)
     left, right = (_inside(run.series(metric), bounds) for run in pair)
     if not len(left) or not np.array_equal(left.steps, right.steps):
-        return f"it was not recorded at the same steps in both runs of seed {seed}", None
+        return Code.STEPS_DIFFER(seed=seed), None
     same = (left.values == right.values) | (np.isnan(left.values) & np.isnan(right.values))
     if same.all():
         return None, None
     first = int(np.flatnonzero(~same)[0])
-    values = f"{float(left.values[first])!r} and {float(right.values[first])!r}"
-    return None, f"first at step {left.steps[first]} of seed {seed}: {values}"
+    return None, Code.VALUES_DIFFER(
+        step=left.steps[first], seed=seed, baseline=left.values[first], treatment=right.values[first]
+    )
 
 
 def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]) -> PrimaryResult:
@@ -161,9 +156,8 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         left, right = comparable(baseline, transform), comparable(treatment, transform)
     needed = np.concatenate([left, right]) if of_ratio else right
     if not np.isfinite(needed).all():
-        kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
-        kind = "at least 1, as a ratio of excesses over 1 needs" if primary.limits_excess else kind
-        return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
+        kind = "excess" if primary.limits_excess else "positive" if of_ratio else "number"
+        return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
     result = replace(result, treatment_mean=float(treatment.mean()))
     if np.isfinite(baseline).all():
         result = replace(result, baseline_mean=float(baseline.mean()))
@@ -203,11 +197,11 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
     Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
     and 0.7: a geometric mean would say nothing of the large ones.
     """
-    found = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
-    unknown = next((one for one in found if isinstance(one, Reason)), None)
+    distances = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
+    unknown = next((known for known in distances if isinstance(known, Reason)), None)
     if unknown is not None:
-        return replace(result, problem=sentence(unknown))
-    return _tested(result, None, np.array(found, np.float64), limit, is_log=False, below=True)
+        return replace(result, problem=unknown)
+    return _tested(result, None, np.array(distances, np.float64), limit, is_log=False, below=True)
 
 
 def _tested(
@@ -230,16 +224,17 @@ def _tested(
         test = limit_test(right, bound, result.alpha, resolution)
     else:
         test = welch_limit_test(left, right, bound, result.alpha, resolution)
-    arms = {"the values are": right} if left is None else dict(zip(ARMS, (left, right), strict=True))
+    arms = {VALUES: right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
+    skewed = skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms))
     return replace(
         result,
         limited=float(scale(test.mean)),
         limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
         p_equivalence=holds,
         p_beyond=broken,
-        warning=skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms)),
+        warnings=(skewed,) if skewed else (),
         result="holds" if holds < result.alpha else "undecided",
     )
 
@@ -274,44 +269,3 @@ def _reduction(metric: str) -> Reduction:
     if metric == MEMORY_PEAK or unit_of(metric) == "bytes" or (found and found.combined == "maximum"):
         return "maximum"
     return "minimum" if found and found.combined == "minimum" else default_reduction(metric)
-
-
-def _direction(result: PrimaryResult) -> str:
-    """A difference from the baseline that a limit on the treatment alone, or on a ratio, does not state."""
-    found = result.detected
-    if found is None:
-        return ""
-    if result.test == "ratio limit":
-        return f", {found.agreement}"
-    return f", and {found.direction} than the baseline: {found.measured}"
-
-
-def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
-    """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
-    where = f"over {setting_text(result, has_recipe=has_recipe)}"
-    if result.test == "exact":
-        if result.result == "holds":
-            return f"{result.metric}: the same bit for bit {where}"
-        return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
-    what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
-    what += " of the excess over 1" if result.transform == "log_excess" else ""
-    if result.metric == FINAL_WEIGHTS:
-        what = "the arms' distance, in units of how far the baseline moved,"
-    assert result.limited is not None
-    found = f"{what} is {beside_limit(result.limited, result.margin_number)}"
-    if result.limited_interval is None:
-        needed = "two pairs are needed" if result.num_runs is None else "two runs of each arm are needed"
-        return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
-    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
-    low, high = (beside_limit(end, result.margin_number) for end in result.limited_interval)
-    found += f", {level} interval [{low}, {high}]{_direction(result)}"
-    warning = f"; {result.warning}" if result.warning else ""
-    if result.result == "holds":
-        confidence = f"{100 * (1 - result.alpha):.3g} %"
-        return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found}){warning}"
-    if result.result == "different":
-        p_value = f"p = {result.p_beyond_holm:.2g} if the limit were kept, Holm-corrected"
-        return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value}){warning}"
-    return (
-        f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it{warning}"
-    )

@@ -7,8 +7,9 @@ from typing import Literal
 import numpy as np
 
 from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.read.experiment import Experiment, Pair
+from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault
@@ -138,7 +139,7 @@ def _figures(claim: PrimaryResult) -> Reason | None:
     return Code.MOVED_METRIC(
         metric=claim.metric,
         difference=claim.mean_difference,
-        bound=certified(claim),
+        bound=certified_text(claim.certified_bound, claim.certified_number, claim.margin_unit),
         margin=claim.margin_text,
     )
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment
+from abrun.messages.numbers import AT_OBSERVED
 from abrun.plan import compare_hash
 from abrun.recipe import primary_option, units
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from abrun.compare.judge.direction import difference_text
+from abrun.messages.numbers import difference_text
 from abrun.metric_names import Transform
 
 

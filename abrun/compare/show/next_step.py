@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.machines import versions_follow_arms
-from abrun.compare.judge.verdict import AT_OBSERVED
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
 from abrun.compare.show.fresh_pairs import (
@@ -30,6 +29,8 @@ from abrun.compare.show.fresh_pairs import (
 )
 from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
+from abrun.messages import sentence
+from abrun.messages.numbers import AT_OBSERVED, agreement_text
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
 from abrun.reasons import Code
@@ -228,7 +229,7 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
     """Of launched runs without a claim, which no number of seeds decides."""
     sides = experiment.sides(experiment.treatments[0]).finished
     if min(sides.sizes) and (empty := no_signal(sides, REWARD, may_repeat=True)):
-        yield _longer(experiment, f"These runs could show nothing: {empty}")
+        yield _longer(experiment, f"These runs could show nothing: {sentence(empty)}")
         return
     found = claimable(experiment)
     if found is None:
@@ -356,11 +357,11 @@ def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
 
 def _margin_offered(found: Description) -> str:
     """Say where the margin comes from, and which difference is seen: a wide margin would let it pass."""
-    offered = f"here {found.margin_is}"
+    offered = f"here {sentence(found.margin_is)}"
     if found.detected is None:
         return offered
     seen = found.detected
-    offered += f"; but the difference seen is {seen.difference:+.3g}, {seen.direction} {seen.where}"
+    offered += f"; but the difference seen is {seen.difference:+.3g}, {agreement_text(asdict(seen))}"
     if (
         found.certified_bound is not None
         and found.margin is not None

@@ -13,9 +13,10 @@ import numpy as np
 from scipy import special
 
 from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.summaries import comparable, difference_unit, reduced
+from abrun.compare.judge.summaries import comparable, reduced
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.equivalence import paired, welch
+from abrun.messages.numbers import difference_unit
 from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
 from abrun.series import Array, Steps
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.compare.judge.direction import difference_text
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.claim_tests import STAMP, ClaimTest, claim_tests_in
 from abrun.compare.read.experiment import Experiment
@@ -19,9 +18,9 @@ from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
-from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
+from abrun.messages.numbers import beside_limit, bound_text, difference_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.recipe import units
 from abrun.redaction import shown

@@ -6,12 +6,12 @@ from pathlib import Path
 from abrun.compare.judge.claims import PrimaryResult, judge_primary
 from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.reference import against_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.equivalence import ALPHA
 from abrun.errors import AbrunError
+from abrun.messages.numbers import difference_unit
 
 
 def so_far(experiment_dir: Path) -> list[str]:
