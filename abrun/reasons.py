@@ -212,7 +212,6 @@ class Code(StrEnum):
     NOTHING_SAYS_SEEDS = auto()
     LOG_READ_AS = auto()
     ARMS_SHARE_NO_SEED = auto()
-    NAMED_AS = auto()
     SOURCES_ARE_ARMS = auto()
     BASELINE_GUESSED = auto()
 

@@ -219,7 +219,6 @@ GUESSED = {
     ),
     Code.LOG_READ_AS: Message("{guess}"),
     Code.ARMS_SHARE_NO_SEED: Message("runs are independent: the arms have no seed in common"),
-    Code.NAMED_AS: Message("arms and seeds from names such as '{name}': {arm}, seed {seed}"),
     Code.SOURCES_ARE_ARMS: Message(
         "each of the {num_sources} sources is an arm; where they are seeds of one, name their folder"
     ),

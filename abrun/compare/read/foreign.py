@@ -167,7 +167,8 @@ def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     if by_themselves or sources.pattern is not None or len(names) == len(seeds):
         return found
     first, log = names[0], sources.logs[0]
-    named = Code.NAMED_AS(name=printable(log.name), arm=printable(first.arm), seed=first.seed)
+    how = f"names such as '{printable(log.name)}'"
+    named = Code.SEEDS_FROM(how=how, arm=printable(first.arm), seed=first.seed)
     return replace(found, guessed=[named] if known else [])
 
 
