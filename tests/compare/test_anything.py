@@ -19,8 +19,8 @@ from abrun.messages import sentence, sentences
 from abrun.reasons import Code
 from abrun.recipe import parse_primary
 from tests.commands import commands_in
+from tests.compare.reasons import only, refused
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
-from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
@@ -159,7 +159,10 @@ def test_where_nothing_was_launched_no_settings_are_spoken_of(
     assert found.verdict == verdict
     screen = io.StringIO()
     Console(file=screen, width=1000).print(found.summary())
-    text = json.dumps(found.as_json()) + screen.getvalue()
+    content = found.content
+    reasons = [*content.reasons, *content.not_tested, *content.guessed, *content.notes]
+    reasons += [guard.reason for guard in content.guards]
+    text = " ".join(sentences(reasons)) + screen.getvalue()
     unsettled = [one for one in found.content.not_tested if one.code is Code.STEP_ONE_NOT_SETTLED]
     unsettled = [reason for reason in unsettled if reason["metric"] == "train/grad_norm"]
     assert len(unsettled) == 1 and not unsettled[0]["has_recipe"]

@@ -17,8 +17,8 @@ from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe import parse_primary
 from tests.bench.bench_readings import repeated, windows_tried
+from tests.compare.reasons import refused
 from tests.compare.simulate import write_experiment
-from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 STEPS = 60
@@ -179,12 +179,13 @@ def test_deleted_reports_are_forgotten_and_a_folder_of_choice_remembers(here: Pa
     assert not repeats(compared(output=output))
 
 
-def test_unpaired_runs_are_counted_too(here: Path) -> None:
+def test_unpaired_runs_are_counted_too(here: Path, snapshot: Snapshot) -> None:
     write_runs(here / "r", range(3))
     compared(unpaired=True)
     write_runs(here / "r", range(5))
-    (sentence,) = repeats(compared(unpaired=True))
-    assert "read 2 times, at 3 and 5 runs" in sentence
+    (note,) = repeats(compared(unpaired=True))
+    assert (note["num_pairs"], note["paired"]) == ([3, 5], False)
+    snapshot(sentence(note))
 
 
 # --- what to do next ---

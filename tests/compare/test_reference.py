@@ -21,8 +21,8 @@ from abrun.layout import RunName
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
+from tests.compare.reasons import only, refused
 from tests.compare.simulate import edit, edit_rows, write_experiment
-from tests.reasons import only, refused
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Pa
     lines = [text for _, text in evidence(content)]
     (claim,) = content["primaries"]
     of_pairs = claim["treatment_mean"] - claim["baseline_mean"]
-    assert claim["unused_seeds"] == (4, 5) and f"{of_pairs:+.3g}" != f"{claim['mean_difference']:+.3g}"
+    assert claim["unused_seeds"] == [4, 5] and f"{of_pairs:+.3g}" != f"{claim['mean_difference']:+.3g}"
     (levels,) = [line for line in lines if "paired difference" in line]
     estimated = f"{claim['mean_difference']:+.3g} ["
     assert f"paired difference {of_pairs:+.3g}, with the reference's other seeds {estimated}" in levels
