@@ -400,7 +400,8 @@ def claim(name="train/reward", margin=1.0):
 def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
     """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
     rng = np.random.default_rng(seed)
-    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", text="")
+    reason = Code.FINITE(clean=[], broken=[], paired=True)
+    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", reason=reason)
     found = []
     for _ in range(EXPERIMENTS):
         results = []
