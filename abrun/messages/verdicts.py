@@ -1,6 +1,5 @@
 """Sentences of a verdict: why an arm matches, differs, stays open or is invalid, and how it is described."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -18,20 +17,6 @@ _MARGINS = {
     "level": "a twentieth of the baseline's level",
     "zero": "the baseline is 0",
 }
-
-
-def _first_step_missing(recorded: Sequence[str]) -> str:
-    names = ", ".join(recorded[:5])
-    mapped = f"; map names with --alias (recorded: {names})" if names else "; map names with --alias"
-    for known, word in (("train/reward", "reward"), ("train/loss", "loss"), ("train/grad_norm", "grad_norm")):
-        alike = next((name for name in recorded if word in name.lower().replace("-", "_")), None)
-        if alike and alike != known:
-            mapped = f"; map its name: --alias {shlex.quote(f'{known}={alike}')}"
-            break
-    return (
-        "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms at "
-        f"step 0 or 1, so step one cannot be read{mapped}; or say --no-step-one"
-    )
 
 
 def _step_one_differs(
@@ -58,8 +43,8 @@ def _step_one_open(**values: Any) -> str:
     return f"{_step_one_differs(**values)}: rounding raises it, as a fault does, and no ground for a match"
 
 
-def _guard_open(guard: str, text: str, result: str) -> str:
-    return f"guard {guard}: {text}: {_OPEN_GUARDS[result]}, and no ground for a match"
+def _guard_open(guard: str, reason: str, result: str) -> str:
+    return f"guard {guard}: {reason}: {_OPEN_GUARDS[result]}, and no ground for a match"
 
 
 def _described(
@@ -124,14 +109,12 @@ MESSAGES = {
     ),
     Code.OF_ARM: Message("{arm}: {reason}"),
     Code.MORE_FAULTS: Message("and {num} more of this kind"),
-    Code.GRIDS_APART: Message("step grids differ: {grids}"),
-    Code.FIRST_STEP_MISSING: Message(_first_step_missing, meaning="no metric of step one is in both arms"),
     Code.STEP_ONE_DIFFERS: Message(_step_one_differs, meaning="the first step differs beyond its tolerance"),
     Code.STEP_ONE_OPEN: Message(
         _step_one_open,
         meaning="the first step differs beyond its tolerance in what rounding raises, too",
     ),
-    Code.GUARD_FAILS: Message("guard {guard} fails: {text}"),
+    Code.GUARD_FAILS: Message("guard {guard} fails: {reason}"),
     Code.GUARD_OPEN: Message(
         _guard_open, meaning="a guard's limit is exceeded, but not by more than seeds may do"
     ),
@@ -139,7 +122,6 @@ MESSAGES = {
         "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
     ),
     Code.POST_HOC: Message("post hoc: {why}"),
-    Code.UNCODED: Message("{text}"),
     Code.DESCRIBED: Message(_described, meaning="how far the arms are apart in a metric"),
     Code.OTHER_METRICS: Message(
         _other_metrics, meaning="in which other metrics the arms differ, and in which not"

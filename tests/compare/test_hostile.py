@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from abrun.cli import main
+from abrun.reasons import Code
 from tests.compare.simulate import edit, edit_rows, fail, write_experiment
 
 QUICK = ("--format", "terminal,json,html")
@@ -116,7 +117,8 @@ def test_a_metric_that_is_only_nan(tmp_path, abrun):
     done = abrun("compare", *sources, "--primary", "nothing:all:0.1", "--output", "report", *QUICK)
     assert done.returncode == 5 and done.stderr == ""
     content = json.loads((tmp_path / "report/verdict.json").read_text())
-    assert "nothing is nan at step 1 in the baseline itself" in content["reasons"][0]
+    broken = content["reason_codes"][0]
+    assert (broken["code"], broken["values"]["metric"]) == (Code.BASELINE_NOT_FINITE, "nothing")
 
 
 def test_a_metric_in_one_arm_only(tmp_path, abrun):

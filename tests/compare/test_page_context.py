@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import compare
-from abrun.compare.judge.step_one import named_otherwise
 from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.stored import load_experiment
@@ -18,6 +17,7 @@ from abrun.compare.show.context import context
 from abrun.compare.show.levels import _spread, levels
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.spent import spent_sentence
+from abrun.messages.validity import alias_hint
 from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
@@ -159,7 +159,7 @@ def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
     ],
 )
 def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
-    assert named_otherwise(recorded) == said
+    assert alias_hint(recorded) == said
 
 
 def test_what_is_open_has_saved_nothing():

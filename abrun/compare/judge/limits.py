@@ -205,9 +205,9 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
     and 0.7: a geometric mean would say nothing of the large ones.
     """
     distances = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
-    unknown = next((known for known in distances if not isinstance(known, float)), None)
+    unknown = next((known for known in distances if isinstance(known, Reason)), None)
     if unknown is not None:
-        return replace(result, problem=Code.UNCODED(text=unknown))
+        return replace(result, problem=unknown)
     return _tested(result, None, np.array(distances, np.float64), limit, is_log=False, below=True)
 
 

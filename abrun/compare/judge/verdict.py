@@ -173,7 +173,7 @@ def judge_arm(
     """One treatment's verdict at one look, from the results of its claims and everything beside them."""
     sides = experiment.sides(arm)  # what broke after the look is no less broken
     pairs, compare = experiment.pairs(arm), experiment.compare
-    invalid = [*map(coded, invalid_reasons(experiment, arm, look.num_pairs, primaries))]
+    invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     tests = look.alpha_guards / num_tests(compare)
@@ -204,7 +204,7 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=[*map(coded, not_tested(experiment, sides, primaries, first_steps, diverged, unread))],
+        not_tested=not_tested(experiment, sides, primaries, first_steps, diverged, unread),
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
@@ -250,7 +250,7 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
-    apart: str | None = None,
+    apart: Reason | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[Reason]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
@@ -261,12 +261,15 @@ def decide(
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        missing = Code.FIRST_STEP_MISSING(recorded=recorded)
-        return "INVALID", [Code.GRIDS_APART(grids=apart) if apart else missing]
+        return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
     outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in primaries]
     wrong = [
         *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
-        *(Code.GUARD_FAILS(guard=guard.guard, text=guard.text) for guard in guards if guard.result == "fail"),
+        *(
+            Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
+            for guard in guards
+            if guard.result == "fail"
+        ),
         *(reason for result, reason in outcomes if result.result == "different"),
     ]
     if wrong:
@@ -274,7 +277,7 @@ def decide(
     open_questions = [
         *(Code.STEP_ONE_OPEN(**_deviation(first)) for first in first_steps if first.result == "open"),
         *(
-            Code.GUARD_OPEN(guard=guard.guard, text=guard.text, result=guard.result)
+            Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
             for guard in guards
             if guard.result in _OPEN_GUARDS
         ),
@@ -295,10 +298,6 @@ def _deviation(first: StepOne) -> dict[str, Any]:
     """Return the values of a reason that names a first step."""
     names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
     return {name: getattr(first, name) for name in (*names, "tolerance", "tolerance_from")}
-
-
-def coded(reason: Reason | str) -> Reason:
-    return reason if isinstance(reason, Reason) else Code.UNCODED(text=reason)
 
 
 def _shortened(reasons: Sequence[Reason]) -> list[Reason]:

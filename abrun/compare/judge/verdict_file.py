@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
-from abrun.compare.judge.code import MOST_NAMED, code_notes
+from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -14,11 +14,11 @@ from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
-from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
+from abrun.compare.judge.readings import Readings, count_readings, reading_notes
 from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
-from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, coded, worst
+from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
 from abrun.messages import records
@@ -90,9 +90,9 @@ class VerdictFile:
     readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
     spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[Reason]
-    guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
+    guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
     # What launch and reading had to decide, pairs that were placed differently, arms of other precision
-    notes: list[str]
+    notes: list[Reason]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
@@ -102,7 +102,7 @@ class VerdictFile:
 def verdict_file(
     experiment: Experiment,
     arms: Sequence[ArmVerdict],
-    post_hoc: str | None,
+    post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
     """`post_hoc` says why the comparison was not declared before the runs; None where it was.
@@ -132,11 +132,11 @@ def verdict_file(
         exit_code=EXIT_CODES[verdict],
         reasons=[
             *reasons,
-            *map(coded, experiment.left_out),
-            *map(coded, grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"])),
+            *experiment.left_out,
+            *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
-            *map(coded, notes),
-            *map(coded, other_code[:MOST_IN_BOX]),
+            *notes,
+            *other_code[:MOST_IN_BOX],
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
@@ -165,15 +165,14 @@ def verdict_file(
     )
 
 
-def _notes_of_runs(experiment: Experiment) -> Iterator[str]:
+def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
     """Yield each note of the runs' logs once, with the runs that it is on."""
-    names: dict[str, list[str]] = {}
+    names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
             names.setdefault(note, []).append(str(run))
     for note, runs in names.items():
-        more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
-        yield f"{', '.join(runs[:MOST_NAMED])}{more}: {note}"
+        yield Code.NOTE_OF_RUNS(runs=runs, note=note)
 
 
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
@@ -186,13 +185,13 @@ def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: str | None, num_arms: int
-) -> list[str]:
+    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+) -> list[Reason]:
     """Return the notes on comparisons made before; none where the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
         return []
     paired = experiment.compare.paired
-    return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
+    return [note for one in readings for note in reading_notes(one, paired=paired, arms=num_arms)]
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:

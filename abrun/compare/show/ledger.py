@@ -4,8 +4,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from abrun.compare.judge.ledger import ledger_sentence
+from abrun.compare.judge.ledger import ledger_state
 from abrun.compare.read.experiment import Reference
+from abrun.messages import sentence
 from abrun.redaction import in_yaml, printable
 
 
@@ -29,5 +30,5 @@ def ledger_shown(reference: Reference) -> RenderableType:
             f"{entry.drift:.3g}",
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
-    sentence = Text(printable(ledger_sentence(reference)), style="bold")
-    return Group(table, sentence) if reference.ledger.entries else sentence
+    state = Text(printable(sentence(ledger_state(reference))), style="bold")
+    return Group(table, state) if reference.ledger.entries else state

@@ -33,6 +33,7 @@ from abrun.messages import sentence
 from abrun.messages.numbers import AT_OBSERVED, agreement_text
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
+from abrun.reasons import Code
 from abrun.recipe import Primary, units
 from abrun.redaction import shown
 
@@ -407,7 +408,10 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         shared = sorted(set.intersection(*of_arms)) if of_arms else []
-        apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
+        apart = any(
+            reason["code"] in (Code.NO_SHARED_SEED, Code.UNPAIRED_SEEDS) and reason["values"]["can_unpair"]
+            for reason in _reasons(content)
+        )
         if apart and shared:
             seeds = ",".join(map(str, shared))
             yield NextStep(
@@ -437,7 +441,10 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             command=_resumed(experiment),
         )
     else:
-        missing = any("(primary)" in reason for reason in content["reasons"])
+        missing = any(
+            reason["code"] == Code.METRIC_MISSING and reason["values"]["role"] == "primary"
+            for reason in _reasons(content)
+        )
         if missing and not experiment.regression:
             reread = [*_read_with_another_alias(experiment)]
             # A launch with the wrong alias would end its runs again
@@ -446,6 +453,11 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
+
+
+def _reasons(content: Content) -> Iterator[Content]:
+    """Yield code and values of each treatment's reasons."""
+    return (reason for arm in content["arms"].values() for reason in arm["reason_codes"])
 
 
 def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from abrun.compare.judge.planted import Sensitivity
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.markup import escaped, table_row
+from abrun.messages.records import as_json
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
 from abrun.store import write_file, write_json
 
@@ -27,7 +28,7 @@ def write_sensitivity(
     `not_planted`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = asdict(found)
+    content = as_json(found)
     write_json(folder / FILE, {**content, "not_planted": dict(not_planted)}, mode=PUBLIC)
     page = "\n".join(_page(content, not_planted, name, compare)) + "\n"
     write_file(folder / PAGE, page.encode(), mode=PUBLIC)
@@ -92,7 +93,7 @@ def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def table(found: Sensitivity, *, paired: bool) -> "Table":
     """For a terminal."""
-    return _table(columns(paired=paired), rows(asdict(found)))
+    return _table(columns(paired=paired), rows(as_json(found)))
 
 
 def _page(
