@@ -291,6 +291,8 @@ class Code(StrEnum):
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON and a process boundary can carry it. Raises TypeError for anything else."""
+    if hasattr(value, "item"):  # a number of numpy's, of which some are floats of Python's, too
+        return value.item()
     if value is None or isinstance(value, str | bool | int | float | Reason):
         return value
     if isinstance(value, Path):
@@ -299,6 +301,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if hasattr(value, "item"):  # a number of numpy's
-        return value.item()
     raise TypeError(f"a reason cannot carry {value!r}, a {type(value).__name__}")
