@@ -291,7 +291,7 @@ class Code(StrEnum):
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON and a process boundary can carry it. Raises TypeError for anything else."""
-    if hasattr(value, "item"):  # a number of numpy's, of which some are floats of Python's, too
+    if hasattr(value, "item"):  # a number of numpy's, some of which are floats as well
         return value.item()
     if value is None or isinstance(value, str | bool | int | float | Reason):
         return value

@@ -130,7 +130,7 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     assert found.next_steps[0].command == f"abrun compare A B --primary '{claim}'"
     decided = described(sources, tmp_path / "claimed", claim)
     assert decided.verdict == "MATCH" and decided.content.descriptions == []
-    assert decided.content.primaries[0].certified_bound == pytest.approx(one.certified_bound)
+    assert decided.content.primaries[0].estimate.certified_bound == pytest.approx(one.certified_bound)
     # by its own name, or the end of ours, it is the same claim
     for name in ("Reward/mean", "reward"):
         again = described(sources, tmp_path / "again", claim.replace(one.metric, name))

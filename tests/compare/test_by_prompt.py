@@ -59,11 +59,11 @@ def test_the_table_of_answers_is_that_of_the_claim(simulated, judged):
     validated(experiment_dir)
     content = judged(experiment_dir).content
     (found,), claim = content.by_prompt, content.primaries[0]
-    assert found.metric == "validation/accuracy" and found.window == claim.steps == (30, 40)
-    assert [one.difference for one in found.pairs] == pytest.approx(claim.differences)
-    assert found.interval == pytest.approx(claim.ci90)
-    assert found.parts and found.parts.sd_pairs == pytest.approx(claim.sd_difference)
-    assert found.pairs_needed == claim.pairs_needed
+    assert found.metric == "validation/accuracy" and found.window == claim.claim.steps == (30, 40)
+    assert [one.difference for one in found.pairs] == pytest.approx(claim.estimate.differences)
+    assert found.interval == pytest.approx(claim.estimate.ci90)
+    assert found.parts and found.parts.sd_pairs == pytest.approx(claim.estimate.sd_difference)
+    assert found.pairs_needed == claim.power.pairs_needed
     answers = {
         arm: np.array(
             [

@@ -72,9 +72,9 @@ def test_a_loss_is_stated_whatever_the_verdict(compared, claim, verdict):
     found, text = compared(claim.replace("reward", "train/reward"))
     assert found.content.verdict == verdict, found.content.reasons
     (result,) = found.content.primaries
-    assert result.detected is not None
-    assert (result.detected.direction, result.detected.num_agreeing) == ("lower", 4)
-    assert result.detected.interval[1] < 0
+    assert result.estimate.detected is not None
+    assert (result.estimate.detected.direction, result.estimate.detected.num_agreeing) == ("lower", 4)
+    assert result.estimate.detected.interval[1] < 0
     reason = found.content.reasons[0]
     assert "lower" in reason and "in 4 of 4 seeds" in reason
     report = Path("report")
@@ -93,7 +93,7 @@ def test_runs_without_pairs_are_counted_as_runs(compared):
 
 def test_no_direction_is_stated_where_the_interval_holds_zero(compared):
     found, _ = compared("train/reward:last 20%:0.05", shift=0.0)
-    assert found.content.primaries[0].detected is None
+    assert found.content.primaries[0].estimate.detected is None
     assert "lower" not in found.content.reasons[0] and "higher" not in found.content.reasons[0]
 
 
@@ -139,7 +139,7 @@ def test_limits_head_what_their_column_holds(compared):
 def test_a_number_reads_the_same_everywhere(compared):
     found, text = compared("train/reward:last 20%:0.07")
     (result,) = found.content.primaries
-    difference = rf"{result.mean_difference:+.3g} [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
+    difference = rf"{result.estimate.mean_difference:+.3g} [{result.estimate.interval[0]:.3g}, {result.estimate.interval[1]:.3g}]"
     report = Path("report/report.md").read_text()
     page = Path("report/report.html").read_text()
     for where in (text, report, page):

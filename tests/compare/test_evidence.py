@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
+from abrun.compare.judge.claims import with_holm, with_statistics
 from abrun.compare.judge.guards import Guard
+from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.compare.judge.step_one import factor_of_maxima
 from abrun.compare.judge.verdict import decide
 from abrun.compare.judge.verdict_file import as_json
@@ -377,8 +378,7 @@ EXPERIMENTS = 400
 
 
 def claim(name="train/reward", margin=1.0):
-    return PrimaryResult(
-        arm="treatment",
+    tested = Claim(
         metric=name,
         window="all",
         steps=(1, 40),
@@ -395,6 +395,7 @@ def claim(name="train/reward", margin=1.0):
         num_pairs=6,
         seeds=tuple(range(6)),
     )
+    return PrimaryResult(arm="treatment", claim=tested)
 
 
 def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
@@ -503,8 +504,8 @@ def test_holm_counts_every_tested_claim():
         result = with_statistics(claim(name), np.zeros(4), differences)
         from dataclasses import replace
 
-        return replace(result, p_difference=p, p_beyond=p)
+        return replace(result, estimate=replace(result.estimate, p_difference=p, p_beyond=p))
 
     results = with_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])
-    assert [result.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
+    assert [result.estimate.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
     assert [result.result for result in results] == ["different", "undecided", "undecided", "not tested"]

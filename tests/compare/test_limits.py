@@ -24,6 +24,7 @@ from abrun.series import Series
 from tests.compare.simulate import edit, edit_rows
 
 REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_time_s"
+PHASE = "memory/logprobs/peak_allocated_bytes"
 
 
 def verdict_of(comparison):
@@ -68,7 +69,12 @@ def test_claims_of_every_kind(simulated, judged, claim, verdict, result, code, s
 
 def test_a_limit_within_the_interval_is_open(simulated, judged, snapshot):
     experiment_dir = simulated()
-    level = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=0.1)]).arms[0].primaries[0].limited
+    level = (
+        judged(experiment_dir, primaries=[Primary(metric=REWARD, above=0.1)])
+        .arms[0]
+        .primaries[0]
+        .estimate.limited
+    )
     comparison = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)])
     assert beside_limit(1.0000518, 1.0) == "1.0001" and beside_limit(0.99901, 1.0) == "0.999"
     assert verdict_of(comparison) == ("INCONCLUSIVE", "undecided")
@@ -122,8 +128,8 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
     (found,) = comparison.arms[0].primaries
     values = np.array(list(shares.values()))
     reach = 2.131847 * values.std(ddof=1) / math.sqrt(5)
-    assert found.limited == pytest.approx(0.025, rel=1e-5)
-    assert found.limited_interval[1] == pytest.approx(0.025 + reach, rel=1e-4)
+    assert found.estimate.limited == pytest.approx(0.025, rel=1e-5)
+    assert found.estimate.limited_interval[1] == pytest.approx(0.025 + reach, rel=1e-4)
     assert reason_of(comparison)["measure"] == "distance"
     snapshot(sentence(reason_of(comparison)))
     for limit, verdict in ((0.0265, "INCONCLUSIVE"), (0.01, "MISMATCH")):
@@ -131,7 +137,7 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
         assert verdict_of(judged(experiment_dir, primaries=tighter))[0] == verdict
     ended_apart(experiment_dir, {0: 0.0})
     (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
-    assert found.limited == pytest.approx(0.105 / 5, rel=1e-5) and found.result == "holds"
+    assert found.estimate.limited == pytest.approx(0.105 / 5, rel=1e-5) and found.result == "holds"
     ended_apart(experiment_dir, dict.fromkeys(range(5), 0.0))
     assert verdict_of(judged(experiment_dir, primaries=claim))[0] == "MATCH"
 
@@ -144,7 +150,7 @@ def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simula
         save_file(last, experiment_dir / f"treatment/seed-{seed}/final-sketch.safetensors")
     claim = [Primary(metric="final_weights", below=0.3)]
     (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
-    assert found.limited == pytest.approx(0.5 * math.sqrt(1 / 4))
+    assert found.estimate.limited == pytest.approx(0.5 * math.sqrt(1 / 4))
     (experiment_dir / "baseline/seed-2/initial-sketch.safetensors").unlink()
     comparison = judged(experiment_dir, primaries=claim)
     assert comparison.verdict == "INCONCLUSIVE" and reason_of(comparison).code == Code.CLAIM_NOT_TESTED
@@ -236,15 +242,15 @@ def test_a_ratio_is_one_of_the_excess_over_1(snapshot):
     logs = [np.median(np.log(arm - 1 + 1e-6), axis=1) for arm in (baseline, treatment)]
     apart = logs[1] - logs[0]
     reach = 2.131847 * apart.std(ddof=1) / math.sqrt(5)
-    assert found.limited is not None and 0.4 < found.limited < 0.6
-    assert found.limited == pytest.approx(np.exp(apart.mean()))
-    assert found.limited_interval == pytest.approx(
+    assert found.estimate.limited is not None and 0.4 < found.estimate.limited < 0.6
+    assert found.estimate.limited == pytest.approx(np.exp(apart.mean()))
+    assert found.estimate.limited_interval == pytest.approx(
         np.exp([apart.mean() - reach, apart.mean() + reach]), rel=1e-5
     )
-    assert (found.result, found.transform, found.test) == ("holds", "log_excess", "ratio limit")
-    assert found.baseline_mean == pytest.approx(np.median(baseline, axis=1).mean())
+    assert (found.result, found.claim.transform, found.claim.test) == ("holds", "log_excess", "ratio limit")
+    assert found.estimate.baseline_mean == pytest.approx(np.median(baseline, axis=1).mean())
     opposite = limited(baseline, treatment, above="1x")
-    assert opposite.p_beyond is not None and opposite.p_beyond < 1e-3
+    assert opposite.estimate.p_beyond is not None and opposite.estimate.p_beyond < 1e-3
     assert [limited(baseline, treatment, below=f"{of}x").result for of in (0.8, 0.5)] == [
         "holds",
         "undecided",
@@ -254,19 +260,28 @@ def test_a_ratio_is_one_of_the_excess_over_1(snapshot):
     assert (reason.code, reason["measure"], reason["limit"]) == (Code.LIMIT_HOLDS, "excess", 1.0)
     snapshot(sentence(reason))
     independent = limited(baseline, treatment, below="1x", paired=False)
-    assert independent.limited == pytest.approx(found.limited) and independent.result == "holds"
+    assert (
+        independent.estimate.limited == pytest.approx(found.estimate.limited)
+        and independent.result == "holds"
+    )
     of_values = limited(baseline, treatment, below="1x", transform="identity")
-    assert of_values.limited == pytest.approx(0.998, abs=1e-3) and of_values.transform == "identity"
+    assert (
+        of_values.estimate.limited == pytest.approx(0.998, abs=1e-3)
+        and of_values.claim.transform == "identity"
+    )
     for other in ("policy/mult_prob_error", "mine"):
         found = limited(baseline, treatment, other, below="1x", transform="log_excess")
-        assert found.transform == "log_excess"
+        assert found.claim.transform == "log_excess"
 
 
 def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
     rng = np.random.default_rng(1)
     baseline, treatment = excesses(rng, 5, 0.5)
     found = limited(baseline, treatment, below=1.003)
-    assert found.limited == pytest.approx(np.median(treatment, axis=1).mean()) and found.test == "limit"
+    assert (
+        found.estimate.limited == pytest.approx(np.median(treatment, axis=1).mean())
+        and found.claim.test == "limit"
+    )
     assert claim_text(Primary(metric=ERROR, below=1.003)) == "below 1.003"
     assert claim_text(Primary(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
     low = treatment.copy()

@@ -39,15 +39,15 @@ def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
     unfinished(experiment_dir, 3, 4)
     content = judged(experiment_dir).content
     assert content.verdict == "MATCH" and taken(content) == [(3, "MATCH"), (5, None)]
-    assert content.primaries[0].num_pairs == 3 and content.primaries[0].alpha == pytest.approx(
+    assert content.primaries[0].claim.num_pairs == 3 and content.primaries[0].claim.alpha == pytest.approx(
         0.0292, abs=2e-4
     )
     reason = content.reasons[0]
     assert (reason.code, reason["over"]["pairs"]) == (Code.CLAIM_EQUIVALENT, 3)
     assert reason["alpha"] == content.primaries[0].alpha
     assert not content.post_hoc
-    low, high = content.primaries[0].interval
-    assert low < content.primaries[0].ci90[0] and high > content.primaries[0].ci90[1]
+    low, high = content.primaries[0].estimate.interval
+    assert low < content.primaries[0].estimate.ci90[0] and high > content.primaries[0].estimate.ci90[1]
 
 
 def test_pairs_to_come_do_not_hide_what_differs_at_step_one(simulated, judged):
@@ -83,7 +83,7 @@ def test_an_undecided_look_goes_on_to_the_next(simulated, judged):
     experiment_dir = simulated(compare=LOOKS, noise=0.02)
     content = judged(experiment_dir).content
     assert taken(content)[0] == (3, "INCONCLUSIVE")
-    assert content.primaries[0].num_pairs == 5
+    assert content.primaries[0].claim.num_pairs == 5
 
 
 def test_a_crash_after_the_match_still_counts(simulated, judged):
@@ -153,7 +153,7 @@ def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged)
     assert first.alpha == pytest.approx(0.6 * last.alpha)
     assert first.alpha_difference == pytest.approx(0.6 * last.alpha_difference)
     assert first.alpha < equal.content.arms["treatment"].looks[0].alpha < last.alpha < 0.05
-    assert rising.content.primaries[0].alpha == first.alpha and not rising.content.post_hoc
+    assert rising.content.primaries[0].claim.alpha == first.alpha and not rising.content.post_hoc
 
 
 def test_pairs_after_the_look_that_decided_are_not_said_to_be_unfinished(simulated, judged):

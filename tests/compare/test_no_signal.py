@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
+from abrun.compare.judge.claims import with_holm, with_statistics
 from abrun.compare.judge.outcomes import outcome
+from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
@@ -157,8 +158,7 @@ def test_a_dead_run_with_a_claim_on_its_gradients_gets_a_verdict(simulated, judg
 
 
 def undecided(differences, margin=0.02):
-    claim = PrimaryResult(
-        arm="treatment",
+    claim = Claim(
         metric="train/reward",
         window="all",
         steps=(1, 40),
@@ -177,7 +177,13 @@ def undecided(differences, margin=0.02):
     )
     baseline = [0.5 + 0.1 * seed for seed in range(len(differences))]
     treatment = [one + difference for one, difference in zip(baseline, differences, strict=True)]
-    (result,) = with_holm([with_statistics(claim, np.array(baseline), np.array(treatment))])
+    (result,) = with_holm(
+        [
+            with_statistics(
+                PrimaryResult(arm="treatment", claim=claim), np.array(baseline), np.array(treatment)
+            )
+        ]
+    )
     assert result.result == "undecided"
     return result
 
@@ -189,14 +195,14 @@ def test_an_interval_without_zero_says_that_a_difference_was_detected(snapshot):
     assert (reason["over"]["pairs"], reason["detected"]["num_agreeing"]) == (4, 4)
     snapshot(sentence(reason))
     # At the observed difference of 0.016 the room is 0.004, a fifth of the margin.
-    assert result.pairs_needed_observed is not None and result.pairs_needed is not None
-    assert result.pairs_needed_observed > result.pairs_needed
-    assert reason["power"]["pairs_needed_observed"] == result.pairs_needed_observed
+    assert result.power.pairs_needed_observed is not None and result.power.pairs_needed is not None
+    assert result.power.pairs_needed_observed > result.power.pairs_needed
+    assert reason["power"]["pairs_needed_observed"] == result.power.pairs_needed_observed
 
 
 def test_at_the_margin_no_number_of_pairs_helps(snapshot):
     result = undecided([0.005, 0.045, 0.02, 0.03])
-    assert result.detected and result.pairs_needed_observed is None
+    assert result.estimate.detected and result.power.pairs_needed_observed is None
     reason = outcome(result)
     assert reason.code == Code.CLAIM_DETECTED and not reason["significant"]
     assert abs(reason["difference"]) >= reason["absolute_margin"]

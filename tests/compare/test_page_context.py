@@ -218,7 +218,7 @@ def test_an_engine_that_differs_is_measured(simulated, judged, here):
 def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged, here):
     experiment_dir = simulated(noise=0.05)
     comparison = judged(experiment_dir)
-    needed = comparison.content.primaries[0].pairs_needed
+    needed = comparison.content.primaries[0].power.pairs_needed
     assert comparison.verdict == "INCONCLUSIVE" and needed
     (fresh, *_) = commands(comparison, experiment_dir)
     assert fresh == f"abrun launch runs/simulated --seeds 5-{4 + needed} --name simulated-fresh"

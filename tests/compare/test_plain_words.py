@@ -53,7 +53,7 @@ def test_a_bound_of_zero_says_why(simulated, judged):
             lambda row: row["step"] > 1 and row.update({"train/entropy": row["train/entropy"] * 1.01}),
         )
     found = judged(experiment_dir)
-    assert found.verdict == "MATCH" and found.content.primaries[0].certified_bound == 0
+    assert found.verdict == "MATCH" and found.content.primaries[0].estimate.certified_bound == 0
     assert "the bound is 0 because the summaries of both arms are the same number" in found.content.reasons[0]
 
 

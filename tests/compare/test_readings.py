@@ -196,7 +196,7 @@ def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Pa
     found = compared()
     assert found.verdict == "INCONCLUSIVE"
     fresh, stages = found.next_steps
-    needed = found.content.primaries[0].pairs_needed
+    needed = found.content.primaries[0].power.pairs_needed
     assert needed and f"{needed} pairs decide it" in fresh.text and "compare those alone" in fresh.text
     assert fresh.command.endswith(f"--seeds 4-{3 + needed}") and "again" not in fresh.text
     assert stages.command.startswith(f"{fresh.command} --looks ") and stages.command.endswith(f",{needed}")
@@ -243,7 +243,7 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Path) -> None:
     write_runs(here / "r", range(3))
     first = compared(looks=(3, 5, 8))
-    assert first.content.primaries[0].alpha == level_of_a_look((3, 5, 8))
+    assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
     (step,) = first.next_steps
     assert step.text.endswith("train both arms on seeds 3,4")
     assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")

@@ -43,7 +43,7 @@ def later(
 
 def test_the_same_runs_match(tmp_path, frozen):
     content = later(tmp_path, frozen)
-    assert content.verdict == "MATCH" and content.primaries[0].certified_bound == 0.0
+    assert content.verdict == "MATCH" and content.primaries[0].estimate.certified_bound == 0.0
     assert content.baseline == "reference" and content.reference == "simulated"
     assert not content.post_hoc  # the claims were frozen with the reference
     assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
@@ -96,7 +96,7 @@ def test_a_shift_is_a_mismatch(tmp_path, frozen):
 
     content = later(tmp_path, frozen, change=lower)
     assert content.verdict == "MISMATCH"
-    assert content.primaries[0].mean_difference == pytest.approx(-0.1)
+    assert content.primaries[0].estimate.mean_difference == pytest.approx(-0.1)
 
 
 def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen, snapshot):
@@ -147,7 +147,7 @@ def test_another_configuration_is_listed(tmp_path, frozen):
 
 
 def test_windows_are_those_of_the_reference(tmp_path, frozen, snapshot):
-    assert later(tmp_path, frozen, steps=60).primaries[0].steps == (33, 40)
+    assert later(tmp_path, frozen, steps=60).primaries[0].claim.steps == (33, 40)
     content = later(tmp_path / "shorter", frozen, steps=36)
     assert content.verdict == "INVALID"
     assert content.reasons[0] == Code.REFERENCE_STEPS_DIFFER(
@@ -159,8 +159,8 @@ def test_windows_are_those_of_the_reference(tmp_path, frozen, snapshot):
 def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
     freeze(load_experiment(write_experiment(tmp_path / "long", steps=200)), "baseline", tmp_path / "ref.json")
     found = later(tmp_path, tmp_path / "ref.json", steps=200)
-    assert found.verdict == "MATCH" and found.primaries[0].steps == (161, 200)
-    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].steps == (161, 200)
+    assert found.verdict == "MATCH" and found.primaries[0].claim.steps == (161, 200)
+    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].claim.steps == (161, 200)
     assert later(tmp_path / "shorter", tmp_path / "ref.json", steps=180).verdict == "INVALID"
 
 
@@ -208,9 +208,11 @@ def test_margins_in_its_sigma(tmp_path, simulated):
     windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
     content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
     lower_bound = np.std(windows, ddof=1) * np.sqrt(4 / chi2.ppf(0.95, 4))
-    assert content.primaries[0].margin == pytest.approx(2 * lower_bound, rel=5e-3)  # three digits are kept
-    assert (content.primaries[0].test, content.primaries[0].margin_unit) == ("paired TOST", "")
-    assert reference.compare.primary[0].margin == content.primaries[0].margin
+    assert content.primaries[0].claim.margin == pytest.approx(
+        2 * lower_bound, rel=5e-3
+    )  # three digits are kept
+    assert (content.primaries[0].claim.test, content.primaries[0].claim.margin_unit) == ("paired TOST", "")
+    assert reference.compare.primary[0].margin == content.primaries[0].claim.margin
 
 
 def reference_of(run: str) -> str:
@@ -288,14 +290,14 @@ def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
 
     content = against({"metric": "train/reward", "margin": 0.2}, "absolute")
     claim = content.primaries[0]
-    assert claim.test == "control variate TOST" and claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
+    assert claim.claim.test == "control variate TOST" and claim.claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
     assert content.reasons[0]["over"]["unused_seeds"] == 7
-    assert claim.freedom is not None and 2 <= claim.freedom <= 2.5
-    assert claim.mean_difference != pytest.approx(np.mean(claim.differences), rel=1e-3)
+    assert claim.estimate.freedom is not None and 2 <= claim.estimate.freedom <= 2.5
+    assert claim.estimate.mean_difference != pytest.approx(np.mean(claim.estimate.differences), rel=1e-3)
     content = against({"metric": "train/reward", "margin": "20%"}, "relative")
     claim = content.primaries[0]
-    assert claim.test == "paired TOST" and claim.unused_seeds == ()
-    assert claim.mean_difference == pytest.approx(np.mean(claim.differences))
+    assert claim.claim.test == "paired TOST" and claim.claim.unused_seeds == ()
+    assert claim.estimate.mean_difference == pytest.approx(np.mean(claim.estimate.differences))
 
 
 def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Path) -> None:

@@ -103,10 +103,10 @@ def test_summaries_are_those_of_the_window(simulated, judged):
         edit_rows(experiment_dir / f"baseline/seed-{seed}", reward(0.1 * seed))
         edit_rows(experiment_dir / f"treatment/seed-{seed}", reward(0.1 * seed + 0.01))
     primary = judged(experiment_dir).arms[0].primaries[0]
-    assert primary.baseline_mean == pytest.approx(0.2)
-    assert primary.baseline_sd == pytest.approx(0.1 * 2.5**0.5)
-    assert primary.mean_difference == pytest.approx(0.01)
-    assert primary.pair_correlation == pytest.approx(1.0)
+    assert primary.estimate.baseline_mean == pytest.approx(0.2)
+    assert primary.estimate.baseline_sd == pytest.approx(0.1 * 2.5**0.5)
+    assert primary.estimate.mean_difference == pytest.approx(0.01)
+    assert primary.estimate.pair_correlation == pytest.approx(1.0)
 
 
 def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):

@@ -68,8 +68,8 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     (claim,) = found.content.primaries
     assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
     assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
-    assert claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
-    assert (claim.num_runs, claim.num_pairs, claim.differences) == ((5, 4), 0, ())
+    assert claim.claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
+    assert (claim.claim.num_runs, claim.claim.num_pairs, claim.estimate.differences) == ((5, 4), 0, ())
     reason = found.content.reasons[0]
     assert (reason.code, reason["over"]["runs"]) == (Code.CLAIM_EQUIVALENT, [5, 4])
     assert reason["over"]["welch"]
@@ -118,7 +118,7 @@ def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path
     claim = "--primary 'train/reward:last 20%:0.05'"
     assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
     both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
-    assert both.content.primaries[0].num_runs == (4, 4)
+    assert both.content.primaries[0].claim.num_runs == (4, 4)
 
 
 def test_same_seeds_are_unpaired_where_that_is_asked_and_it_is_said(tmp_path, compared):
@@ -194,7 +194,7 @@ def test_a_recipe_can_declare_it(simulated, judged):
         experiment_dir / "treatment/seed-1", lambda row: row.update({"train/token_mult_prob_error": 1.5})
     )
     found = judged(experiment_dir)
-    assert not found.content.post_hoc and found.content.primaries[0].num_runs == (5, 5)
+    assert not found.content.post_hoc and found.content.primaries[0].claim.num_runs == (5, 5)
     share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
     with pytest.raises(ValueError, match="paired: false and looks"):

@@ -40,7 +40,11 @@ def test_bit_identical_arms_may_be_a_treatment_that_was_not_applied(simulated, j
     primary = comparison.arms[0].primaries[0]
     assert comparison.verdict == "INCONCLUSIVE"
     assert "it was not applied" in comparison.content.reasons[0]
-    assert (primary.certified_bound, primary.p_difference, primary.pairs_needed) == (0.0, 1.0, 2)
+    assert (primary.estimate.certified_bound, primary.estimate.p_difference, primary.power.pairs_needed) == (
+        0.0,
+        1.0,
+        2,
+    )
     assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
 
 
@@ -60,7 +64,7 @@ def test_arms_that_agree_to_the_second_are_copies(simulated, judged):
 def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
     comparison = judged(simulated(shift=0.01, noise=0.001))
     primary = comparison.arms[0].primaries[0]
-    assert primary.p_difference is not None and primary.p_difference < 0.01
+    assert primary.estimate.p_difference is not None and primary.estimate.p_difference < 0.01
     assert comparison.verdict == "MATCH"
 
 
@@ -105,7 +109,7 @@ def test_a_new_nan_is_a_mismatch(simulated, judged):
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MISMATCH"
     assert "guard finite fails: train/reward is nan in treatment/seed-1 from step 37" in reason_of(comparison)
-    assert comparison.arms[0].primaries[0].seeds == (0, 2, 3, 4)
+    assert comparison.arms[0].primaries[0].claim.seeds == (0, 2, 3, 4)
 
 
 def test_a_crashed_treatment_is_a_mismatch(simulated, judged):

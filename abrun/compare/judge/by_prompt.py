@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.compare.read.experiment import Pair, RecordedRun
 from abrun.crossed import Crossed, crossed
 from abrun.equivalence import pairs_needed, t_interval
@@ -67,7 +67,7 @@ class ByPrompt:
     problem: Reason | None = None  # why there is nothing here but the steps
 
 
-def by_prompt(arm: str, pairs: Sequence[Pair], claims: Sequence[PrimaryResult]) -> ByPrompt | None:
+def by_prompt(arm: str, pairs: Sequence[Pair], results: Sequence[PrimaryResult]) -> ByPrompt | None:
     """Over the pairs of which both runs finished; None where none was validated prompt by prompt."""
     try:
         rows = [
@@ -86,7 +86,8 @@ def by_prompt(arm: str, pairs: Sequence[Pair], claims: Sequence[PrimaryResult]) 
         return _nothing(arm, Code.PROMPTS_OF_RUNS_DIFFER())
     left, right = (np.array([[one[step].rewards for step in steps] for one in rows]) for rows in of_arms)
     metric = ACCURACY if _is_accuracy([pair.baseline for pair, *_ in rows], steps, left) else REWARD
-    claim = next((one for one in claims if one.metric == metric and one.steps), None)
+    tested = (result.claim for result in results)
+    claim = next((claim for claim in tested if claim.metric == metric and claim.steps), None)
     first, last = claim.steps if claim and claim.steps else (steps[-1], steps[-1])
     inside = np.array([first <= step <= last for step in steps])
     answered = {step for arm_rows in of_arms for one in arm_rows for step in one if first <= step <= last}
@@ -181,7 +182,7 @@ def _effective_pairs(parts: Crossed, tables: Sequence[Array]) -> float:
     return parts.num_pairs * unshared / (parts.seed_variance + parts.rest_variance / parts.num_prompts)
 
 
-def _needed(claim: PrimaryResult | None, parts: Crossed | None, factor: float) -> int | None:
+def _needed(claim: Claim | None, parts: Crossed | None, factor: float) -> int | None:
     if claim is None or parts is None or claim.margin is None or claim.margin_unit == "sigma":
         return None
     return pairs_needed(claim.margin, parts.sd_with(factor), alpha=claim.alpha)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.machines import OF_THE_MACHINE
 from abrun.compare.judge.margins import window_summaries
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
 from abrun.compare.read.ledger import Entry, Ledger
@@ -139,12 +139,12 @@ def next_entry(
     _refuse_other_baseline(reference, ledger, experiment)
     judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
     result = _result(judged, ledger, experiment)
-    seeds = list(result.seeds)
+    seeds = list(result.claim.seeds)
     treated = experiment.arm(arm)
     levels = _levels([treated[seed] for seed in seeds], ledger)
     treatment = public_diff((experiment.treatment_diff or {}).get(arm, {}))
     runs = {"experiment": experiment.name, "arm": arm, "seeds": seeds, "treatment": treatment}
-    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.differences})
+    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.estimate.differences})
     for number, entry in enumerate(ledger.entries, 1):
         if entry.runs_sha256 == runs_sha256:
             raise ComparisonError(Code.LEDGER_HAS_RUNS(experiment=experiment.name, arm=arm, entry=number))
@@ -157,15 +157,15 @@ def next_entry(
         "commit": commits.get(arm),
         "environment_sha256": _environment_sha256(list(treated.values())),
         "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
-        "margin": result.margin_text,
+        "margin": result.claim.margin_text,
         "looks": list(experiment.compare.looks),
         "looks_spending": experiment.compare.looks_spending,
         "seeds": seeds,
-        "differences": list(result.differences),
+        "differences": list(result.estimate.differences),
         "levels": [levels[seed] for seed in seeds],
-        "difference": result.mean_difference,
-        "interval": result.ci90,
-        "certified_bound": max(map(abs, result.ci90 or ())),
+        "difference": result.estimate.mean_difference,
+        "interval": result.estimate.ci90,
+        "certified_bound": max(map(abs, result.estimate.ci90 or ())),
         "drift": 0.0,
         "tried": tried,
     }
@@ -243,11 +243,18 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Prima
                 reason=judged.reasons[0],
             )
         )
-    for one in judged.primaries:
-        of_ledger = (one.metric, one.transform, one.steps) == (ledger.metric, ledger.transform, ledger.steps)
-        if of_ledger and one.test in ("paired TOST", "sigma test") and one.mean_difference is not None:
-            return one
-    claimed = ", ".join(f"{one.metric} over {one.window} ({one.steps})" for one in judged.primaries)
+    for result in judged.primaries:
+        claim = result.claim
+        of_ledger = (claim.metric, claim.transform, claim.steps) == (
+            ledger.metric,
+            ledger.transform,
+            ledger.steps,
+        )
+        tested = result.estimate.mean_difference is not None
+        if of_ledger and tested and claim.test in ("paired TOST", "sigma test"):
+            return result
+    claims = [result.claim for result in judged.primaries]
+    claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
     raise ComparisonError(
         Code.LEDGER_OF_OTHER_CLAIM(
             experiment=experiment.name,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.read.experiment import Experiment, Pair
 from abrun.messages.numbers import certified_text
@@ -126,20 +126,22 @@ def _evidence(
         known = failing.value is not None and failing.limit is not None
         figures = Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if known else failing.reason
         return "guard", failing.guard, step, figures
-    claim = next(one for one in judged.primaries if one.result == "different")
-    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(claim)
+    differing = next(result for result in judged.primaries if result.result == "different")
+    claim = differing.claim
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(differing)
 
 
-def _figures(claim: PrimaryResult) -> Reason | None:
+def _figures(result: PrimaryResult) -> Reason | None:
     """Return what a claim found, beside what it allows; None: nothing."""
-    if claim.limited is not None:
-        return Code.LIMITED_METRIC(metric=claim.metric, value=claim.limited, limit=claim.margin_text)
-    if claim.mean_difference is None:
+    claim, estimate = result.claim, result.estimate
+    if estimate.limited is not None:
+        return Code.LIMITED_METRIC(metric=claim.metric, value=estimate.limited, limit=claim.margin_text)
+    if estimate.mean_difference is None:
         return None
     return Code.MOVED_METRIC(
         metric=claim.metric,
-        difference=claim.mean_difference,
-        bound=certified_text(claim.certified_bound, claim.certified_number, claim.margin_unit),
+        difference=estimate.mean_difference,
+        bound=certified_text(estimate.certified_bound, estimate.certified_number, claim.margin_unit),
         margin=claim.margin_text,
     )
 

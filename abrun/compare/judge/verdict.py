@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
-from abrun.compare.judge.claims import PrimaryResult, judge_primary, with_holm
+from abrun.compare.judge.claims import judge_primary, with_holm
 from abrun.compare.judge.description import (
     Description,
     description_reasons,
@@ -19,6 +19,7 @@ from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savi
 from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.outcomes import outcome
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.step_one import StepOne, step_one
 from abrun.compare.judge.untested import not_tested, step_one_unread
 from abrun.compare.judge.validity import coverage, differences, invalid_reasons
@@ -174,7 +175,7 @@ def judge_arm(
     pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, sides)
-    windows = [(result.metric, result.steps) for result in results if result.steps]
+    windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     tests = look.alpha_guards / num_tests(compare)
     excused = pairs if sides.paired else opposed(sides)
     guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)

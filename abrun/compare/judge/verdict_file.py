@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
-from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
@@ -16,6 +15,7 @@ from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.readings import Readings, count_readings, reading_notes
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
@@ -36,6 +36,7 @@ _EVIDENCE = (
     "by_prompt",
     "savings",
 )
+_PARTS = ("claim", "estimate", "power")  # of a result, which make one row
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -195,7 +196,16 @@ def _reading_notes(
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    return records.as_json(content)
+    rows = records.as_json(content)
+    rows["primaries"] = [row_of_claim(result) for result in rows["primaries"]]
+    return rows
+
+
+def row_of_claim(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a claim's parts side by side, and its warnings as one text."""
+    parts = {key: value for part in _PARTS for key, value in result.pop(part).items()}
+    warning = "; ".join(result.pop("warnings")) or None
+    return {"arm": result.pop("arm"), **parts, "warning": warning, **result}
 
 
 def json_schema() -> dict[str, Any]:
@@ -204,8 +214,22 @@ def json_schema() -> dict[str, Any]:
 
     schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
     schema = _with_numbers_of_the_store(schema)
+    _flatten_claims(schema["$defs"])
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _flatten_claims(records_of: dict[str, Any]) -> None:
+    """Change the schema of a claim's result to that of its row."""
+    result = records_of["PrimaryResult"]
+    for part in _PARTS:
+        properties = records_of.pop(part.capitalize())
+        del result["properties"][part]
+        result["properties"] |= properties["properties"]
+        result["required"] = [*result["required"], *properties.get("required", ())]
+    del result["properties"]["warnings"]
+    result["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    result["required"].remove("claim")
 
 
 def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
