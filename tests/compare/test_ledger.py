@@ -208,7 +208,7 @@ def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch):
     assert "not judged: package versions or devices" in " ".join(typed(str(reference)).output.split())
 
 
-def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference):
+def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference, snapshot):
     add(reference, changed(tmp_path))
     moved = changed(tmp_path, "second", SECOND)
     for run in moved.glob("*/seed-*"):
@@ -217,7 +217,8 @@ def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, 
             row["train/reward"] -= 0.1 * (row["step"] > 1)
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     state = ledger_state(add(reference, moved))
-    assert state["disagree"] and "something moved that is in no entry" in sentence(state)
+    assert state["disagree"]
+    snapshot(sentence(state))
 
 
 @pytest.mark.parametrize(
