@@ -50,7 +50,8 @@ def test_the_first_step_after_a_shared_checkpoint_is_step_one(simulated, judged)
     assert check(judged(experiment_dir), "train/grad_norm").step == 11
     edit(experiment_dir / "treatment/seed-1/environment.json", lambda content: content.pop("started_from"))
     (reason,) = judged(experiment_dir).content.reasons
-    assert reason.startswith("the checkpoints that they started from differ between baseline/seed-1 and")
+    assert (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, "started_from")
+    assert reason["baseline"] == "baseline/seed-1"
 
 
 @pytest.mark.parametrize(("deviation", "passes"), [(0.9e-4, True), (1.1e-4, False)])
@@ -86,15 +87,14 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
     assert one.result == result
 
 
-def test_reruns_too_few_to_bound_anything_are_said(simulated, judged):
+def test_reruns_too_few_to_bound_anything_are_said(simulated, judged, snapshot):
     experiment_dir = simulated(controls={"aa_reruns": 1})
     edit_rows(experiment_dir / "baseline/seed-0-aa1", first_step("train/grad_norm", 0.5))
     edit_rows(experiment_dir / "treatment/seed-0", first_step("train/grad_norm", 0.6))
-    (said,) = judged(experiment_dir).content.not_tested[:1]
-    assert said.startswith("step one of train/grad_norm: in seed 0 it deviates by ")
-    assert said.endswith(
-        "x the largest A/A deviation of 1) allows anything: more reruns narrow it (controls.aa_reruns)"
-    )
+    unsettled = judged(experiment_dir).content.not_tested[0]
+    assert unsettled.code is Code.STEP_ONE_NOT_SETTLED and unsettled["tolerance"] > 1
+    assert (unsettled["metric"], unsettled["seed"]) == ("train/grad_norm", 0)
+    snapshot(sentence(unsettled))
 
 
 @pytest.mark.parametrize(("num_pairs", "num_reruns"), [(3, 1), (5, 3), (10, 2)])

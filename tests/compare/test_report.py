@@ -78,7 +78,7 @@ def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
     experiment_dir = simulated()
     judged(experiment_dir)
     content = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert content["schema_version"] == 4
+    assert content["schema_version"] == 5
     assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
     assert content["post_hoc"] is False and content["exit_code"] == 0
     wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"

@@ -265,7 +265,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         *(str(one.header) for one in table(faults, paired=False).columns),
         *texts,
         *so_far(experiment_dir),
-        *(str(one) for one in found.as_json()["sensitivity"]["faults"]),
+        *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]
     assert "5 and 5 unpaired runs so far" in str(said)
     about_pairing = r"num_pairs|pairing by seed would need about|not paired|unpaired"

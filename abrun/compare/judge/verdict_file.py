@@ -1,6 +1,6 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,12 @@ def as_json(content: VerdictFile) -> dict[str, Any]:
     rows = records.as_json(content)
     rows["primaries"] = [row_of_claim(result) for result in rows["primaries"]]
     return rows
+
+
+def values_of(content: Mapping[str, Any], *codes: Code) -> list[Mapping[str, Any]]:
+    """Return the values of all treatments' reasons with these codes, in what verdict.json holds."""
+    reasons = (reason for arm in content["arms"].values() for reason in arm["reason_codes"])
+    return [reason["values"] for reason in reasons if reason["code"] in codes]
 
 
 def row_of_claim(result: dict[str, Any]) -> dict[str, Any]:

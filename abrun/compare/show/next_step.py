@@ -14,6 +14,7 @@ from abrun.compare.judge.assay import no_signal
 from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.machines import versions_follow_arms
+from abrun.compare.judge.verdict_file import values_of
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
 from abrun.compare.show.fresh_pairs import (
@@ -143,8 +144,7 @@ def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep
         return
     if any(look["verdict"] is None for look in looks):
         yield NextStep(
-            text="A declared look is still to come: let its pairs finish",
-            command=_resumed(experiment),
+            text="A declared look is still to come: let its pairs finish", command=_resumed(experiment)
         )
         return
     if problems:
@@ -408,10 +408,8 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         shared = sorted(set.intersection(*of_arms)) if of_arms else []
-        apart = any(
-            reason["code"] in (Code.NO_SHARED_SEED, Code.UNPAIRED_SEEDS) and reason["values"]["can_unpair"]
-            for reason in _reasons(content)
-        )
+        unpaired = values_of(content, Code.NO_SHARED_SEED, Code.UNPAIRED_SEEDS)
+        apart = any(values["can_unpair"] for values in unpaired)
         if apart and shared:
             seeds = ",".join(map(str, shared))
             yield NextStep(
@@ -436,15 +434,9 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         if began:
             run = f"{name_of(experiment)}/{began[0].name}"
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
-        yield NextStep(
-            text="Continue the runs that did not finish",
-            command=_resumed(experiment),
-        )
+        yield NextStep(text="Continue the runs that did not finish", command=_resumed(experiment))
     else:
-        missing = any(
-            reason["code"] == Code.METRIC_MISSING and reason["values"]["role"] == "primary"
-            for reason in _reasons(content)
-        )
+        missing = any(values["role"] == "primary" for values in values_of(content, Code.METRIC_MISSING))
         if missing and not experiment.regression:
             reread = [*_read_with_another_alias(experiment)]
             # A launch with the wrong alias would end its runs again
@@ -453,11 +445,6 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
             text="Mend what the reasons name (--set, or the recipe): look at the plan before anything runs",
             command="abrun launch RECIPE --dry-run",
         )
-
-
-def _reasons(content: Content) -> Iterator[Content]:
-    """Yield code and values of each treatment's reasons."""
-    return (reason for arm in content["arms"].values() for reason in arm["reason_codes"])
 
 
 def _over_shared_steps(experiment: Experiment) -> Iterator[NextStep]:
