@@ -44,7 +44,7 @@ def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
     )
     reason = content.reasons[0]
     assert (reason.code, reason["over"]["pairs"]) == (Code.CLAIM_EQUIVALENT, 3)
-    assert reason["alpha"] == content.primaries[0].alpha
+    assert reason["alpha"] == content.primaries[0].claim.alpha
     assert not content.post_hoc
     low, high = content.primaries[0].estimate.interval
     assert low < content.primaries[0].estimate.ci90[0] and high > content.primaries[0].estimate.ci90[1]
