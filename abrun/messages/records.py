@@ -25,7 +25,7 @@ def as_json(record: Any) -> Any:
     content: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        name = field.metadata.get("serialization_alias", field.name)  # as pydantic calls it in a schema
+        name = field.metadata.get("alias", field.name)  # as pydantic calls it, too
         content[name] = as_json(value)
         beside = name_of_codes(name, field.type)
         if beside:

@@ -35,7 +35,7 @@ class Guard:
     limit: float | None
     value: float | None
     result: GuardResult
-    reason: Reason = field(metadata={"serialization_alias": "text"})  # so it is called in verdict.json
+    reason: Reason = field(metadata={"alias": "text"})  # its name in verdict.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
