@@ -264,22 +264,6 @@ def holm(p_values: ArrayLike) -> list[float]:
     return corrected.tolist()
 
 
-def bound_text(bound: float) -> str:
-    """An upper bound in three digits, rounded up: 0.05004 is no 0.05, at which a claim would not pass."""
-    if not 0 < bound < math.inf:
-        return f"{bound:.3g}"
-    unit = max(10.0 ** (math.floor(math.log10(bound)) - 2), math.ulp(0.0))
-    return f"{math.ceil(round(bound / unit, 6)) * unit:.3g}"
-
-
-def beside_limit(value: float, limit: float) -> str:
-    """Four digits, or as many as show on which side of a limit it lies: 1.00005 is no 1."""
-    for digits in range(4, 10):
-        if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
-            return f"{value:.{digits}g}"
-    return repr(value)
-
-
 def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
     """Mean and sample sd; equal values give exactly themselves and 0, which summing would round away."""
     if np.ptp(values) == 0:

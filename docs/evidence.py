@@ -18,6 +18,7 @@ from PIL import Image
 
 from abrun.compare import REPORT, freeze_arm
 from abrun.compare.judge.divergence import Divergence
+from abrun.messages import sentence, sentences
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
@@ -25,7 +26,7 @@ from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.pasted import RUNS_DIR
-from abrun.compare.show.planted import advice, columns, rows, sentence
+from abrun.compare.show.planted import advice, caught_sentence, columns, rows
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
 from abrun.present.markdown import code, escaped
@@ -157,7 +158,7 @@ def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     """Of the index, from the verdict on."""
     of, claims, planted = _of(content), content.primaries, content.sensitivity
     undecided = [one for one in claims if one.result == "undecided"]
-    needed = [one.pairs_needed for one in undecided if one.pairs_needed is not None]
+    needed = [one.power.pairs_needed for one in undecided if one.power.pairs_needed is not None]
     yield _lines(of[arm] + _against(recipe, arm, one.verdict) for arm, one in content.arms.items())
     yield _lines(of[one.arm] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
     known = needed and len(needed) == len(undecided)
@@ -194,12 +195,12 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         _table(("", ""), facts, cell=str),
         f"```sh\n{record['command']}\n{repeated}\n```",
         "## Verdict",
-        _list(of[arm] + reason for arm, one in arms.items() for reason in one.reasons),
+        _list(of[arm] + sentence(reason) for arm, one in arms.items() for reason in one.reasons),
         _table(["arm", *claim_columns(content)], claims) if claims else "",
         *(f"![{path.stem} by arm]({name}/{path.name})" for path in pictures),
         *(part for arm in arms for part in _open(recipe, record, content, arm)),
         "## What it leaves open",
-        _list([*_uneven(content, of), *_unclaimed(content, of), *content.not_tested]),
+        _list([*_uneven(content, of), *_unclaimed(content, of), *sentences(content.not_tested)]),
         "## What it rests on",
         _table(("", ""), evidence(replace(content, sensitivity=None, not_tested=[]))),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
@@ -228,15 +229,15 @@ def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Itera
 def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """The differences of a claim that are skewed, as where one seed alone fails."""
     for one in content.primaries:
-        if one.warning and one.differences:
-            pairs = zip(one.seeds, one.differences, strict=True)
+        if one.warning and one.estimate.differences:
+            pairs = zip(one.claim.seeds, one.estimate.differences, strict=True)
             by_seed = ", ".join(f"{difference:+.2g} in seed {seed}" for seed, difference in pairs)
-            yield f"{of[one.arm]}{one.metric}: the mean difference is no seed's own: {by_seed}"
+            yield f"{of[one.arm]}{one.claim.metric}: the mean difference is no seed's own: {by_seed}"
 
 
 def _unclaimed(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """What no claim is about, and is further apart than other seeds would be."""
-    claimed = {(one.arm, one.metric) for one in content.primaries}
+    claimed = {(one.arm, one.claim.metric) for one in content.primaries}
     firsts = {
         (one.arm, one.metric): (
             f"; at step {one.step}, in seed {one.seed}, {one.treatment:.4g} for {one.baseline:.4g}"

@@ -17,8 +17,10 @@ from abrun.errors import StoreError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import supervisor
 from abrun.plan import make_plan
+from abrun.reasons import Code
 from abrun.recipe import load_recipe
 from abrun.watch import ExperimentReader
+from tests.compare.reasons import only
 from tests.compare.simulate import write_experiment
 from tests.launch.fakes import FAKE, run_to_end
 
@@ -85,7 +87,7 @@ def test_the_other_runs_are_shown_and_compared(
     comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
     if comparison.verdict != "MATCH":  # some of the files a verdict can do without
         assert comparison.verdict == "INVALID"
-        assert any("treatment/seed-1" in reason for reason in comparison.content.reasons)
+        assert "treatment/seed-1" in [reason.values.get("run") for reason in comparison.content.reasons]
 
 
 @pytest.mark.parametrize("damage", [corrupt, newer, other_kind])
@@ -125,7 +127,7 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     """Every text in it would be searched for secrets."""
     (experiment_dir / "baseline" / "seed-0" / "environment.json").write_text('{"a": "' + "x" * 10**7 + '"}')
     comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
-    assert any("larger than" in reason for reason in comparison.content.reasons)
+    assert "larger than" in only(comparison.content.reasons, Code.RUN_UNREADABLE)["problem"]
 
 
 @pytest.mark.parametrize(

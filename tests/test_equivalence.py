@@ -11,8 +11,8 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
 from abrun.compare.judge.skewness import DIFFERENCES, far_off, skew_warning, skewness
+from abrun.messages.numbers import bound_text
 from abrun.equivalence import (
-    bound_text,
     holm,
     mean_and_sd,
     paired_tost,

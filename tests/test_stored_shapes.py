@@ -25,10 +25,12 @@ from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
 from abrun.logs.stored import read_run_dir
 from abrun.plan import Plan, make_plan
+from abrun.reasons import Code
 from abrun.recipe import load_recipe
 from abrun.regular_files import MAX_LINE_BYTES
 from abrun.store import RunDir
 from abrun.store.samples import row_of
+from tests.compare.reasons import only
 from tests.compare.simulate import edit, write, write_experiment
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
@@ -278,7 +280,8 @@ def test_an_environment_of_another_shape_is_a_line_of_the_report(
     edit(path, lambda content: content.update({field: value}))
     comparison = compare(load_experiment(experiment_dir), output=experiment_dir / "new", formats=("json",))
     assert comparison.verdict == "INVALID"
-    assert any("treatment/seed-1" in reason and words in reason for reason in comparison.content.reasons)
+    reason = only(comparison.content.reasons, Code.RUN_UNREADABLE)
+    assert reason["run"] == "treatment/seed-1" and words in reason["problem"]
 
 
 def test_keys_of_other_versions_are_let_be(experiment_dir: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
-from abrun.messages import records
+from abrun.messages import records, sentences
 
 if TYPE_CHECKING:
     import pandas
@@ -102,7 +102,7 @@ class Result:
 
     @property
     def reasons(self) -> list[str]:
-        return self.verdict_file.reasons
+        return sentences(self.comparison.content.reasons)
 
     @property
     def verdict_file(self) -> "VerdictFile":

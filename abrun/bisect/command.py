@@ -19,6 +19,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import LaunchError, RecipeError
 from abrun.layout import RunName
+from abrun.messages import sentence
 from abrun.plan import Plan, compare_hash, make_plan
 from abrun.recipe import BASELINE, CommandRecipe, CommandRunConfig, load_recipe, stored_recipe
 from abrun.regular_files import is_file
@@ -171,12 +172,16 @@ class Bisection:
                 return Test(candidate=arm, answer="skipped", num_pairs=0, reason=problem)
             last = self._judged(arm, num_pairs)
             if last.verdict == "INVALID":
-                return Test(candidate=arm, answer="skipped", num_pairs=num_pairs, reason=last.reasons[0])
+                return Test(
+                    candidate=arm, answer="skipped", num_pairs=num_pairs, reason=sentence(last.reasons[0])
+                )
             if last.verdict != "INCONCLUSIVE":
                 answer: Answer = "good" if last.verdict == "MATCH" else "bad"
-                return Test(candidate=arm, answer=answer, num_pairs=num_pairs, reason=last.reasons[0])
+                return Test(
+                    candidate=arm, answer=answer, num_pairs=num_pairs, reason=sentence(last.reasons[0])
+                )
         assert last is not None
-        reason = last.reasons[0]
+        reason = sentence(last.reasons[0])
         return Test(candidate=arm, answer="undecided", num_pairs=self.design.counts[-1], reason=reason)
 
     def _judged(self, arm: str, num_pairs: int) -> ArmVerdict:

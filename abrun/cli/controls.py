@@ -141,7 +141,7 @@ def _say_what_was_caught(
     """Judge the planted faults, print the table and write it into the experiment's report."""
     from abrun.compare.judge.planted import sensitivity as judge_faults
     from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planted import advice, sentence, table, write_sensitivity
+    from abrun.compare.show.planted import advice, caught_sentence, table, write_sensitivity
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
@@ -149,7 +149,7 @@ def _say_what_was_caught(
     screen.print(table(found, paired=recipe.compare.paired))
     for fault, lacks in not_planted.items():
         screen.say(f"not planted: {fault}, which {lacks}")
-    for line in (*advice(found), sentence(found, paired=recipe.compare.paired)):
+    for line in (*advice(found), caught_sentence(found, paired=recipe.compare.paired)):
         screen.say(line)
     report = experiment_dir / "report"
     path = write_sensitivity(found, not_planted, report, experiment_dir.name, recipe.compare)

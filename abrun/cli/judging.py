@@ -41,6 +41,7 @@ from abrun.cli.arguments import (
     typed_command,
 )
 from abrun.errors import ComparisonError, RecipeError
+from abrun.messages import sentence
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _frozen(
         said += f", with a ledger of changes (abrun ledger {output})"
     if replaced is not None:
         said += f", in place of the reference {replaced}"
-    return said + "".join(f"; {line}" for line in experiment.left_out)
+    return said + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
 
 
 def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:

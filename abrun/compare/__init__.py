@@ -36,6 +36,7 @@ from abrun.errors import ComparisonError
 from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
+from abrun.reasons import Code, Reason
 from abrun.recipe import Compare, Primary
 from abrun.regular_files import exists, is_file
 from abrun.store import RunDir, run_dir
@@ -117,20 +118,17 @@ def compare_contents(
     experiment = contents.experiment(alone=reference is not None, may_unpair=primaries is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
-        raise ComparisonError("--versions-differ: a reference allows other versions already; drop it")
+        raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
         several = len(experiment.arms) > 1
         if arm is None and several:
-            raise ComparisonError(
-                f"--reference: {experiment.name} has several arms, and a reference is compared with one: add "
-                f"--arm ARM, one of {', '.join(experiment.arms)}"
-            )
+            raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
         experiment = against_reference(experiment, frozen, arm or experiment.baseline)
         folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
     elif arm is not None:
-        raise ComparisonError(f"--arm: got {arm!r} without --reference, whose counterpart it names; drop it")
+        raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
     experiment = with_options(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
     claims = sorted(experiment.compare.primary, key=str)  # in whatever order they were given
@@ -144,7 +142,7 @@ def compare_contents(
     if directory and _changed(experiment.compare, declared):
         of_declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
     if output is None and default.is_symlink():  # a stranger's could lead anywhere
-        raise ComparisonError(f"{default}: got a symbolic link; remove it, or choose a folder with --output")
+        raise ComparisonError(Code.REPORT_IS_LINK(folder=default))
     comparison = compare(
         experiment, declared=declared, output=output or default, formats=formats, command=command
     )
@@ -182,19 +180,13 @@ def compare(
     formats = drawable() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
-        raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
+        raise ComparisonError(Code.UNKNOWN_FORMAT(format=unknown[0], formats=FORMATS))
     if set(formats) & set(FIGURES) and (missing := lacking("figures")):
-        raise ComparisonError(f"--format: png and svg: {missing}; or --format terminal,html,markdown,json")
+        raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.planted:
-        raise ComparisonError(
-            f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "
-            "report/sensitivity.md (abrun sensitivity --resume prints it)"
-        )
+        raise ComparisonError(Code.ONLY_PLANTED_FAULTS(experiment=experiment.name))
     if not experiment.treatments:
-        raise ComparisonError(
-            f"{experiment.name}: got the arm {experiment.baseline!r} alone, and nothing to compare it with; "
-            "give --reference FILE (abrun freeze makes one)"
-        )
+        raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.primary)
     late = post_hoc(experiment, declared or experiment.compare)
     content = verdict_file(experiment, arms, late, earlier_claim_tests(output))
@@ -260,7 +252,7 @@ def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int)
     experiment = load_experiment(experiment_dir)
     late = post_hoc(experiment, experiment.compare)
     if late:
-        raise ComparisonError(f"{experiment.name}: post hoc: {late}; a ledger takes what was declared before")
+        raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
     commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}
     return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
 
@@ -273,28 +265,31 @@ def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | N
     return sha if isinstance(sha, str) else None
 
 
-def post_hoc(experiment: Experiment, declared: Compare) -> str | None:
-    """Why the comparison is not the one hashed at launch, or None; planning assumptions are no claim."""
+def post_hoc(experiment: Experiment, declared: Compare) -> Reason | None:
+    """Return why the comparison is not the one hashed at launch; None: it is.
+
+    Planning assumptions are no claim.
+    """
     if experiment.launched_compare_sha256 is None:
-        return "no comparison was declared before these runs"
+        return Code.NOTHING_DECLARED()
     if changed := _changed(experiment.compare, declared):
         return changed
     if compare_hash(declared) != experiment.launched_compare_sha256:
-        return "the comparison is not the one declared when the experiment was launched"
+        return Code.COMPARISON_CHANGED()
     most = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     added = most - experiment.launched_pairs
     if added > 0:
-        return f"{added} pairs were added after the launch; declare compare.looks to look more than once"
+        return Code.PAIRS_ADDED(num_pairs=added)
     return None
 
 
-def _changed(compare: Compare, declared: Compare) -> str | None:
+def _changed(compare: Compare, declared: Compare) -> Reason | None:
     if _claimed(compare.primary) != _claimed(declared.primary):
-        return "the claims are not those declared when the experiment was launched"
+        return Code.CLAIMS_CHANGED()
     if compare.paired != declared.paired:
-        return "the arms were not paired, which was not declared when the experiment was launched"
+        return Code.PAIRING_CHANGED()
     if compare.step_one != declared.step_one:
-        return "step one was left out, which was not declared when the experiment was launched"
+        return Code.STEP_ONE_DROPPED()
     return None
 
 

@@ -12,8 +12,10 @@ from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
+from abrun.messages import sentence
 from abrun.plan import Plan, decisions
 from abrun.present.tables import Table, columns
+from abrun.reasons import Reason
 from abrun.recipe import (
     BASELINE,
     DIMENSIONS,
@@ -228,18 +230,18 @@ def _diff(plan: Plan) -> list[RenderableType]:
     ]
     return [
         *_table(["arm", "key", "baseline", "arm's"], rows, len(rows)),
-        *map(Text, precision_differences(plan)),
+        *(Text(sentence(reason)) for reason in precision_differences(plan)),
     ]
 
 
-def precision_differences(plan: Plan) -> list[str]:
-    """A sentence for each arm whose LM head or logits have another precision than the baseline's."""
+def precision_differences(plan: Plan) -> list[Reason]:
+    """Return each arm whose LM head or logits have another precision than the baseline's."""
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
     baseline = precision.pop(BASELINE, {})
-    sentences = (precision_difference(arm, baseline, precision[arm]) for arm in precision)
-    return [sentence for sentence in sentences if sentence]
+    differences = (precision_difference(arm, baseline, precision[arm]) for arm in precision)
+    return [difference for difference in differences if difference]
 
 
 def _power(compare: Compare, num_pairs: int) -> RenderableType:

@@ -12,6 +12,7 @@ from abrun.layout import RunName
 from abrun.logs.log import Log, listed
 from abrun.logs.naming import LARGEST_SEED, Selects, every_run, stem
 from abrun.logs.starts import without_moments
+from abrun.reasons import Code, Reason
 
 BETWEEN = r"[/_\-. =@,]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"
@@ -30,7 +31,7 @@ class Guess:
     names: list[RunName]
     paired: bool
     seeds_known: bool  # False: they are numbers only
-    said: list[str]
+    guessed: list[Reason]
 
 
 def guess_runs(
@@ -44,19 +45,17 @@ def guess_runs(
         of_arm = list(arms or found_arms)
         names = [RunName(arm=arm, seed=seed) for arm, seed in zip(of_arm, seeds, strict=True)]
         if _is_a_grid([name for name in names if selects(name)]):
-            of_first = f"seed {seeds[0]}" if arms else f"{names[0].arm}, seed {seeds[0]}"
-            said = f"{'' if arms else 'arms and '}seeds from {how}: {of_first}"
-            return Guess(names=names, paired=True, seeds_known=True, said=[said])
+            arm = None if arms else names[0].arm
+            guess = Code.SEEDS_FROM(how=how, arm=arm, seed=seeds[0])
+            return Guess(names=names, paired=True, seeds_known=True, guessed=[guess])
     groups = list(arms or _groups(logs))
     if 1 < len(set(groups)) <= MOST_ARMS:
         single = len(set(groups)) == len(logs)
         names = [RunName(arm=arm, seed=groups[:index].count(arm)) for index, arm in enumerate(groups)]
-        said = [] if arms else [f"each of the {len(set(groups))} arms from the names of its runs"]
+        guessed = [] if arms else [Code.ARMS_FROM_NAMES(num_arms=len(set(groups)))]
         if not single:
-            said.append(
-                "runs are independent: nothing says their seeds; --pattern '*-s{seed}' says where they stand"
-            )
-        return Guess(names=names, paired=single, seeds_known=single, said=said)
+            guessed.append(Code.NOTHING_SAYS_SEEDS())
+        return Guess(names=names, paired=single, seeds_known=single, guessed=guessed)
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.reasons import Reason
 from abrun.redaction import printable, shown, shown_tree
 from abrun.series import Series
 from abrun.store import unreadable
@@ -33,7 +34,7 @@ class Log:
     run_id: str | None = None  # wandb's: a resumed run is several files of one id
     identity: RunName | None = None  # as its own files state it: a run directory of abrun
     guesses: tuple[str, ...] = ()  # what its file was taken for, where it does not say
-    left_out: tuple[str, ...] = ()  # a sentence on each start of the run that does not count
+    left_out: tuple[Reason, ...] = ()  # each start of the run that does not count
     part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
     unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
@@ -56,7 +57,6 @@ def cleaned(log: Log) -> Log:
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
         guesses=tuple(printable(guess) for guess in log.guesses),
-        left_out=tuple(printable(line) for line in log.left_out),
         notes=tuple(printable(note) for note in log.notes),
         unread={shown(name): shown(where) for name, where in log.unread.items()},
         dropped={shown(name): steps for name, steps in log.dropped.items()},

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from abrun.logs.log import Log, printable
+from abrun.reasons import Code
 from abrun.series import NO_SERIES, Series, Steps, by_step
 
 # A folder that is named by its start alone: a restarted run has several, side by side.
@@ -67,8 +68,13 @@ def join_starts(logs: Sequence[Log], run: str) -> Log | None:
     if log is None:
         return None
     left_out = [
-        f"left out as an interrupted start: {printable(one.place)} ({run}, steps {first}-{last}), "
-        f"which {printable(log.place)} repeats"
+        Code.START_LEFT_OUT(
+            place=printable(one.place),
+            run=printable(run),
+            first=first,
+            last=last,
+            repeated_by=printable(log.place),
+        )
         for one, (first, last) in zip(logs, spans, strict=True)
         if one not in counted
     ]

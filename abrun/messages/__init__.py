@@ -4,11 +4,31 @@ A file for each room holds a table from code to message. A message is a template
 where a sentence needs more than a template; its remedy, if it has one, follows after a semicolon.
 """
 
-from abrun.messages import verdicts
+from abrun.messages import (
+    claim_evidence,
+    claims,
+    comparing,
+    guards,
+    not_tested,
+    notes,
+    planted,
+    validity,
+    verdicts,
+)
 from abrun.messages.message import Message
 from abrun.reasons import Code, Reason
 
-MESSAGES: dict[Code, Message] = {**verdicts.MESSAGES}
+MESSAGES: dict[Code, Message] = {
+    **verdicts.MESSAGES,
+    **validity.MESSAGES,
+    **guards.MESSAGES,
+    **claims.MESSAGES,
+    **claim_evidence.MESSAGES,
+    **not_tested.MESSAGES,
+    **planted.MESSAGES,
+    **notes.MESSAGES,
+    **comparing.MESSAGES,
+}
 
 
 def sentence(reason: Reason) -> str:

@@ -25,8 +25,9 @@ def as_json(record: Any) -> Any:
     content: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        content[field.name] = as_json(value)
-        beside = name_of_codes(field.name, field.type)
+        name = field.metadata.get("alias", field.name)  # as pydantic calls it, too
+        content[name] = as_json(value)
+        beside = name_of_codes(name, field.type)
         if beside:
             content[beside] = _coded(value)
     return content

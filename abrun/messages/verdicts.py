@@ -1,7 +1,101 @@
-"""Sentences of a verdict: why an arm matches, differs, stays open or is invalid."""
+"""Sentences of a verdict: why an arm matches, differs, stays open or is invalid, and how it is described."""
+
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from typing import Any
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import agreement_text, difference_text
 from abrun.reasons import Code
+
+_OPEN_GUARDS = {
+    "baseline too": "the baseline breaks the limit as well",
+    "open": "beyond the limit, which seeds alone may have done",
+}
+_MARGINS = {
+    "climb": "a tenth of the {size:.3g} that the baseline learned",
+    "level": "a twentieth of the baseline's level",
+    "zero": "the baseline is 0",
+}
+
+
+def _step_one_differs(
+    metric: str,
+    baseline: float,
+    treatment: float,
+    step: int,
+    seed: int,
+    deviation: float,
+    scale: float,
+    scale_from: str,
+    tolerance: float,
+    tolerance_from: str,
+) -> str:
+    return (
+        f"step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the treatment at step "
+        f"{step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance "
+        f"{tolerance:.2g} ({tolerance_from})"
+    )
+
+
+@wraps(_step_one_differs)
+def _step_one_open(**values: Any) -> str:
+    return f"{_step_one_differs(**values)}: rounding raises it, as a fault does, and no ground for a match"
+
+
+def _guard_open(guard: str, reason: str, result: str) -> str:
+    return f"guard {guard}: {reason}: {_OPEN_GUARDS[result]}, and no ground for a match"
+
+
+def _described(
+    arm: str,
+    baseline: str,
+    metric: str,
+    levels: Sequence[float],
+    steps: Sequence[int],
+    runs: Sequence[int],
+    paired: bool,
+    difference: float,
+    interval: Sequence[float] | None,
+    detected: Mapping[str, Any] | None,
+) -> str:
+    """Return how far the arms are apart; `levels` and `runs` are the baseline's and the treatment's."""
+    against = f"{levels[1]:.4g} against {levels[0]:.4g} in {baseline}, steps {steps[0]}-{steps[1]}"
+    counted = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
+    counted = "one run of each arm" if max(runs) == 1 else counted
+    apart = f"{metric} is {abs(difference):.3g} {'lower' if difference < 0 else 'higher'} in {arm}"
+    if interval is None:
+        return f"{apart}: {against}, {counted}"
+    stated = f"90 % interval {difference_text(difference, interval)}"
+    if detected is None:
+        return f"{metric}: no difference detected: {arm} {against}, {counted} ({stated})"
+    return f"{apart}: {against}, {agreement_text(detected)} ({stated})"
+
+
+def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
+    words = []
+    if apart:
+        listed = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
+        words.append(f"also apart, each at 90 % (one metric in ten is so by chance): {listed}")
+    if alike:
+        words.append(f"no difference detected: {', '.join(alike)}")
+    return "; ".join(words)
+
+
+def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread: str | None) -> str:
+    if unread is not None:
+        return f"no metric is recorded in every run: {unread}"
+    left, right = (", ".join(names) or "nothing" for names in (baseline, treatment))
+    return (
+        f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
+        "the same, such as --alias train/reward=NAME"
+    )
+
+
+def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
+    what = _MARGINS[of].format(size=size)
+    return what if rounded_up_to is None else f"{what}, rounded up to {rounded_up_to:.3g}"
+
 
 MESSAGES = {
     Code.NO_CLAIM: Message(
@@ -13,4 +107,25 @@ MESSAGES = {
         "converge alike",
         remedy="declare compare.primary with a margin",
     ),
+    Code.OF_ARM: Message("{arm}: {reason}"),
+    Code.MORE_FAULTS: Message("and {num} more of this kind"),
+    Code.STEP_ONE_DIFFERS: Message(_step_one_differs, meaning="the first step differs beyond its tolerance"),
+    Code.STEP_ONE_OPEN: Message(
+        _step_one_open,
+        meaning="the first step differs beyond its tolerance in what rounding raises, too",
+    ),
+    Code.GUARD_FAILS: Message("guard {guard} fails: {reason}"),
+    Code.GUARD_OPEN: Message(
+        _guard_open, meaning="a guard's limit is exceeded, but not by more than seeds may do"
+    ),
+    Code.ONE_RUN_EACH: Message(
+        "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
+    ),
+    Code.POST_HOC: Message("post hoc: {why}"),
+    Code.DESCRIBED: Message(_described, meaning="how far the arms are apart in a metric"),
+    Code.OTHER_METRICS: Message(
+        _other_metrics, meaning="in which other metrics the arms differ, and in which not"
+    ),
+    Code.NO_SHARED_METRIC: Message(_no_shared_metric, meaning="no metric is recorded in every run"),
+    Code.MARGIN_OFFERED: Message(_margin_offered, meaning="where a suggested margin comes from"),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.extras import lacking
+from abrun.messages import sentences
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
 from abrun.store import is_experiment, make_private_folder, open_experiment
@@ -50,13 +51,19 @@ def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
     """The verdict as values that wandb can list and sort by."""
     summary: dict[str, Any] = {
         "verdict": verdict.verdict,
-        "reasons": "; ".join(verdict.reasons),
+        "reasons": "; ".join(sentences(verdict.reasons)),
         "num_pairs": verdict.num_pairs,
     }
     for claim in verdict.primaries:
-        for field in ("result", "mean_difference", "certified_bound"):
-            if (value := getattr(claim, field)) is not None:
-                summary[f"{claim.arm}/{claim.metric}/{field}"] = value
+        estimate = claim.estimate
+        values = {
+            "result": claim.result,
+            "mean_difference": estimate.mean_difference,
+            "certified_bound": estimate.certified_bound,
+        }
+        for field, value in values.items():
+            if value is not None:
+                summary[f"{claim.arm}/{claim.claim.metric}/{field}"] = value
     return summary
 
 

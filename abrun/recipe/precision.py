@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from abrun.reasons import Code, Reason
+
 LABELS = {
     "projection": "the trainer's LM head",
     "logits": "the trainer's logits",
@@ -9,11 +11,13 @@ LABELS = {
 }
 
 
-def precision_difference(arm: str, baseline: Mapping[str, str], treatment: Mapping[str, str]) -> str | None:
-    """Say in which dtypes of `OwnRunConfig.head_precision` an arm and its baseline differ; None: in none."""
-    differences = [
-        f"{label} in {treatment[key]} instead of {baseline[key]}"
+def precision_difference(
+    arm: str, baseline: Mapping[str, str], treatment: Mapping[str, str]
+) -> Reason | None:
+    """Return in which dtypes of `OwnRunConfig.head_precision` an arm and its baseline differ; None: none."""
+    precisions = {
+        label: [baseline[key], treatment[key]]
         for key, label in LABELS.items()
         if key in baseline and key in treatment and baseline[key] != treatment[key]
-    ]
-    return f"{arm}: {', '.join(differences)}" if differences else None
+    }
+    return Code.PRECISION_DIFFERS(arm=arm, precisions=precisions) if precisions else None

@@ -254,8 +254,8 @@ def verdict_lines(verdict: VerdictFile) -> Iterator[str]:
         reason = section.reasons[0] if section.reasons else ""
         yield f"{arm} {section.verdict} ({section.num_pairs} pairs) {reason}"
     for claim in verdict.primaries:
-        bound = claim.certified_bound or claim.limited_interval
-        yield f"{claim.arm} {claim.metric} {claim.result}, {claim.margin_text}, bound {bound}"
+        bound = claim.estimate.certified_bound or claim.estimate.limited_interval
+        yield f"{claim.arm} {claim.claim.metric} {claim.result}, {claim.claim.margin_text}, bound {bound}"
     for fault in verdict.sensitivity.faults if verdict.sensitivity else ():
         at = f"{fault.caught_by} {fault.metric or ''}"
         yield f"planted {fault.fault}: {fault.verdict} by {at}, {fault.figures}"

@@ -15,9 +15,13 @@ from abrun.cli import app
 from abrun.compare import compare_sources
 from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
+from abrun.messages import sentence, sentences
+from abrun.reasons import Code
 from abrun.recipe import parse_primary
 from tests.commands import commands_in
+from tests.compare.reasons import only, refused
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
+from tests.snapshot import Snapshot
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
 ONE_EACH = ("two CSV files", "LLaMA-Factory", "SkyRL")
@@ -87,7 +91,7 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
     write_csv(Path("b/seed-1.csv"), rows("new", 1))
     code, output, (more,) = pasted(claimed, monkeypatch)
     assert code == 4 and "Train the other seeds of the reference too (2)" in output and more == claimed
-    with pytest.raises(ComparisonError, match="2 runs name their seeds, no arms, and more that differs"):
+    with refused(Code.MORE_THAN_SEEDS_DIFFERS, folder="mixed", num_runs=2):
         open_sources(["mixed"], Reading(alone=True))
 
 
@@ -126,7 +130,7 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     assert found.next_steps[0].command == f"abrun compare A B --primary '{claim}'"
     decided = described(sources, tmp_path / "claimed", claim)
     assert decided.verdict == "MATCH" and decided.content.descriptions == []
-    assert decided.content.primaries[0].certified_bound == pytest.approx(one.certified_bound)
+    assert decided.content.primaries[0].estimate.certified_bound == pytest.approx(one.certified_bound)
     # by its own name, or the end of ours, it is the same claim
     for name in ("Reward/mean", "reward"):
         again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
@@ -143,7 +147,7 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     ],
 )
 def test_where_nothing_was_launched_no_settings_are_spoken_of(
-    tmp_path: Path, claim: str | None, shift: float, verdict: str
+    tmp_path: Path, claim: str | None, shift: float, verdict: str, snapshot: Snapshot
 ) -> None:
     """There is no recipe to set them in, and no one has said a precision."""
     for arm, moved, norm in zip(ARMS, (0.0, shift), (1.0, 1.02), strict=True):
@@ -155,9 +159,14 @@ def test_where_nothing_was_launched_no_settings_are_spoken_of(
     assert found.verdict == verdict
     screen = io.StringIO()
     Console(file=screen, width=1000).print(found.summary())
-    text = json.dumps(found.as_json()) + screen.getvalue()
-    said = next(one for one in found.content.not_tested if one.startswith("step one of train/grad_norm"))
-    assert "(rounding in a precision that the runs do not say)" in said and "-aa1" in said
+    content = found.content
+    reasons = [*content.reasons, *content.not_tested, *content.guessed, *content.notes]
+    reasons += [guard.reason for guard in content.guards]
+    text = " ".join(sentences(reasons)) + screen.getvalue()
+    unsettled = [one for one in found.content.not_tested if one.code is Code.STEP_ONE_NOT_SETTLED]
+    unsettled = [reason for reason in unsettled if reason["metric"] == "train/grad_norm"]
+    assert len(unsettled) == 1 and not unsettled[0]["has_recipe"]
+    snapshot(sentence(unsettled[0]))
     for word in ("recipe", "bfloat16", "controls.", "compare.", "environment.json"):
         assert word not in text, word
 
@@ -174,7 +183,7 @@ def test_the_suggested_margin_owes_nothing_to_the_treatment(tmp_path: Path) -> N
         margins.add((one.metric, one.margin, one.margin_is))
     ((metric, margin, why),) = margins
     first, last = ([row["reward"] for row in rows("old", 1)][part] for part in (slice(6), slice(-6, None)))
-    assert metric == "train/reward" and why.startswith("a tenth of the")
+    assert metric == "train/reward" and (why.code, why["of"]) == (Code.MARGIN_OFFERED, "climb")
     assert margin == pytest.approx(0.1 * (sum(last) - sum(first)) / 6, rel=0.25)
 
 
@@ -185,7 +194,7 @@ def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(tmp_p
     sources = [str(tmp_path / arm) for arm in ARMS]
     found = described(sources, tmp_path / "report")
     assert not found.content.paired and found.content.descriptions[0].num_runs == (3, 3)
-    assert any("nothing says their seeds" in one for one in found.content.guessed)
+    assert Code.NOTHING_SAYS_SEEDS() in found.content.guessed
     command = found.next_steps[0].command
     assert command.startswith("abrun compare A B --unpaired --primary 'train/reward:last 20%:")
     with pytest.raises(ComparisonError, match="or that they have none: --unpaired"):
@@ -198,7 +207,7 @@ def test_seeds_can_be_chosen(tmp_path: Path) -> None:
     assert described(sources, tmp_path / "report").verdict == "INVALID"
     found = described(sources, tmp_path / "report", seeds=(1, 2))
     assert found.content.descriptions[0].num_runs == (2, 2) and found.verdict == "INCONCLUSIVE"
-    with pytest.raises(ComparisonError, match=r"--seeds: got 9, of which there is no run; there are 1, 2, 3"):
+    with refused(Code.SEEDS_NOT_RECORDED, seeds=[9], recorded=[1, 2, 3]):
         described(sources, tmp_path / "report", seeds=(9,))
 
 
@@ -211,27 +220,30 @@ def test_a_start_that_begins_again_is_another_run(tmp_path: Path) -> None:
         for start, seed in (("20261120-0900", 1), ("20261120-1130", 2)):
             write_events(tmp_path / arm / "outputs" / "tb" / start, rows(arm, seed), names)
     found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report").content
-    assert found.descriptions[0].num_runs == (2, 2) and not any(
-        "starts of one run" in one for one in found.guessed
-    )
+    assert found.descriptions[0].num_runs == (2, 2)
+    assert not any("starts of one run" in sentence(guess) for guess in found.guessed)
 
 
-def test_what_is_guessed_stands_in_every_report(tmp_path: Path) -> None:
+def test_what_is_guessed_stands_in_every_report(tmp_path: Path, snapshot: Snapshot) -> None:
     sources = LAYOUTS["long CSV"](tmp_path / "runs")
     found = compare_sources(
         sources, Reading(), output=tmp_path / "report", formats=("json", "markdown", "html")
     )
-    said = "the baseline is 'old' (--baseline says otherwise: 'new')"
-    assert said in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
+    said = Code.BASELINE_GUESSED(baseline="old", others="'new'")
+    assert sentence(said) in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
     assert "baseline is 'old'" in (tmp_path / "report/report.md").read_text()
-    assert found.content.guessed[0] == "a long table: its runs from the columns arm, seed"
+    assert found.content.guessed[0].code is Code.LOG_READ_AS
+    assert said in found.content.guessed
+    snapshot("\n".join(sentences(found.content.guessed)))
 
 
-def test_what_is_guessed_of_names_shows_an_arm_and_a_seed(tmp_path: Path) -> None:
+def test_what_is_guessed_of_names_shows_an_arm_and_a_seed(tmp_path: Path, snapshot: Snapshot) -> None:
     for name, seed in ((name, seed) for name in ("exp1", "exp2") for seed in SEEDS):
         write_csv(tmp_path / f"runs/{name}_{seed}.csv", rows("old", seed))
-    said = described([str(tmp_path / "runs")], tmp_path / "report").content.guessed
-    assert f"arms and seeds from names such as 'exp1_{SEEDS[0]}.csv': exp1, seed {SEEDS[0]}" in said
+    guessed = described([str(tmp_path / "runs")], tmp_path / "report").content.guessed
+    named = Code.SEEDS_FROM(how=f"names such as 'exp1_{SEEDS[0]}.csv'", arm="exp1", seed=SEEDS[0])
+    assert named in guessed
+    snapshot(sentence(named))
 
 
 def test_seeds_of_one_folder_as_sources_are_arms_and_that_is_said(tmp_path: Path) -> None:
@@ -240,8 +252,7 @@ def test_seeds_of_one_folder_as_sources_are_arms_and_that_is_said(tmp_path: Path
     sources = [str(tmp_path / f"s{seed}.csv") for seed in SEEDS]
     found = described(sources, tmp_path / "report", primary="train/reward:last 20%:0.5").content
     assert found.verdict == "INCONCLUSIVE"
-    said = f"each of the {len(SEEDS)} sources is an arm; where they are seeds of one, name their folder"
-    assert said in found.guessed
+    assert Code.SOURCES_ARE_ARMS(num_sources=len(SEEDS)) in found.guessed
 
 
 def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
@@ -264,15 +275,15 @@ def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: P
     write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
     found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
     assert found.verdict == "INCONCLUSIVE"
-    different = "train/reward: recorded at different steps (old 1-60, new 1-40); compared on the 40 steps"
-    different = different.replace("old", "a").replace("new", "b")
-    assert any(one.startswith(different) for one in found.content.reasons)
+    differing = only(found.content.reasons, Code.GRIDS_DIFFER)
+    ends = {arm: grid["last"] for arm, grid in differing["grids"].items()}
+    assert (ends, differing["num_shared"]) == ({"a": 60, "b": 40}, 40)
     assert found.content.descriptions[0].steps == (33, 40)
 
 
 @pytest.mark.parametrize("options", [{}, {"unpaired": True}])
 def test_runs_without_a_shared_step_are_said_to_have_none_once(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], snapshot: Snapshot
 ) -> None:
     for seed in (0, 1, 2):
         for arm, moved in (("old", 0), ("new", 200)):
@@ -280,14 +291,14 @@ def test_runs_without_a_shared_step_are_said_to_have_none_once(
             write_csv(tmp_path / arm / f"seed-{seed}.csv", later)
     found = described([str(tmp_path / arm) for arm in ("old", "new")], tmp_path / "report", **options)
     (reason, _) = found.content.reasons  # and that it is post hoc
-    assert found.verdict == "INVALID" and reason.startswith("step grids differ: the runs share no step (old/")
-    assert re.search(r"-0 and 2 more: 60 steps, 1-60; new/.*-0 and 2 more: 60 steps, 201-260\)", reason)
+    assert found.verdict == "INVALID" and reason.code is Code.NO_SHARED_STEP
+    grids = [(len(grid["runs"]), grid["first"], grid["last"]) for grid in reason["grids"]]
+    assert grids == [(3, 1, 60), (3, 201, 260)]
+    snapshot(sentence(reason))
     column, again = [step.command.replace(str(tmp_path), "") for step in found.next_steps]
     assert again == "abrun compare A B" and column == f"{again} --step-column NAME"
-    said = [one for one in found.content.not_tested if one.startswith("step one: ")]
-    assert said == ["step one: runs that are not paired have no first step in common"] or said == [
-        "step one: the runs share no step"
-    ]
+    why = only(found.content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert why in (Code.FIRST_STEP_NOT_PAIRED(), Code.FIRST_STEP_NOT_SHARED())
 
 
 def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
@@ -353,14 +364,11 @@ def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None
     write_csv(tmp_path / "b.csv", rows("new", 1), reward="qux", loss="quux", grad_norm="corge")
     found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
     assert found.verdict == "INCONCLUSIVE"
-    assert found.content.reasons[0].startswith(
-        "no metric is recorded in every run: the baseline has bar, baz, foo"
-    )
+    assert found.content.reasons[0].code is Code.NO_SHARED_METRIC
+    assert found.content.reasons[0]["baseline"][:3] == ["bar", "baz", "foo"]
     assert "--alias train/reward=NAME" in found.next_steps[0].command
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
-    with pytest.raises(
-        ComparisonError, match=r"runs/old holds one arm of 3 seeds; give the other arm's folder"
-    ):
+    with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3):
         described(sources[:1], tmp_path / "report")
 
 
@@ -389,7 +397,7 @@ def test_text_in_the_place_of_numbers_is_named_with_its_line(
     first = f"{unread[0]}.{kind}, line {2 if kind == 'csv' else 1}, column reward: got '0.05%'; {mend}"
     if unread == ["b"]:
         found = described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
-        assert found.verdict == "INVALID" and found.content.reasons[0].endswith(first)
+        assert found.verdict == "INVALID" and found.content.reasons[0]["unread"].endswith(first)
         return
     with pytest.raises(ComparisonError, match=re.escape(first)):
         described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
@@ -418,5 +426,6 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
     assert after == "abrun compare a b --format=terminal"
     for path in Path("b").iterdir():
         path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
-    with pytest.raises(ComparisonError, match=re.escape(f"got 'b', without a number in 2 runs: {named}")):
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         described(["a", "b"], tmp_path / "out")
+    assert error.value.reason and error.value.reason["why"].startswith(named)

@@ -9,6 +9,7 @@ from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.context import context
 from abrun.compare.show.page import render_page
 from abrun.compare.show.planning import plan_report
+from abrun.reasons import Code
 from abrun.recipe import Compare, Primary
 from tests.compare.simulate import edit, edit_rows
 from tests.compare.test_planning import shown
@@ -58,11 +59,11 @@ def test_the_table_of_answers_is_that_of_the_claim(simulated, judged):
     validated(experiment_dir)
     content = judged(experiment_dir).content
     (found,), claim = content.by_prompt, content.primaries[0]
-    assert found.metric == "validation/accuracy" and found.window == claim.steps == (30, 40)
-    assert [one.difference for one in found.pairs] == pytest.approx(claim.differences)
-    assert found.interval == pytest.approx(claim.ci90)
-    assert found.parts and found.parts.sd_pairs == pytest.approx(claim.sd_difference)
-    assert found.pairs_needed == claim.pairs_needed
+    assert found.metric == "validation/accuracy" and found.window == claim.claim.steps == (30, 40)
+    assert [one.difference for one in found.pairs] == pytest.approx(claim.estimate.differences)
+    assert found.interval == pytest.approx(claim.estimate.ci90)
+    assert found.parts and found.parts.sd_pairs == pytest.approx(claim.estimate.sd_difference)
+    assert found.pairs_needed == claim.power.pairs_needed
     answers = {
         arm: np.array(
             [
@@ -152,11 +153,12 @@ def test_other_prompts_and_torn_files_are_said(simulated, judged):
     experiment_dir = simulated(**RECIPE)
     validated(experiment_dir, prompts=lambda seed: seed)
     (found,) = judged(experiment_dir).content.by_prompt
-    assert found.problem == "the runs did not answer the same prompts at the same steps"
+    assert found.problem == Code.PROMPTS_OF_RUNS_DIFFER()
     path = experiment_dir / "treatment/seed-1/validation.jsonl"
     path.write_text(path.read_text().replace('"rewards"', '"rewords"'))
     (found,) = judged(experiment_dir).content.by_prompt
-    assert found.problem and "not a validation (KeyError: 'rewards')" in found.problem
+    assert found.problem.code is Code.VALIDATION_UNREADABLE
+    assert "not a validation (KeyError: 'rewards')" in found.problem["problem"]
 
 
 def test_a_step_of_the_window_that_one_run_lacks_is_said(simulated, judged):
@@ -169,7 +171,7 @@ def test_a_step_of_the_window_that_one_run_lacks_is_said(simulated, judged):
     assert judged(experiment_dir).content.by_prompt[0].problem is None
     path.write_text("".join([first, *others[:-1]]))
     (found,) = judged(experiment_dir).content.by_prompt
-    assert found.problem == "the runs did not answer the same prompts at the same steps"
+    assert found.problem == Code.PROMPTS_OF_RUNS_DIFFER()
 
 
 def test_rewards_that_are_no_accuracy_are_not_called_one(simulated, judged):

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
 from tests.compare.simulate import write
 
 OLD = {"sha": "a" * 40, "dirty": False, "diff": None}
@@ -29,42 +31,50 @@ def all_launched(experiment_dir: Path, git: dict[str, Any], arm: str = "*") -> N
         launched(path.parent, git)
 
 
-def told(comparison: Any) -> list[str]:
+OF_CODE = {Code.CODE_CHANGED, Code.ARMS_OF_OTHER_CODE, Code.RUNS_OF_OTHER_CODE}
+
+
+def code_notes(comparison: Any) -> list[Reason]:
     content = comparison.content
-    notes = [note for note in content.notes if "code" in note]
+    notes = [note for note in content.notes if note.code in OF_CODE]
     assert all(note in content.reasons for note in notes)
-    assert bool(notes) == any("the different code of the runs" in line for line in content.not_tested)
+    assert bool(notes) == (Code.OTHER_CODE in [reason.code for reason in content.not_tested])
     return notes
 
 
-def test_a_seed_of_other_code_is_named_with_its_diff(simulated, judged) -> None:
+def test_a_seed_of_other_code_is_named_with_its_diff(simulated, judged, snapshot) -> None:
     experiment_dir = simulated()
     all_launched(experiment_dir, OLD)
     launched(experiment_dir / "treatment/seed-2", NEW)
     comparison = judged(experiment_dir)
-    other = "treatment/seed-2: trained by the code aaaaaaa with git-527da590.diff, other runs by aaaaaaa"
-    assert comparison.verdict == "MATCH" and told(comparison) == [other]
+    other = Code.RUNS_OF_OTHER_CODE(
+        runs=["treatment/seed-2"], code="aaaaaaa with git-527da590.diff", usual_code="aaaaaaa"
+    )
+    assert comparison.verdict == "MATCH" and code_notes(comparison) == [other]
+    snapshot(sentence(other))
     report = (experiment_dir / "report/report.md").read_text()
     assert "git-527da590.diff" in report and "code aaaaaaa" in report
 
 
-def test_attempts_of_one_run_by_several_versions(simulated, judged) -> None:
+def test_attempts_of_one_run_by_several_versions(simulated, judged, snapshot) -> None:
     experiment_dir = simulated()
     all_launched(experiment_dir, OLD)
     for arm in ("baseline", "treatment"):
         launched(experiment_dir / arm / "seed-1", OLD, NEW)
-    (note,) = told(judged(experiment_dir))
-    expected = "trained by several versions of the code: aaaaaaa, then aaaaaaa with git-527da590.diff"
-    assert note == f"baseline/seed-1, treatment/seed-1: {expected}"
+    (note,) = code_notes(judged(experiment_dir))
+    assert note.code is Code.CODE_CHANGED and note["runs"] == ["baseline/seed-1", "treatment/seed-1"]
+    assert note["versions"] == ["aaaaaaa", "aaaaaaa with git-527da590.diff"]
+    snapshot(sentence(note))
 
 
-def test_arms_of_different_code(simulated, judged) -> None:
+def test_arms_of_different_code(simulated, judged, snapshot) -> None:
     experiment_dir = simulated()
     all_launched(experiment_dir, OLD)
     all_launched(experiment_dir, NEW, "treatment")
-    (note,) = told(judged(experiment_dir))
-    assert note.startswith("the arms ran different code: baseline aaaaaaa, treatment aaaaaaa with git-")
-    assert note.endswith("the difference between them includes that of the code")
+    (note,) = code_notes(judged(experiment_dir))
+    assert note.code is Code.ARMS_OF_OTHER_CODE and note["baseline_code"] == ["aaaaaaa"]
+    assert note["code"] == ["aaaaaaa with git-527da590.diff"]
+    snapshot(sentence(note))
 
 
 @pytest.mark.parametrize("git", [OLD, None])
@@ -73,7 +83,7 @@ def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
     if git:
         all_launched(experiment_dir, git)
     comparison = judged(experiment_dir)
-    assert told(comparison) == []
+    assert code_notes(comparison) == []
     assert [one.environment.get("code") for one in comparison.content.environments] == [
         ["aaaaaaa"] if git else None
     ] * len(comparison.content.environments)
@@ -84,4 +94,4 @@ def test_a_launch_that_began_no_attempt_is_not_counted(simulated, judged) -> Non
     all_launched(experiment_dir, OLD)
     launches = [{"started_s": 1.0, "git": NEW}, {"started_s": 2.0, "git": OLD}]
     write(experiment_dir / "baseline/seed-0/launch.json", {"git": OLD, "launches": launches})
-    assert told(judged(experiment_dir)) == []
+    assert code_notes(judged(experiment_dir)) == []

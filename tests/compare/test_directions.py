@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,11 @@ from rich.console import Console
 from abrun.compare import compare_sources
 from abrun.compare.judge.direction import detect
 from abrun.compare.read.sources import Reading
+from abrun.messages import sentence
+from abrun.messages.numbers import detected_text
+from abrun.reasons import Code
 from abrun.recipe.claims import parse_primary
+from tests.compare.reasons import codes_of
 
 LOSS = -0.033
 
@@ -72,11 +77,11 @@ def test_a_loss_is_stated_whatever_the_verdict(compared, claim, verdict):
     found, text = compared(claim.replace("reward", "train/reward"))
     assert found.content.verdict == verdict, found.content.reasons
     (result,) = found.content.primaries
-    assert result.detected is not None
-    assert (result.detected.direction, result.detected.num_agreeing) == ("lower", 4)
-    assert result.detected.interval[1] < 0
-    reason = found.content.reasons[0]
-    assert "lower" in reason and "in 4 of 4 seeds" in reason
+    assert result.estimate.detected is not None
+    assert (result.estimate.detected.direction, result.estimate.detected.num_agreeing) == ("lower", 4)
+    assert result.estimate.detected.interval[1] < 0
+    assert found.content.reasons[0]["detected"]["direction"] == "lower"
+    reason = sentence(found.content.reasons[0])
     report = Path("report")
     assert reason in text
     assert reason in (report / "report.md").read_text().replace("\\", "")
@@ -85,27 +90,28 @@ def test_a_loss_is_stated_whatever_the_verdict(compared, claim, verdict):
     assert "in 4 of 4 seeds" in (report / "report.html").read_text()
 
 
-def test_runs_without_pairs_are_counted_as_runs(compared):
+def test_runs_without_pairs_are_counted_as_runs(compared, snapshot):
     found, _ = compared("train/reward:last 20%:0.3", shift=-0.1, unpaired=True)
     assert found.content.verdict == "MATCH"
-    assert "in 4 of 4 treated runs, against the baseline's mean" in found.content.reasons[0]
+    detected = found.content.reasons[0]["detected"]
+    assert (detected["num_agreeing"], detected["num_compared"], detected["paired"]) == (4, 4, False)
+    snapshot(sentence(found.content.reasons[0]))
 
 
 def test_no_direction_is_stated_where_the_interval_holds_zero(compared):
     found, _ = compared("train/reward:last 20%:0.05", shift=0.0)
-    assert found.content.primaries[0].detected is None
-    assert "lower" not in found.content.reasons[0] and "higher" not in found.content.reasons[0]
+    assert found.content.primaries[0].estimate.detected is None
+    assert found.content.reasons[0]["detected"] is None
 
 
-def test_a_description_begins_with_its_finding(compared):
+def test_a_description_begins_with_its_finding(compared, snapshot):
     found, text = compared()
     assert found.exit_code == 4 and found.content.verdict == "INCONCLUSIVE"
     assert "DESCRIPTION" in text and "INCONCLUSIVE" not in text
     first = found.content.reasons[0]
-    assert re.match(
-        r"train/reward is 0\.03\d+ lower in new: 0\.\d+ against 0\.\d+ in old, steps 33-40, ", first
-    )
-    assert "lower in 4 of 4 seeds" in first
+    assert (first.code, first["metric"], first["steps"]) == (Code.DESCRIBED, "train/reward", [33, 40])
+    assert first["difference"] == pytest.approx(-0.033, abs=0.003)
+    snapshot(sentence(first))
     assert found.content.descriptions[0].detected is not None
 
 
@@ -139,7 +145,8 @@ def test_limits_head_what_their_column_holds(compared):
 def test_a_number_reads_the_same_everywhere(compared):
     found, text = compared("train/reward:last 20%:0.07")
     (result,) = found.content.primaries
-    difference = rf"{result.mean_difference:+.3g} [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
+    low, high = result.estimate.interval
+    difference = rf"{result.estimate.mean_difference:+.3g} [{low:.3g}, {high:.3g}]"
     report = Path("report/report.md").read_text()
     page = Path("report/report.html").read_text()
     for where in (text, report, page):
@@ -158,15 +165,17 @@ def test_no_failure_rate_is_bounded_beside_a_failure(simulated, judged):
     from tests.compare.simulate import fail
 
     clean = judged(simulated()).content
-    assert any(one.startswith("rare failures: 5 seeds can miss") for one in clean.not_tested)
+    assert Code.RARE_FAILURES in [reason.code for reason in clean.not_tested]
     experiment_dir = simulated()
     fail(experiment_dir / "treatment/seed-1", after_steps=20)
-    assert not any("failure rate" in one for one in judged(experiment_dir).content.not_tested)
+    failed = judged(experiment_dir).content
+    assert Code.RARE_FAILURES not in [reason.code for reason in failed.not_tested]
 
 
 def test_shifted_steps_are_not_called_unrecorded_metrics(compared):
     found, _ = compared("train/reward:last 20%:0.07", first=0)
-    assert "no reward, loss" not in " ".join([*found.content.reasons, *found.content.not_tested])
+    codes = [*codes_of(found), *(reason.code for reason in found.content.not_tested)]
+    assert Code.FIRST_STEP_NOT_RECORDED not in codes
 
 
 def test_directions_agree_with_their_interval():
@@ -175,4 +184,4 @@ def test_directions_agree_with_their_interval():
     found = detect(base, base + np.array([0.1, 0.2, -0.01]), 0.1, (0.01, 0.2), paired=True)
     assert found is not None
     assert (found.direction, found.num_agreeing, found.num_compared) == ("higher", 2, 3)
-    assert found.text == "higher: +0.1 [0.01, 0.2], in 2 of 3 seeds"
+    assert detected_text(asdict(found)) == "higher: +0.1 [0.01, 0.2], in 2 of 3 seeds"

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from abrun.compare.judge.assay import climb_bound
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
+from tests.compare.reasons import only
 from tests.compare.simulate import edit_rows, fail
 
 STEP_TIME = "timing/train/total_step_time_s"
@@ -102,29 +105,47 @@ def unfinished(directory):
 
 
 @pytest.mark.parametrize(
-    ("empty", "verdict", "reason"),
+    ("empty", "verdict", "code", "values"),
     [
-        (no_signal, "INCONCLUSIVE", "train/signal_share is 0 at every step of every baseline run"),
-        (no_advantages, "INCONCLUSIVE", "all advantages are 0 at every step of every baseline run"),
-        (no_gradient, "INCONCLUSIVE", "train/grad_norm is 0 at every step of every baseline run"),
-        (no_learning_rate, "INCONCLUSIVE", "train/lr is 0 at every step of every baseline run"),
-        (constant, "INCONCLUSIVE", "it is 0.25 at every step of every run of both arms"),
-        (saturated, "INCONCLUSIVE", "not shown to climb by more than the margin of 0.02"),
-        (dead, "INCONCLUSIVE", "not shown to climb by more than the margin of 0.02"),
-        (not_applied, "INCONCLUSIVE", "it was not applied"),
-        (copied_seeds, "INCONCLUSIVE", "baseline/seed-2 holds the numbers of baseline/seed-1 at every step"),
-        (repeated_seed, "INCONCLUSIVE", "baseline/seed-2 holds the train/reward of baseline/seed-1"),
-        (copied_run, "INVALID", "treatment/seed-2 is a copy of baseline/seed-2"),
-        (truncated, "INCONCLUSIVE", "recorded its last step at 30 of 40 configured ones"),
-        (unfinished, "INVALID", "baseline/seed-1 failed"),
+        (no_signal, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/signal_share"}),
+        (no_advantages, "INCONCLUSIVE", Code.ADVANTAGES_ZERO, {}),
+        (no_gradient, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/grad_norm"}),
+        (no_learning_rate, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/lr"}),
+        (constant, "INCONCLUSIVE", Code.NEVER_MOVED, {"value": 0.25}),
+        (saturated, "INCONCLUSIVE", Code.CLIMB_NOT_SHOWN, {"margin": 0.02}),
+        (dead, "INCONCLUSIVE", Code.CLIMB_NOT_SHOWN, {"margin": 0.02}),
+        (not_applied, "INCONCLUSIVE", Code.ARMS_IDENTICAL, {}),
+        (
+            copied_seeds,
+            "INCONCLUSIVE",
+            Code.ONE_RUN_AS_TWO_SEEDS,
+            {"run": "baseline/seed-2", "other": "baseline/seed-1"},
+        ),
+        (
+            repeated_seed,
+            "INCONCLUSIVE",
+            Code.ONE_RUN_AS_TWO_SEEDS,
+            {"run": "baseline/seed-2", "other": "baseline/seed-1", "metrics": ["train/reward"]},
+        ),
+        (
+            copied_run,
+            "INVALID",
+            Code.RUN_COPIED,
+            {"run": "treatment/seed-2", "original": "baseline/seed-2"},
+        ),
+        (truncated, "INCONCLUSIVE", Code.CUT_SHORT, {"step": 30, "configured": 40}),
+        (unfinished, "INVALID", Code.BASELINE_FAILED, {"runs": ["baseline/seed-1"]}),
     ],
 )
-def test_an_empty_experiment_is_no_match(simulated, judged, empty, verdict, reason):
+def test_an_empty_experiment_is_no_match(simulated, judged, snapshot, empty, verdict, code, values):
     experiment_dir = simulated(controls={"aa_reruns": 0})
     empty(experiment_dir)
     content = judged(experiment_dir, formats=("json",)).content
     assert content.verdict == verdict
-    assert any(reason in said for said in content.reasons)
+    problems = [reason.values.get("problem", reason) for reason in content.reasons]
+    reason = only([problem for problem in problems if isinstance(problem, Reason)], code)
+    assert {name: reason[name] for name in values} == values
+    snapshot(sentence(reason))
 
 
 def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
@@ -133,7 +154,7 @@ def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
     dead(experiment_dir)
     (arm,) = judged(experiment_dir, formats=("json",)).arms
     assert arm.verdict == "MATCH"
-    assert any(one.startswith("whether the baseline learned anything") for one in arm.not_tested)
+    assert Code.LEARNING_NOT_CHECKED(metrics=["train/reward"]) in arm.not_tested
 
 
 def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something(simulated, judged):
@@ -146,23 +167,25 @@ def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something
     )
     content = judged(experiment_dir, formats=("json",)).content
     assert content.verdict == "INCONCLUSIVE"
-    assert "no climb of the baseline is shown up to step 40 (train/reward" in content.reasons[0]
+    problem = content.reasons[0]["problem"]
+    assert (problem.code, problem["step"]) == (Code.NOTHING_CLIMBED, 40)
+    assert "train/reward" in problem["metrics"]
 
 
 @pytest.mark.parametrize(
-    ("empty", "metric", "reason"),
+    ("empty", "metric", "code"),
     [
-        (lambda row: row.update({"train/entropy": 1.0}), "train/entropy", "it is 1 at every step"),
-        (lambda row: row.update({"train/lr": 1e-3}), "train/lr", "it follows from configuration and seed"),
-        (lambda row: row.update({"train/grad_norm": 0.0}), "train/entropy", "train/grad_norm is 0"),
+        (lambda row: row.update({"train/entropy": 1.0}), "train/entropy", Code.NEVER_MOVED),
+        (lambda row: row.update({"train/lr": 1e-3}), "train/lr", Code.FOLLOWS_FROM_CONFIG),
+        (lambda row: row.update({"train/grad_norm": 0.0}), "train/entropy", Code.NOTHING_LEARNED),
     ],
 )
-def test_what_nothing_moves_is_not_exact(simulated, judged, empty, metric, reason):
+def test_what_nothing_moves_is_not_exact(simulated, judged, empty, metric, code):
     claim = {"metric": metric, "exact": True}
     experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
     everywhere(experiment_dir, empty)
     content = judged(experiment_dir, formats=("json",)).content
-    assert content.verdict == "INCONCLUSIVE" and reason in content.reasons[0]
+    assert content.verdict == "INCONCLUSIVE" and content.reasons[0]["problem"].code is code
 
 
 def test_a_baseline_without_spread_has_no_sigma(simulated, judged):
@@ -175,7 +198,8 @@ def test_a_baseline_without_spread_has_no_sigma(simulated, judged):
         ["baseline"],
     )
     content = judged(experiment_dir, formats=("json",)).content
-    assert content.verdict == "INCONCLUSIVE" and "no spread over seeds" in content.reasons[0]
+    assert content.verdict == "INCONCLUSIVE"
+    assert content.reasons[0]["problem"] == Code.BASELINE_WITHOUT_SPREAD()
 
 
 def test_many_flat_metrics_do_not_make_one_that_climbs():

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
+from abrun.compare.judge.claims import with_holm, with_statistics
 from abrun.compare.judge.guards import Guard
+from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.compare.judge.step_one import factor_of_maxima
 from abrun.compare.judge.verdict import decide
 from abrun.compare.show.evidence import evidence
+from abrun.messages import sentence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
+from abrun.reasons import Code
+from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, write_rows
 
 # --- T1 ---
@@ -45,7 +49,8 @@ def test_the_first_step_after_a_shared_checkpoint_is_step_one(simulated, judged)
     assert check(judged(experiment_dir), "train/grad_norm").step == 11
     edit(experiment_dir / "treatment/seed-1/environment.json", lambda content: content.pop("started_from"))
     (reason,) = judged(experiment_dir).content.reasons
-    assert reason.startswith("the checkpoints that they started from differ between baseline/seed-1 and")
+    assert (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, "started_from")
+    assert reason["baseline"] == "baseline/seed-1"
 
 
 @pytest.mark.parametrize(("deviation", "passes"), [(0.9e-4, True), (1.1e-4, False)])
@@ -81,15 +86,14 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
     assert one.result == result
 
 
-def test_reruns_too_few_to_bound_anything_are_said(simulated, judged):
+def test_reruns_too_few_to_bound_anything_are_said(simulated, judged, snapshot):
     experiment_dir = simulated(controls={"aa_reruns": 1})
     edit_rows(experiment_dir / "baseline/seed-0-aa1", first_step("train/grad_norm", 0.5))
     edit_rows(experiment_dir / "treatment/seed-0", first_step("train/grad_norm", 0.6))
-    (said,) = judged(experiment_dir).content.not_tested[:1]
-    assert said.startswith("step one of train/grad_norm: in seed 0 it deviates by ")
-    assert said.endswith(
-        "x the largest A/A deviation of 1) allows anything: more reruns narrow it (controls.aa_reruns)"
-    )
+    unsettled = judged(experiment_dir).content.not_tested[0]
+    assert unsettled.code is Code.STEP_ONE_NOT_SETTLED and unsettled["tolerance"] > 1
+    assert (unsettled["metric"], unsettled["seed"]) == ("train/grad_norm", 0)
+    snapshot(sentence(unsettled))
 
 
 @pytest.mark.parametrize(("num_pairs", "num_reruns"), [(3, 1), (5, 3), (10, 2)])
@@ -104,7 +108,7 @@ def test_the_factor_of_maxima_is_the_quantile_of_drawn_ones(num_pairs, num_rerun
 BF16 = {"arms": {"baseline": {}, "treatment": {"policy.dtype": "bfloat16"}}, "controls": {"aa_reruns": 0}}
 
 
-def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated, judged):
+def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated, judged, snapshot):
     """PPO in bf16 on two backends: the gradient norms of one seed differ by 4 %, of others by 0.6 and 0.1."""
     experiment_dir = simulated(**BF16, seeds=[0, 1, 2])
     for seed, deviation in enumerate((0.006, -0.001, 0.042)):
@@ -113,8 +117,10 @@ def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated,
     comparison = judged(experiment_dir)
     assert check(comparison, "train/grad_norm").result == "not tested"
     assert comparison.verdict == "MATCH"
-    (said,) = [one for one in comparison.content.not_tested if one.startswith("step one of train/grad_norm")]
-    assert "beyond 0.02 (rounding of bfloat16)" in said and "controls.aa_reruns" in said
+    unsettled = only(comparison.content.not_tested, Code.STEP_ONE_NOT_SETTLED)
+    assert (unsettled["metric"], unsettled["tolerance"]) == ("train/grad_norm", 0.02)
+    assert not unsettled["raised_by_rounding"] and unsettled["has_recipe"]
+    snapshot(sentence(unsettled))
     report = (experiment_dir / "report/report.md").read_text()
     assert "agree; of these the arms differ most in " in report
     assert (
@@ -156,7 +162,7 @@ def test_what_rounding_raises_is_no_mismatch_and_no_match(
     change("treatment", right)
     comparison = judged(experiment_dir)
     assert (check(comparison, metric).result, comparison.verdict) == ("open", "INCONCLUSIVE")
-    assert "rounding raises it, as a fault does" in comparison.content.reasons[0]
+    assert comparison.content.reasons[0].code is Code.STEP_ONE_OPEN
     steps = [one.command for one in comparison.next_steps]
     assert "--set policy.dtype=float32 --set steps=1" in steps[0] and '"step_one_tolerance"' in steps[1]
     edit_rows(experiment_dir / "treatment/seed-1", first_step(metric, right + gross))
@@ -179,9 +185,9 @@ def test_one_pair_neither_hides_what_is_raised_nor_is_it(simulated, judged, rais
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, (0.5 + nats) ** 2 / 2))
     comparison = judged(experiment_dir)
     assert check(comparison, GEN_KL_ERROR).result == result
-    open_ones = [one for one in comparison.content.not_tested if one.startswith("step one of")]
-    assert all(one.endswith("give compare.step_one_tolerance, or one step in float32") for one in open_ones)
-    assert bool(open_ones) == (result == "not tested")
+    unsettled = [one for one in comparison.content.not_tested if one.code is Code.STEP_ONE_NOT_SETTLED]
+    assert all(reason["raised_by_rounding"] for reason in unsettled)
+    assert bool(unsettled) == (result == "not tested")
 
 
 def test_what_is_open_at_a_look_is_so_by_its_own_pairs(simulated, judged):
@@ -248,7 +254,9 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(
     report = (experiment_dir / "report/report.md").read_text()
     assert f"differ most in train/loss: by {said}, where 0.0001 is allowed" in report
     if not passes:
-        assert f": a deviation by {said}, tolerance 0.0001 (rounding" in found.content.reasons[0]
+        reason = only(found.content.reasons, Code.STEP_ONE_DIFFERS)
+        assert (reason["deviation"], reason["tolerance"]) == (one.deviation, 1e-4)
+        assert said in sentence(reason)
 
 
 @pytest.mark.parametrize(("kl_error", "passes"), [(4e-13, True), (3e-9, True), (8e-9, False)])
@@ -301,10 +309,8 @@ def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
     )
     comparison = judged(experiment_dir)
     assert check(comparison, "train/entropy").seed == 4
-    assert {reason.split(":")[0] for reason in comparison.content.reasons} == {
-        "step one",
-        "guard finished fails",
-    }
+    codes = {reason.code for reason in comparison.content.reasons}
+    assert codes == {Code.STEP_ONE_DIFFERS, Code.GUARD_FAILS}
 
 
 # --- T2 ---
@@ -371,8 +377,7 @@ EXPERIMENTS = 400
 
 
 def claim(name="train/reward", margin=1.0):
-    return PrimaryResult(
-        arm="treatment",
+    tested = Claim(
         metric=name,
         window="all",
         steps=(1, 40),
@@ -389,12 +394,14 @@ def claim(name="train/reward", margin=1.0):
         num_pairs=6,
         seeds=tuple(range(6)),
     )
+    return PrimaryResult(arm="treatment", claim=tested)
 
 
 def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
     """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
     rng = np.random.default_rng(seed)
-    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", text="")
+    reason = Code.FINITE(clean=[], broken=[], paired=True)
+    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", reason=reason)
     found = []
     for _ in range(EXPERIMENTS):
         results = []
@@ -496,8 +503,8 @@ def test_holm_counts_every_tested_claim():
         result = with_statistics(claim(name), np.zeros(4), differences)
         from dataclasses import replace
 
-        return replace(result, p_difference=p, p_beyond=p)
+        return replace(result, estimate=replace(result.estimate, p_difference=p, p_beyond=p))
 
     results = with_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])
-    assert [result.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
+    assert [result.estimate.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
     assert [result.result for result in results] == ["different", "undecided", "undecided", "not tested"]

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from abrun.compare.judge.claims import WIDE_STEPS
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.show.evidence import levels
 from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.layout import RunName
+from abrun.reasons import Code
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 from abrun.sigmas import sigma_test
@@ -135,9 +135,9 @@ def test_three_pairs_alike_are_no_match_however_they_were_logged(digits, repeate
     treatment[:, 1] += 0.25  # or the arms would be the same bit for bit
     claim = Primary(metric=ACCURACY, margin=0.05, window=f"steps 4-{3 + repeated}", climbs=False)
     found = verdict(claim, ACCURACY, baseline=curves, treatment=treatment)
-    assert found.verdict == "INCONCLUSIVE" and WIDE_STEPS in found.reasons[0]
+    assert found.verdict == "INCONCLUSIVE" and Code.WIDE_STEPS() in found.reasons[0]["warnings"]
     wide = verdict(claim.model_copy(update={"margin": 0.4}), ACCURACY, baseline=curves, treatment=treatment)
-    assert wide.verdict == "MATCH" and WIDE_STEPS not in wide.reasons[0]
+    assert wide.verdict == "MATCH" and Code.WIDE_STEPS() not in wide.reasons[0]["warnings"]
 
 
 @pytest.mark.parametrize("test", [paired_tost, welch_tost])
@@ -168,10 +168,13 @@ def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
     claim = Primary(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
     (tested,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
     (described,) = verdict(None, ACCURACY, baseline=left, treatment=right).descriptions
-    assert described.interval == tested.interval and described.certified_bound == tested.certified_bound
+    assert (
+        described.interval == tested.estimate.interval
+        and described.certified_bound == tested.estimate.certified_bound
+    )
     assert described.certified_bound is not None and described.certified_bound > 0
-    assert described.margin and tested.standard_error is not None
-    sd = tested.standard_error * np.sqrt(num_pairs)
+    assert described.margin and tested.estimate.standard_error is not None
+    sd = tested.estimate.standard_error * np.sqrt(num_pairs)
     assert described.runs_needed == pairs_needed(described.margin, sd)
 
 
@@ -184,10 +187,10 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     arms = {"baseline": curves[:3], "treatment": curves[3:]}
     (tested,) = verdict(claim, ACCURACY, paired=False, **arms).primaries
     (described,) = verdict(None, ACCURACY, paired=False, **arms).descriptions
-    assert tested.result == "undecided" and tested.interval == described.interval
-    assert tested.standard_error is not None and described.margin
-    sds = (tested.standard_error * np.sqrt(3 / 2),) * 2
-    assert tested.pairs_needed == runs_needed(0.01, sds) == 95
+    assert tested.result == "undecided" and tested.estimate.interval == described.interval
+    assert tested.estimate.standard_error is not None and described.margin
+    sds = (tested.estimate.standard_error * np.sqrt(3 / 2),) * 2
+    assert tested.power.pairs_needed == runs_needed(0.01, sds) == 95
     assert described.runs_needed == runs_needed(described.margin, sds)
 
 
@@ -198,7 +201,9 @@ def test_copied_runs_are_no_mismatch(allowed):
     left, right = climb + 0.1 * rng.standard_normal(30), climb + 0.2 + 0.1 * rng.standard_normal(30)
     arms = {"baseline": np.array([left, left]), "treatment": np.array([right, right])}
     found = verdict(Primary(metric="train/reward", **allowed), "train/reward", True, **arms)
-    assert found.verdict == "INCONCLUSIVE" and "holds the numbers of baseline/seed-0" in found.reasons[0]
+    assert found.verdict == "INCONCLUSIVE"
+    problem = found.reasons[0]["problem"]
+    assert (problem.code, problem["other"]) == (Code.ONE_RUN_AS_TWO_SEEDS, "baseline/seed-0")
 
 
 def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():
@@ -208,7 +213,7 @@ def test_pairs_needed_of_margins_in_sigmas_count_a_treatment_that_varies_more():
     for ratio in (1.0, 3.0):
         right = ratio * (0.6 * left + 0.8 * own)
         (found,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
-        needed.append(found.pairs_needed)
+        needed.append(found.power.pairs_needed)
     assert needed[1] > 2 * needed[0], needed
 
 
@@ -223,8 +228,8 @@ def test_two_pairs_or_two_runs_of_an_arm_are_no_mismatch(allowed, sizes, paired)
     left, right = (climb + 0.001 * rng.standard_normal((size, 30)) for size in sizes)
     claim = Primary(metric=REWARD, climbs=False, **allowed)
     found = verdict(claim, REWARD, paired, baseline=left, treatment=right - 0.5)
-    needed = "takes 3" if paired else "takes 3 of each"
-    assert found.verdict == "INCONCLUSIVE" and needed in found.reasons[0], found.reasons
+    too_few = Code.TOO_FEW_FOR_MISMATCH(paired=paired, needed=3)
+    assert found.verdict == "INCONCLUSIVE" and too_few in found.reasons[0]["warnings"], found.reasons
     more = tuple(climb + 0.001 * rng.standard_normal((max(3, size), 30)) for size in sizes)
     found = verdict(claim, REWARD, paired, baseline=more[0], treatment=more[1] - 0.5)
     assert found.verdict == "MISMATCH", found.reasons
@@ -239,16 +244,18 @@ def test_a_margin_in_sigmas_says_that_the_baseline_s_seeds_are_skewed():
         (found,) = verdict(
             Primary(metric=REWARD, margin=margin), REWARD, baseline=left, treatment=right
         ).primaries
-        assert ("the baseline's runs are skewed" in (found.warning or "")) == said
+        skewed = [warning["sample"] for warning in found.warnings if warning.code == Code.SKEWED]
+        assert ("baseline" in skewed) == said
 
 
 @pytest.mark.parametrize("paired", [True, False])
-def test_an_interval_that_allows_for_steps_is_explained(paired):
+def test_an_interval_that_allows_for_steps_is_explained(paired, snapshot):
     """Differences of 0 beside an interval of some width."""
     baseline, treatment = accuracies(np.random.default_rng(0), 4, 64, 0.0)
     baseline[:, -1] = treatment[:, -1] = 0.75
     claim = Primary(metric=ACCURACY, margin=0.2, climbs=False)
     (result,) = verdict(claim, ACCURACY, paired, baseline=baseline, treatment=treatment).primaries
-    assert result.mean_difference == 0 and result.interval is not None and result.interval[1] > 0
+    assert result.estimate.mean_difference == 0 and result.estimate.interval
+    assert result.estimate.interval[1] > 0
     (text,) = [one.text for one in levels(replace(VERDICT, primaries=[result]))]
-    assert "(90 % interval, which allows for the steps in which the metric moves)" in text
+    snapshot(text)

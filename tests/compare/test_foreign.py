@@ -13,7 +13,12 @@ from abrun.compare.read.selection import Reading
 from abrun.compare.read.sources import open_sources
 from abrun.errors import AbrunError, ComparisonError, StoreError
 from abrun.layout import RunName
+from abrun.logs.log import EMPTY
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Primary
+from tests.compare.reasons import only, refused
+from tests.snapshot import Snapshot
 
 
 def write(
@@ -85,7 +90,7 @@ def test_patterns_with_arms_over_several_sources(tmp_path: Path) -> None:
             write(tmp_path, f"{host}/{arm}_{host[-1]}.csv")
     experiment = load(tmp_path / "host1", tmp_path / "host2", pattern="{arm}_{seed}")
     assert names(experiment) == ["a/seed-1", "b/seed-1", "a/seed-2", "b/seed-2"]
-    with pytest.raises(ComparisonError, match="one of them to say the arm"):
+    with refused(Code.ARM_NAMED_TWICE, pattern="{arm}_{seed}"):
         load(f"x={tmp_path / 'host1'}", f"y={tmp_path / 'host2'}", pattern="{arm}_{seed}")
 
 
@@ -96,49 +101,53 @@ def test_aliases_and_step_columns(tmp_path: Path) -> None:
     assert load(tmp_path, aliases=["x=critic/score/mean"]).metrics() == ["x"]
     recognised = load(tmp_path, step_column="step")
     assert recognised.metrics() == ["train/reward"]
-    assert recognised.guessed[-1] == "names of verl: critic/score/mean is train/reward"
+    assert "critic/score/mean is train/reward" in recognised.guessed[-1]["guess"]
     with pytest.raises(
         ComparisonError, match="recorded are 'critic/score/mean'; did you mean 'critic/score/mean'"
     ):
         load(tmp_path, aliases=["x=critic/score"])
 
 
-def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     for name in ("baseline-s0", "baseline-s1", "b-s1"):
         write(tmp_path, f"{name}.csv")
     (tmp_path / "b-s0.csv").touch()
     experiment = load(tmp_path)
     empty = experiment.runs[RunName(arm="b", seed=0)]
-    assert empty.metrics == {} and empty.notes == ("nothing is recorded in it yet",)
+    assert empty.metrics == {} and empty.notes == (EMPTY,)
     (tmp_path / "b-s1.csv").write_text("step,loss\n")
-    with pytest.raises(
-        ComparisonError, match=r"got 'b', without a number in 2 runs: .*b-s0\.csv: nothing is .*; name files"
-    ):
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         load(tmp_path)
+    assert error.value.reason and error.value.reason["why"]["note"] == EMPTY
+    snapshot(error.value)
     (tmp_path / "b-s0.csv").unlink()
-    with pytest.raises(ComparisonError, match=r"in 1 run: .*b-s1\.csv: no metric has a number in it; name"):
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=1) as error:
         load(tmp_path)
+    assert error.value.reason and error.value.reason["why"]["note"] == Code.NOTHING_NUMERIC()
 
 
 @pytest.mark.parametrize(
-    ("files", "options", "message"),
+    ("files", "options"),
     [
-        (["a-s0", "b-s0"], {"baseline": "c"}, "--baseline: got 'c'; allowed: 'a', 'b'"),
-        (["a-s0", "a-s1"], {}, "arms: got only 'a', of 2 runs; a comparison needs two"),
-        (["a", "b"], {"alone": True}, "arms and seeds: got runs named 'a.csv', 'b.csv'"),
-        (["baseline-s0", "b-s0", "b-s0-aa1"], {}, "b/seed-0-aa1: a same-seed rerun"),
-        (["baseline-s0", "b-s0"], {"group": "g"}, "--group: got 'g'; its runs have none"),
-        ([], {}, "no runs there"),
+        (["a-s0", "b-s0"], {"baseline": "c"}),
+        (["a-s0", "a-s1"], {}),
+        (["a", "b"], {"alone": True}),
+        (["baseline-s0", "b-s0", "b-s0-aa1"], {}),
+        (["baseline-s0", "b-s0"], {"group": "g"}),
+        ([], {}),
     ],
 )
 def test_what_cannot_be_told_is_one_line(
-    tmp_path: Path, files: list[str], options: dict[str, Any], message: str
+    tmp_path: Path, files: list[str], options: dict[str, Any], snapshot: Snapshot
 ) -> None:
     for name in files:
         write(tmp_path, f"{name}.csv")
-    with pytest.raises(AbrunError, match=message) as refused:
+    with pytest.raises(AbrunError) as caught:
         load(tmp_path, **options)
-    assert str(refused.value).isprintable()
+    assert str(caught.value).isprintable()
+    snapshot(caught.value)
 
 
 def test_two_sources_of_one_name(tmp_path: Path) -> None:
@@ -148,9 +157,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
     assert load(tmp_path / "x/logs", tmp_path / "y/logs").arms == ("x", "y")
     for folder in ("z/a/logs", "z/b/logs"):
         write(tmp_path, f"{folder}/s0.csv")
-    with pytest.raises(
-        ComparisonError, match="which would all be the arm 'logs'; name them, such as baseline="
-    ):
+    with refused(Code.SOURCES_OF_ONE_NAME, arm="logs"):
         load(tmp_path / "x/logs", f"logs={tmp_path / 'y/logs'}")
     with pytest.raises(StoreError, match="no such file"):
         load("baseline=nowhere", tmp_path)
@@ -201,17 +208,19 @@ def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
         for arm in ("baseline", "fused"):
             for seed in (first, first + 1):
                 _stored(tmp_path / name / arm / f"seed-{seed}", arm, seed)
-    expected = r"got \S*old, which holds the runs of several arms \('baseline', 'fused'\); name the folder "
+    arms = "'baseline', 'fused'"
     for old, new in (("old", "new"), ("old", "new/fused"), ("a={}/old", "b={}/later")):
-        with pytest.raises(ComparisonError, match=expected + r"of one, such as \S*old/baseline"):
+        with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms) as error:
             load(*(one.format(tmp_path) if "{" in one else tmp_path / one for one in (old, new)))
+        assert error.value.reason and error.value.reason["example"].endswith("old/baseline")
     for seed in (0, 1):
         write(tmp_path, f"csv/seed-{seed}/m.csv")
-    with pytest.raises(ComparisonError, match=expected):
+    with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms):
         load(tmp_path / "old", tmp_path / "csv")
-    with pytest.raises(ComparisonError, match=r"such as \S*above/old/baseline"):
+    with refused(Code.SOURCE_OF_SEVERAL_ARMS) as error:
         (tmp_path / "above").mkdir()
         load((tmp_path / "old").rename(tmp_path / "above/old").parent, tmp_path / "csv")
+    assert error.value.reason and error.value.reason["example"].endswith("above/old/baseline")
     (tmp_path / "above/old").rename(tmp_path / "old")
     assert load(tmp_path / "old/fused", tmp_path / "csv").arms == ("fused", "csv")
     assert load(tmp_path / "old/fused", tmp_path / "new/fused").arms == ("old", "new")
@@ -225,7 +234,7 @@ def test_one_folder_as_both_arms_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "runs/s1.csv")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     for other in ("runs", "runs/", "link", "runs/s0.csv"):
-        with pytest.raises(ComparisonError, match=r"which both hold .*s0\.csv; a run compared with itself"):
+        with refused(Code.RUN_IN_TWO_SOURCES):
             load(f"baseline={tmp_path / 'runs'}", f"treatment={tmp_path / other}")
 
 
@@ -235,9 +244,9 @@ def test_one_file_as_both_arms_of_a_folder_is_refused(tmp_path: Path) -> None:
         link = tmp_path / f"runs/treatment/s{seed}.csv"
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(held) if seed else link.hardlink_to(held)
-    with pytest.raises(ComparisonError, match=r"s0\.csv are one file; a run compared with itself"):
+    with refused(Code.RUN_GIVEN_TWICE):
         load(tmp_path / "runs")
-    with pytest.raises(ComparisonError, match=r"which both hold .*s0\.csv; a run compared with itself"):
+    with refused(Code.RUN_IN_TWO_SOURCES):
         load(tmp_path / "runs/baseline", tmp_path / "runs/treatment")
 
 
@@ -252,7 +261,7 @@ def _judged(experiment: Experiment, folder: Path) -> Any:
     return compare(with_options(experiment, [claim]), output=folder / "report", formats=("json",))
 
 
-def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
+def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path, snapshot: Snapshot) -> None:
     rows = {
         f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed + shift}" for step in range(1, 5)]
         for arm, shift in (("baseline", 0.0), ("b", 0.15))
@@ -260,14 +269,12 @@ def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path) -> None:
     }
     content = _judged(_arms(tmp_path, rows, "step,train/reward"), tmp_path).content
     assert content.verdict == "MATCH" and content.step_one == []
-    (said,) = [one for one in content.not_tested if one.startswith("step one")]
-    assert "train/reward is 0.1 in baseline and 0.25 in b at step 1 (seed 0)" in said
-    assert "nothing says that the arms saw the same prompts" in said and "--no-step-one" in said
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert why.code is Code.PROMPTS_NOT_KNOWN and (why["metric"], why["seed"]) == ("train/reward", 0)
+    assert (why["baseline_value"], why["value"]) == pytest.approx((0.1, 0.25))
+    snapshot(sentence(why))
     finished = next(guard for guard in content.guards if guard.guard == "finished")
-    assert (finished.result, finished.text) == (
-        "not recorded",
-        "the runs do not say whether they finished",
-    )
+    assert (finished.result, finished.reason) == ("not recorded", Code.ENDINGS_NOT_KNOWN())
 
 
 @pytest.mark.parametrize("times", [5, 200])
@@ -279,7 +286,9 @@ def test_nor_is_how_far_trainer_and_engine_are_apart(tmp_path: Path, times: int)
         for seed in (0, 1, 2)
     }
     content = _judged(_arms(tmp_path, rows, "step,train/reward,train/gen_kl_error"), tmp_path).content
-    assert content.step_one == [] and any(one.startswith("step one: train/gen") for one in content.not_tested)
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert content.step_one == []
+    assert (why.code, why["metric"]) == (Code.PROMPTS_NOT_KNOWN, "train/gen_kl_error")
 
 
 def test_equal_lengths_at_step_one_show_that_prompts_were_shared(tmp_path: Path) -> None:
@@ -291,7 +300,7 @@ def test_equal_lengths_at_step_one_show_that_prompts_were_shared(tmp_path: Path)
     header = "step,train/reward,train/mean_gen_tokens_per_sample"
     content = _judged(_arms(tmp_path, rows, header), tmp_path).content
     assert content.verdict == "MISMATCH"
-    assert any(reason.startswith("step one: train/reward is 0.1") for reason in content.reasons)
+    assert only(content.reasons, Code.STEP_ONE_DIFFERS)["metric"] == "train/reward"
 
 
 def test_a_loss_alike_within_pairs_shows_that_prompts_were_shared(tmp_path: Path) -> None:
@@ -306,7 +315,7 @@ def test_a_loss_alike_within_pairs_shows_that_prompts_were_shared(tmp_path: Path
     }
     content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
     assert content.verdict == "MISMATCH"
-    assert any(reason.startswith("step one: train/grad_norm is 1") for reason in content.reasons)
+    assert only(content.reasons, Code.STEP_ONE_DIFFERS)["metric"] == "train/grad_norm"
 
 
 def test_equal_first_rewards_show_that_prompts_were_shared(tmp_path: Path) -> None:
@@ -319,11 +328,12 @@ def test_equal_first_rewards_show_that_prompts_were_shared(tmp_path: Path) -> No
     }
     content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
     assert content.verdict == "MISMATCH"
-    assert any(reason.startswith("step one: train/loss is 0.9") for reason in content.reasons)
-    assert not any("the same prompts, so" in one for one in content.not_tested)
+    differing = [reason for reason in content.reasons if reason.code is Code.STEP_ONE_DIFFERS]
+    assert "train/loss" in [reason["metric"] for reason in differing]
+    assert Code.STEP_ONE_NOT_READ not in [reason.code for reason in content.not_tested]
 
 
-def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:
+def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path, snapshot: Snapshot) -> None:
     rows = {
         f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed}" for step in range(1, last + 1)]
         for arm, last in (("baseline", 15), ("b", 20))
@@ -335,5 +345,7 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path) -> None:
         with_options(experiment, [claim]), output=tmp_path / "report", formats=("json",)
     ).content
     assert content.verdict == "INVALID"
-    ends = "step grids differ: baseline/seed-0 ends at step 15, and train/reward is compared over steps 17-20"
-    assert content.reasons[0].startswith(f"{ends}; 1 more run likewise")
+    missing = content.reasons[0]
+    assert missing.code is Code.STEPS_MISSING and missing["runs"] == ["baseline/seed-0", "baseline/seed-1"]
+    assert (missing["run_ends"], missing["first"], missing["last"]) == (15, 17, 20)
+    snapshot(sentence(missing))

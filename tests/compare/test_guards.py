@@ -9,7 +9,9 @@ from scipy.stats import binom
 from abrun.compare.judge.guards import check_guards, measure_savings, num_tests
 from abrun.compare.read.experiment import Pair, RecordedRun, Sides
 from abrun.layout import RunName
+from abrun.messages import sentence
 from abrun.metric_names import STEP_TIME
+from abrun.reasons import Code
 from abrun.recipe import Compare, Guards
 from abrun.series import Series
 from tests.compare.simulate import edit, edit_rows, fail
@@ -139,15 +141,18 @@ def test_step_time_at_its_limit_alarms_in_no_more_than_the_guards_share(num_pair
     assert called > 390
 
 
-def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, judged):
+def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, judged, snapshot):
     experiment_dir = simulated()
     for arm in ("baseline", "treatment"):
         set_error(experiment_dir, arm, 1.07, steps=range(2, 41))
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     assert guard(comparison, "token_mult_prob_error_median").result == "baseline too"
-    assert "1.07 in the baseline (p = 1 of no more" in comparison.content.reasons[0]
-    assert "the baseline breaks the limit as well, and no ground" in comparison.content.reasons[0]
+    reason = comparison.content.reasons[0]
+    assert (reason.code, reason["result"]) == (Code.GUARD_OPEN, "baseline too")
+    assert reason["reason"].code is Code.TOKEN_ERROR_EXCEEDED
+    assert (reason["reason"]["baseline"], reason["reason"]["p"]) == (1.07, 1.0)
+    snapshot(sentence(reason))
 
 
 @pytest.mark.parametrize(
@@ -160,21 +165,24 @@ def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, jud
         (["baseline"], range(2, 41), "MATCH"),
     ],
 )
-def test_a_token_error_that_is_nan_is_above_its_limit(simulated, judged, arms, steps, verdict):
+def test_a_token_error_that_is_nan_is_above_its_limit(simulated, judged, snapshot, arms, steps, verdict):
     experiment_dir = simulated()
     for arm in arms:
         set_error(experiment_dir, arm, "NaN", steps=steps)
     comparison = judged(experiment_dir)
     assert comparison.verdict == verdict
-    untested = [one for one in comparison.content.not_tested if "is not a number at any step" in one]
-    assert bool(untested) == (len(steps) == 40)
+    unmeasured = Code.TOKEN_ERROR_NOT_MEASURED(metric=ERROR, recorded=True)
+    assert (unmeasured in comparison.content.not_tested) == (len(steps) == 40)
     if verdict == "MISMATCH":
-        assert "the worst run's median is not a number (limit 1.05)" in comparison.content.reasons[0]
-    text = guard(comparison, "finite").text
-    assert text == "no NaN or Inf in train/loss, train/grad_norm, train/reward"
+        broken = comparison.content.reasons[0]["reason"]
+        assert broken.code is Code.TOKEN_ERROR_EXCEEDED and not np.isfinite(broken["value"])
+        assert (broken["above"], broken["limit"]) == (None, 1.05)
+        snapshot(sentence(broken))
+    clean = ["train/loss", "train/grad_norm", "train/reward"]
+    assert guard(comparison, "finite").reason == Code.FINITE(clean=clean, broken=[], paired=True)
 
 
-def test_more_nan_than_the_baseline_has_is_new(simulated, judged):
+def test_more_nan_than_the_baseline_has_is_new(simulated, judged, snapshot):
     experiment_dir = simulated()
     for arm, steps in (("baseline", [3]), ("treatment", range(3, 39, 2))):
         for directory in (experiment_dir / arm).iterdir():
@@ -183,7 +191,9 @@ def test_more_nan_than_the_baseline_has_is_new(simulated, judged):
                 lambda row, of=steps: row.update({"train/loss": "NaN"}) if row["step"] in of else None,
             )
     one = guard(judged(experiment_dir), "finite")
-    assert one.result == "fail" and "train/loss is NaN or Inf at 45 % of the treatment's steps" in one.text
+    assert one.result == "fail" and one.reason.code is Code.NOT_FINITE_MORE_OFTEN
+    assert (one.reason["metric"], one.reason["share"]) == ("train/loss", pytest.approx(0.45))
+    snapshot(sentence(one.reason))
 
 
 def test_a_better_treatment_passes(simulated, judged):
@@ -212,7 +222,7 @@ def test_nan_that_the_baseline_has_too_is_not_new(simulated, judged):
     assert guard(comparison, "finite").result == "pass"
 
 
-def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged):
+def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged, snapshot):
     experiment_dir = simulated()
     for directory in (experiment_dir / "baseline").iterdir():  # early, which no claim reads
         edit_rows(directory, lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 3 else None)
@@ -223,7 +233,15 @@ def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged):
     assert comparison.verdict == "MISMATCH"
     one = guard(comparison, "finite")
     assert (one.result, one.value) == ("fail", 3)
-    assert "train/reward is nan in treatment/seed-0 at step 36, inside the window of its claim" in one.text
+    assert (one.reason.code, one.reason["num_more"]) == (Code.FIRST_OF_SEVERAL, 2)
+    first = one.reason["first"]
+    assert (first.code, first["metric"], first["run"], first["step"]) == (
+        Code.NOT_FINITE_IN_WINDOW,
+        "train/reward",
+        "treatment/seed-0",
+        36,
+    )
+    snapshot(sentence(one.reason))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +253,9 @@ def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged):
         ({"baseline": [3, 17], "treatment": [5, 21, 30]}, "pass"),
     ],
 )
-def test_a_metric_that_stays_nan_is_new_where_the_baseline_s_recovers(simulated, judged, broken, result):
+def test_a_metric_that_stays_nan_is_new_where_the_baseline_s_recovers(
+    simulated, judged, snapshot, broken, result
+):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
     for arm, steps in broken.items():
         edit_rows(
@@ -245,10 +265,9 @@ def test_a_metric_that_stays_nan_is_new_where_the_baseline_s_recovers(simulated,
     one = guard(judged(experiment_dir), "finite")
     assert one.result == result
     if result == "fail":
-        assert (
-            one.text
-            == "train/loss is nan in treatment/seed-1 from step 10 to the end, and not in its baseline"
-        )
+        assert one.reason.code is Code.STAYS_NOT_FINITE
+        assert (one.reason["run"], one.reason["step"]) == ("treatment/seed-1", 10)
+        snapshot(sentence(one.reason))
 
 
 def test_where_no_run_finished_no_guard_passes(simulated, judged):
@@ -260,7 +279,7 @@ def test_where_no_run_finished_no_guard_passes(simulated, judged):
     assert comparison.verdict == "INVALID"
     for name in ("finished", "finite"):
         assert guard(comparison, name).result == "not recorded"
-        assert guard(comparison, name).text == "no baseline run finished"
+        assert guard(comparison, name).reason == Code.NO_BASELINE_FINISHED()
 
 
 def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
@@ -268,20 +287,21 @@ def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
     shutil.rmtree(experiment_dir / "treatment")
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INVALID"
-    assert (guard(comparison, "finished").result, guard(comparison, "finished").text) == (
-        "not recorded",
-        "no treatment run has ended",
-    )
+    finished = guard(comparison, "finished")
+    assert (finished.result, finished.reason) == ("not recorded", Code.NO_RUN_ENDED(arm="treatment"))
     assert guard(comparison, "finite").result == "not recorded"
 
 
-def test_infinity_counts_as_nan_does(simulated, judged):
+def test_infinity_counts_as_nan_does(simulated, judged, snapshot):
     experiment_dir = simulated()
     directory = experiment_dir / "treatment/seed-3"
     edit_rows(directory, lambda row: row.update({"train/loss": "-Infinity"}) if row["step"] == 20 else None)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MISMATCH"
-    assert "train/loss is -inf in treatment/seed-3 from step 20" in guard(comparison, "finite").text
+    infinite = guard(comparison, "finite").reason
+    assert infinite.code is Code.NOT_FINITE and infinite["value"] == -np.inf
+    assert (infinite["metric"], infinite["run"], infinite["step"]) == ("train/loss", "treatment/seed-3", 20)
+    snapshot(sentence(infinite))
 
 
 def test_ratio_guards(simulated, judged):
@@ -304,7 +324,8 @@ def test_a_ratio_guard_without_its_metric_is_invalid(simulated, judged, limit):
     edit_rows(experiment_dir / "treatment/seed-0", drop)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INVALID"
-    assert "missing metric" in comparison.content.reasons[0]
+    missing = Code.METRIC_MISSING if limit == "step_time_ratio" else Code.PEAK_MEMORY_MISSING
+    assert comparison.content.reasons[0].code is missing
 
 
 def test_savings_are_geometric_mean_ratios(simulated, judged):

@@ -14,6 +14,9 @@ import pandas as pd
 import pytest
 
 from abrun.cli import main
+from abrun.messages.records import reason_from_json
+from abrun.reasons import Code, Reason
+from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, fail, write_experiment
 
 QUICK = ("--format", "terminal,json,html")
@@ -108,6 +111,11 @@ def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
     assert "b" not in tags.seen
 
 
+def reasons_of(folder: Path) -> list[Reason]:
+    content = json.loads((folder / "report/verdict.json").read_text())
+    return [reason_from_json(reason) for reason in content["reason_codes"]]
+
+
 def test_a_metric_that_is_only_nan(tmp_path, abrun):
     sources = write_arms(tmp_path / "runs", "reward")
     for path in (tmp_path / "runs").rglob("*.csv"):
@@ -115,8 +123,8 @@ def test_a_metric_that_is_only_nan(tmp_path, abrun):
         frame.assign(nothing="NaN", step=frame["step"]).to_csv(path, index=False)
     done = abrun("compare", *sources, "--primary", "nothing:all:0.1", "--output", "report", *QUICK)
     assert done.returncode == 5 and done.stderr == ""
-    content = json.loads((tmp_path / "report/verdict.json").read_text())
-    assert "nothing is nan at step 1 in the baseline itself" in content["reasons"][0]
+    (broken, *_) = reasons_of(tmp_path)
+    assert (broken.code, broken["metric"]) == (Code.BASELINE_NOT_FINITE, "nothing")
 
 
 def test_a_metric_in_one_arm_only(tmp_path, abrun):
@@ -126,7 +134,8 @@ def test_a_metric_in_one_arm_only(tmp_path, abrun):
     done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
     assert (done.returncode, done.stderr) == (0, "")
     done = abrun("compare", *sources, "--primary", "mine:all:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 5 and "did not record mine" in done.stdout
+    (missing, *_) = reasons_of(tmp_path)
+    assert done.returncode == 5 and (missing.code, missing["metric"]) == (Code.METRIC_MISSING, "mine")
 
 
 def test_unequal_lengths(tmp_path, abrun):
@@ -134,9 +143,9 @@ def test_unequal_lengths(tmp_path, abrun):
     path = tmp_path / "runs/treatment/s1.csv"
     pd.read_csv(path).head(12).to_csv(path, index=False)
     done = abrun("compare", *sources, "--primary", "reward:steps 2-14:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 5 and "step grids differ: treatment/seed-1 ends at step 12, and" in done.stdout
+    assert done.returncode == 5 and reasons_of(tmp_path)[0].code is Code.STEPS_MISSING
     done = abrun("compare", *sources, "--primary", "reward:steps 2-10:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 0 and "compared on the 12 steps that all runs have (1-12)" in done.stdout
+    assert done.returncode == 0 and only(reasons_of(tmp_path), Code.GRIDS_DIFFER)["num_shared"] == 12
 
 
 def test_steps_recorded_twice(tmp_path, abrun):

@@ -11,16 +11,19 @@ from typer.testing import CliRunner, Result
 
 from abrun import cli
 from abrun.compare import add_to_ledger, compare_sources, freeze_arm
-from abrun.compare.judge.ledger import anchor_levels, drift_of, exceeded, ledger_sentence
+from abrun.compare.judge.ledger import anchor_levels, drift_of, exceeded, ledger_state
 from abrun.compare.read.experiment import Reference
 from abrun.compare.read.ledger import Ledger
 from abrun.compare.read.reference import load_reference
 from abrun.compare.read.sources import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.equivalence import welch_interval
-from abrun.errors import AbrunError, ComparisonError, StoreError
+from abrun.errors import AbrunError, StoreError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.store import file_lock, read_json
 from tests.bench.bench_ledger import beyond
+from tests.compare.reasons import refused
 from tests.compare.simulate import edit, write_experiment
 
 QUIET = {"noise": 0.001}
@@ -55,20 +58,21 @@ def typed(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, ["ledger", *arguments], catch_exceptions=False)
 
 
-def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, monkeypatch):
+def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, monkeypatch, snapshot):
     monkeypatch.setenv("COLUMNS", "200")
-    assert ledger_sentence(load_reference(reference)).endswith(
-        "no change since the anchor; drift spent 0 of 0.05"
-    )
+    empty = ledger_state(load_reference(reference))
+    assert (empty.code, empty["budget"]) == (Code.LEDGER_EMPTY, 0.05)
+    snapshot(sentence(empty))
     found = add(reference, changed(tmp_path, shift=0.004))
     one = ledger_of(found).entries[0]
     assert one.treatment == {"policy.logprobs.impl": ("logits", "chunked")} and one.seeds == [0, 1, 2, 3, 4]
     assert one.difference == pytest.approx(0.004, abs=0.002) and one.interval[0] < one.difference
     found = add(reference, changed(tmp_path, "second", SECOND, shift=0.004), tried=3)
-    sentence = ledger_sentence(found)
-    assert "2 changes, drift spent 0.0" in sentence and " of 0.05 (95 % bound by " in sentence
-    assert "jointly over 4 judged changes, 2 of them not accepted" in sentence
-    assert "by 5 pairs for 3 possible chains; jointly" in sentence
+    state = ledger_state(found)
+    assert (state.code, state["num_entries"], state["num_tried"]) == (Code.LEDGER, 2, 4)
+    assert (state["budget"], state["confidence"], state["num_chains"]) == (0.05, 0.95, 3)
+    assert state["direct_by"] == "5 pairs" and 0 < state["bound"] < 0.1
+    snapshot(sentence(state))
     said = typed(str(reference))
     assert (
         said.exit_code == 0
@@ -130,39 +134,47 @@ def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "words"),
+    ("scenario", "code", "values"),
     [
-        ({"shift": 0.1}, "got MISMATCH; a ledger takes matches"),
-        ({"noise": 0.03}, "got INCONCLUSIVE; a ledger takes matches"),
-        ({"steps": 60}, "steps: got 60; 40 in the anchor"),
-        ({"arms": SECOND}, "policy.logprobs.impl: got 'chunked'; 'logits' in the anchor"),
+        ({"shift": 0.1}, Code.LEDGER_TAKES_MATCHES, {"verdict": "MISMATCH"}),
+        ({"noise": 0.03}, Code.LEDGER_TAKES_MATCHES, {"verdict": "INCONCLUSIVE"}),
+        ({"steps": 60}, Code.BASELINE_NOT_THE_LINK, {"key": "steps", "value": "60", "expected": "40"}),
+        (
+            {"arms": SECOND},
+            Code.BASELINE_NOT_THE_LINK,
+            {"key": "policy.logprobs.impl", "value": "'chunked'", "expected": "'logits'"},
+        ),
         (
             {"compare": {"primary": [{"metric": "train/grad_norm", "margin": 0.5}]}},
-            "the ledger is of train/reward",
+            Code.LEDGER_OF_OTHER_CLAIM,
+            {"metric": "train/reward"},
         ),
         (
             {"compare": {"primary": [{"metric": "train/reward", "window": "all", "margin": 0.02}]}},
-            "steps 33-40",
+            Code.LEDGER_OF_OTHER_CLAIM,
+            {"first": 33, "last": 40},
         ),
     ],
 )
-def test_what_is_no_link_of_the_chain_is_refused_in_a_line(tmp_path, reference, scenario, words):
+def test_what_is_no_link_of_the_chain_is_refused_in_a_line(
+    tmp_path, reference, scenario, code, values, snapshot
+):
     before = reference.read_bytes()
-    with pytest.raises(ComparisonError) as refused:
+    with refused(code, **values) as error:
         add(reference, changed(tmp_path, **scenario))
-    assert words in str(refused.value) and "\n" not in str(refused.value)
+    snapshot(error.value)
     assert reference.read_bytes() == before
 
 
 def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_refused(tmp_path, reference):
     first = changed(tmp_path)
     add(reference, first)
-    with pytest.raises(ComparisonError, match="'logits'; 'chunked' in entry 1's treatment"):
+    with refused(Code.BASELINE_NOT_THE_LINK, link="entry 1's treatment"):
         add(reference, changed(tmp_path, "again", FIRST, shift=0.001))
     second = changed(tmp_path, "second", SECOND)
     add(reference, second)
     edit(second / "experiment.json", lambda content: content.update(compare_sha256="0" * 64))
-    with pytest.raises(ComparisonError, match="post hoc"):
+    with refused(Code.LEDGER_OF_POST_HOC, why=Code.COMPARISON_CHANGED()):
         add(reference, second)
     back = {"baseline": SECOND["other"], "back": SECOND["baseline"]}
     found = add(reference, changed(tmp_path, "back", back))  # a change may be taken back
@@ -172,7 +184,7 @@ def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_ref
     experiment, twice = changed(tmp_path, "same", same), tmp_path / "ref2.json"
     freeze_arm(load_experiment(experiment), "baseline", twice, budget="0.05")
     add(twice, experiment)
-    with pytest.raises(ComparisonError, match="is entry 1 already"):
+    with refused(Code.LEDGER_HAS_RUNS, entry=1):
         add(twice, experiment)
 
 
@@ -190,7 +202,7 @@ def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch):
     assert "not judged: package versions or devices" in " ".join(typed(str(reference)).output.split())
 
 
-def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference):
+def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference, snapshot):
     add(reference, changed(tmp_path))
     moved = changed(tmp_path, "second", SECOND)
     for run in moved.glob("*/seed-*"):
@@ -198,34 +210,38 @@ def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, 
         for row in rows:
             row["train/reward"] -= 0.1 * (row["step"] > 1)
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "something moved that is in no entry" in ledger_sentence(add(reference, moved))
+    state = ledger_state(add(reference, moved))
+    assert state["disagree"]
+    snapshot(sentence(state))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "entry"),
     [
         (
             lambda content: content["ledger"]["entries"][0].update(difference=0.0),
-            "entry 1 is not what was written",
+            Code.LEDGER_ENTRY_EDITED,
+            1,
         ),
         (
             lambda content: content["ledger"]["entries"][1].update(tried=1, seeds=[5, 6, 7, 8, 9]),
-            "entry 2 is not",
+            Code.LEDGER_ENTRY_EDITED,
+            2,
         ),
-        (lambda content: content["ledger"]["entries"].pop(0), "is not what entry 1 was added to"),
-        (lambda content: content["ledger"].update(budget=0.5), "is not what entry 1 was added to"),
-        (lambda content: content["runs"][0].update(seed=17), "is not what entry 1 was added to"),
-        (lambda content: content["ledger"]["entries"][0].update(levels=[1.0]), "5 seeds"),
+        (lambda content: content["ledger"]["entries"].pop(0), Code.LEDGER_LINK_EDITED, 1),
+        (lambda content: content["ledger"].update(budget=0.5), Code.LEDGER_LINK_EDITED, 1),
+        (lambda content: content["runs"][0].update(seed=17), Code.LEDGER_LINK_EDITED, 1),
+        (lambda content: content["ledger"]["entries"][0].update(levels=[1.0]), Code.LEDGER_NOT_READ, None),
     ],
 )
-def test_an_edit_is_seen(tmp_path, reference, change, words):
+def test_an_edit_is_seen(tmp_path, reference, change, code, entry, snapshot):
     add(reference, changed(tmp_path))
     add(reference, changed(tmp_path, "second", SECOND), tried=2)
     edit(reference, change)
     for read in (load_reference, lambda path: add(path, tmp_path / "first")):
-        with pytest.raises(ComparisonError) as refused:
+        with refused(code, **({"entry": entry} if entry else {})) as error:
             read(reference)
-        assert words in str(refused.value) and "\n" not in str(refused.value)
+        snapshot(error.value)
 
 
 def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, reference):
@@ -233,12 +249,12 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
     freeze_arm(load_experiment(tmp_path / "anchor"), "baseline", plain)
     assert load_reference(plain).ledger is None and "ledger" not in read_json(plain)
     for act in (lambda: add(plain, changed(tmp_path)), lambda: typed(str(plain))):
-        with pytest.raises(AbrunError, match="without a ledger; freeze one: abrun freeze SOURCE"):
+        with pytest.raises(AbrunError, match="without a ledger"):
             act()
     report = compare_sources(
         [str(tmp_path / "first")], Reading(), reference=plain, arm="baseline", formats=()
     )
-    assert not any("ledger" in note for note in report.content.notes)
+    assert not {Code.LEDGER, Code.LEDGER_EMPTY} & {note.code for note in report.content.notes}
 
 
 def test_compare_with_a_reference_shows_its_ledger(tmp_path, reference):
@@ -246,17 +262,17 @@ def test_compare_with_a_reference_shows_its_ledger(tmp_path, reference):
     found = compare_sources(
         [str(tmp_path / "first")], Reading(), reference=reference, arm="baseline", formats=()
     )
-    assert any("1 change, drift spent" in note for note in found.content.notes)
+    assert [note["num_entries"] for note in found.content.notes if note.code is Code.LEDGER] == [1]
 
 
 def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, reference):
     anchor = load_experiment(tmp_path / "anchor")
     freeze_arm(anchor, "baseline", reference, budget="0.04")  # no entry yet
     add(reference, changed(tmp_path))
-    with pytest.raises(ComparisonError, match=r"a ledger \(entries: 1\), which would be lost"):
+    with refused(Code.OUTPUT_HAS_LEDGER, num_entries=1):
         freeze_arm(anchor, "baseline", reference, budget="0.05")
     for budget in ("0", "-1", "nan", "much", "train/loss=0.1", ""):
-        with pytest.raises(ComparisonError, match="--budget: got "):
+        with refused(Code.BUDGET_REFUSED):
             freeze_arm(anchor, "baseline", tmp_path / "other.json", budget=budget)
 
 
@@ -311,5 +327,5 @@ def test_the_direct_bound_counts_the_tries_of_every_entry(tmp_path, reference):
     often = entry.model_copy(update={"tried": 1_000_000})
     hopeless = ledger_of(found).model_copy(update={"entries": (often,) * 60})
     assert drift_of(hopeless, anchor).by == "the chain"  # a level of no float at all
-    sentence = ledger_sentence(replace(found, ledger=hopeless))
-    assert "direct" not in sentence and "inf" not in sentence and "nan" not in sentence
+    state = ledger_state(replace(found, ledger=hopeless))
+    assert state["direct"] is None and np.isfinite([state["bound"], *state["chain"]]).all()

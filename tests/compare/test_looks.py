@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from abrun.api.launching import state_of_looks
+from abrun.reasons import Code
 from tests.compare.simulate import edit, edit_rows, fail
 
 LOOKS = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
@@ -38,13 +39,15 @@ def test_a_look_reads_the_first_pairs_while_the_others_run(simulated, judged):
     unfinished(experiment_dir, 3, 4)
     content = judged(experiment_dir).content
     assert content.verdict == "MATCH" and taken(content) == [(3, "MATCH"), (5, None)]
-    assert content.primaries[0].num_pairs == 3 and content.primaries[0].alpha == pytest.approx(
+    assert content.primaries[0].claim.num_pairs == 3 and content.primaries[0].claim.alpha == pytest.approx(
         0.0292, abs=2e-4
     )
-    assert "at 97.1 % confidence over 3 pairs" in content.reasons[0]
+    reason = content.reasons[0]
+    assert (reason.code, reason["over"]["pairs"]) == (Code.CLAIM_EQUIVALENT, 3)
+    assert reason["alpha"] == content.primaries[0].claim.alpha
     assert not content.post_hoc
-    low, high = content.primaries[0].interval
-    assert low < content.primaries[0].ci90[0] and high > content.primaries[0].ci90[1]
+    low, high = content.primaries[0].estimate.interval
+    assert low < content.primaries[0].estimate.ci90[0] and high > content.primaries[0].estimate.ci90[1]
 
 
 def test_pairs_to_come_do_not_hide_what_differs_at_step_one(simulated, judged):
@@ -53,14 +56,16 @@ def test_pairs_to_come_do_not_hide_what_differs_at_step_one(simulated, judged):
         edit_rows(experiment_dir / f"treatment/seed-{seed}", lambda row: row.update({"train/grad_norm": 9.0}))
     to_come(experiment_dir, 3, 4)
     content = judged(experiment_dir).content
-    assert content.verdict == "MISMATCH" and content.reasons[0].startswith("step one: train/grad_norm is ")
+    assert content.verdict == "MISMATCH" and content.reasons[0].code is Code.STEP_ONE_DIFFERS
+    assert content.reasons[0]["metric"] == "train/grad_norm"
 
 
 def test_before_the_first_look_there_is_none(simulated, judged):
     experiment_dir = simulated(compare=LOOKS)
     unfinished(experiment_dir, 2, 3, 4)
     content = judged(experiment_dir).content
-    assert content.verdict == "INVALID" and "baseline/seed-2 is not finished" in content.reasons[0]
+    assert content.verdict == "INVALID" and content.reasons[0].code is Code.RUN_NOT_FINISHED
+    assert content.reasons[0]["run"] == "baseline/seed-2"
 
 
 def test_the_first_look_that_decides_stands(simulated, judged):
@@ -78,21 +83,22 @@ def test_an_undecided_look_goes_on_to_the_next(simulated, judged):
     experiment_dir = simulated(compare=LOOKS, noise=0.02)
     content = judged(experiment_dir).content
     assert taken(content)[0] == (3, "INCONCLUSIVE")
-    assert content.primaries[0].num_pairs == 5
+    assert content.primaries[0].claim.num_pairs == 5
 
 
 def test_a_crash_after_the_match_still_counts(simulated, judged):
     experiment_dir = simulated(compare=LOOKS)
     fail(experiment_dir / "treatment/seed-4", after_steps=20)
     content = judged(experiment_dir).content
-    assert content.verdict == "MISMATCH" and "guard finished" in content.reasons[0]
+    assert content.verdict == "MISMATCH" and content.reasons[0]["guard"] == "finished"
 
 
 def test_pairs_added_without_looks_are_post_hoc(simulated, judged):
     experiment_dir = simulated()
     edit(experiment_dir / "experiment.json", lambda content: content.update(launched_pairs=3))
     content = judged(experiment_dir).content
-    assert content.post_hoc and "2 pairs were added after the launch" in content.reasons[-1]
+    assert content.post_hoc
+    assert content.reasons[-1] == Code.POST_HOC(why=Code.PAIRS_ADDED(num_pairs=2))
 
 
 def test_one_look_per_treatment(simulated, judged):
@@ -136,7 +142,8 @@ def test_a_missing_pair_does_not_let_a_later_one_take_its_place(simulated, judge
     experiment_dir = simulated(compare=LOOKS)
     shutil.rmtree(experiment_dir / "treatment/seed-1")
     content = judged(experiment_dir).content
-    assert content.verdict == "INVALID" and "treatment/seed-1 is not finished" in content.reasons[0]
+    assert content.verdict == "INVALID"
+    assert content.reasons[0] == Code.RUN_NOT_FINISHED(run="treatment/seed-1", status="missing")
 
 
 def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged):
@@ -146,7 +153,7 @@ def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged)
     assert first.alpha == pytest.approx(0.6 * last.alpha)
     assert first.alpha_difference == pytest.approx(0.6 * last.alpha_difference)
     assert first.alpha < equal.content.arms["treatment"].looks[0].alpha < last.alpha < 0.05
-    assert rising.content.primaries[0].alpha == first.alpha and not rising.content.post_hoc
+    assert rising.content.primaries[0].claim.alpha == first.alpha and not rising.content.post_hoc
 
 
 def test_pairs_after_the_look_that_decided_are_not_said_to_be_unfinished(simulated, judged):

@@ -59,14 +59,14 @@ def hostile_page():
     arms = ("baseline", HOSTILE[0])
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
-    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", text=HOSTILE[3])
+    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=uncoded(HOSTILE[3]))
     environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
     content = verdict(
         claims,
         experiment=HOSTILE[1],
-        reasons=HOSTILE,
-        notes=HOSTILE,
-        not_tested=HOSTILE,
+        reasons=[*map(uncoded, HOSTILE)],
+        notes=[*map(uncoded, HOSTILE)],
+        not_tested=[*map(uncoded, HOSTILE)],
         reference=HOSTILE[0],
         guards=[guard],
         environments=[environment],

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import compare
-from abrun.compare.judge.step_one import named_otherwise
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
 from abrun.compare.show.evidence import _spread, levels, spent_sentence
 from abrun.compare.show.next_step import next_steps
+from abrun.messages.validity import alias_hint
 from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
@@ -158,7 +158,7 @@ def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
     ],
 )
 def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
-    assert named_otherwise(recorded) == said
+    assert alias_hint(recorded) == said
 
 
 def test_what_is_open_has_saved_nothing():
@@ -215,7 +215,7 @@ def test_an_engine_that_differs_is_measured(simulated, judged, here):
 def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged, here):
     experiment_dir = simulated(noise=0.05)
     comparison = judged(experiment_dir)
-    needed = comparison.content.primaries[0].pairs_needed
+    needed = comparison.content.primaries[0].power.pairs_needed
     assert comparison.verdict == "INCONCLUSIVE" and needed
     (fresh, *_) = commands(comparison, experiment_dir)
     assert fresh == f"abrun launch runs/simulated --seeds 5-{4 + needed} --name simulated-fresh"

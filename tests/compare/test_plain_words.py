@@ -8,7 +8,10 @@ from abrun.cli.arguments import parse_seeds
 from abrun.compare import compare, with_options
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import RecipeError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Recipe, parse_primary
+from tests.compare.reasons import reason_of
 from tests.compare.simulate import RECIPE, edit, edit_rows
 
 TEN = {"seeds": list(range(10)), "controls": {"aa_reruns": 0}}
@@ -24,12 +27,14 @@ def kill(experiment_dir, num_seeds):
             )
 
 
-def test_half_of_a_baseline_that_did_not_climb_is_no_match(simulated, judged):
+def test_half_of_a_baseline_that_did_not_climb_is_no_match(simulated, judged, snapshot):
     experiment_dir = simulated(**TEN)
     kill(experiment_dir, 5)
     found = judged(experiment_dir)
     assert found.verdict == "INCONCLUSIVE"
-    assert "5 of 10 baseline seeds did not climb by more than the margin" in found.content.reasons[0]
+    dead = reason_of(found, Code.DEAD_SEEDS)
+    assert (dead["num"], dead["of"]) == (5, 10)
+    snapshot(sentence(dead))
 
 
 def test_fewer_that_did_not_climb_are_said(simulated, judged):
@@ -37,7 +42,7 @@ def test_fewer_that_did_not_climb_are_said(simulated, judged):
     kill(experiment_dir, 2)
     found = judged(experiment_dir)
     assert found.verdict == "MATCH"
-    assert "2 of 10 baseline seeds did not climb by more than the margin" in found.content.reasons[0]
+    assert reason_of(found, Code.SEEDS_NOT_CLIMBED) == Code.SEEDS_NOT_CLIMBED(num=2, of=10)
 
 
 def test_a_bound_of_zero_says_why(simulated, judged):
@@ -53,8 +58,8 @@ def test_a_bound_of_zero_says_why(simulated, judged):
             lambda row: row["step"] > 1 and row.update({"train/entropy": row["train/entropy"] * 1.01}),
         )
     found = judged(experiment_dir)
-    assert found.verdict == "MATCH" and found.content.primaries[0].certified_bound == 0
-    assert "the bound is 0 because the summaries of both arms are the same number" in found.content.reasons[0]
+    assert found.verdict == "MATCH" and found.content.primaries[0].estimate.certified_bound == 0
+    assert Code.BOUND_OF_ZERO(paired=True) in found.content.reasons[0]["warnings"]
 
 
 def test_margins_as_wide_as_the_level(simulated, judged):
@@ -62,9 +67,7 @@ def test_margins_as_wide_as_the_level(simulated, judged):
         parse_primary("train/reward:all:500%")
     claim = {"metric": "train/reward", "margin": 3, "climbs": False}
     found = judged(simulated(compare={"primary": [claim]}))
-    assert "the margin is wider than the baseline's level of 0.69: an arm at 0 would pass" in str(
-        found.content.reasons
-    )
+    assert reason_of(found, Code.MARGIN_WIDER_THAN_LEVEL)["level"] == pytest.approx(0.69, abs=0.005)
 
 
 def test_one_seed_is_refused_in_the_words_of_its_claim():

@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.compare.judge.planted import sensitivity
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.planted import in_short, rows, sentence, write_sensitivity
+from abrun.compare.show.planted import caught_sentence, in_short, rows, write_sensitivity
 from abrun.errors import RecipeError
 from abrun.launch.controls import with_faults_alone
 from abrun.plan import make_plan, pairs
+from abrun.reasons import Code
 from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recipe import Recipe
 from tests.compare.simulate import RECIPE, edit_rows, fail
+from tests.snapshot import Snapshot
 
 FAULTS: dict[str, Any] = {"aa_reruns": 1, "faults": ["misgrouped", {"name": "late_half_batch", "size": 0.25}]}
 LATE = "fault-late_half_batch-0.25"
@@ -68,7 +70,7 @@ def test_controls_that_cannot_be_are_refused(changes: dict[str, Any], said: str)
 
 
 def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
-    simulated: Callable[..., Path], judged: Callable[..., Any]
+    simulated: Callable[..., Path], judged: Callable[..., Any], snapshot: Snapshot
 ) -> None:
     directory = simulated(controls=FAULTS, shift={LATE: -0.2})
     content = judged(directory).content
@@ -78,21 +80,21 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     missed, caught = found.faults
     assert (missed.caught_by, missed.verdict, missed.step) == ("nothing", "MATCH", None)
     assert (caught.caught_by, caught.metric, caught.step) == ("claim", "train/reward", 40)
-    assert caught.reason.startswith("train/reward: differs")
+    assert (caught.reason.code, caught.reason["metric"]) == (Code.CLAIM_DIFFERS, "train/reward")
     assert (caught.size, caught.unit, caught.num_pairs) == (0.25, "of the rows", 5)
     said = "would have caught 1 of 2 planted faults (5 pairs of 40 steps); would have passed as a match: "
     said += "misgrouped (1 rows off)"
-    assert sentence(found, paired=True) == said and said in (directory / "report" / "report.md").read_text()
+    assert caught_sentence(found, paired=True) == said and said in (directory / "report" / "report.md").read_text()
     *first, figures, num_pairs = rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
-    assert re.fullmatch(
-        r"a smaller margin and more pairs, compare.step_one_tolerance below [\d.e-]+ \(train/\w+ deviates so "
-        r"far at step one, and in its reruns by [\d.e-]+\), a size above 1, more than 40 steps, or a claim "
-        r"where it shows: step one: loss and grad_norm",
-        missed.advice,
-    )
-    assert caught.advice is None and caught.figures.startswith("train/reward moves by -0.2")
+    advice = missed.advice
+    assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
+    assert advice["tolerance"]["deviation"] > advice["tolerance"]["aa_deviation"] >= 0
+    assert (advice["amount"], advice["num_steps"], advice["rounded_metric"]) == (1, 40, None)
+    snapshot(sentence(advice))
+    assert caught.advice is None and caught.figures.code == Code.MOVED_METRIC
+    assert caught.figures["difference"] == pytest.approx(-0.2, abs=0.05)
     plain = simulated()
     assert judged(plain).content.sensitivity is None
 
@@ -105,7 +107,7 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
     found = sensitivity(experiment)
     assert found is not None and [one.caught for one in found.faults] == [True, False]
     assert found.faults[1].verdict == "INCONCLUSIVE"
-    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(found, paired=True)
+    assert "; left open: late_half_batch (0.25 of the rows)" in caught_sentence(found, paired=True)
     lacks = {"value_unshifted": "needs algorithm.type: ppo"}
     path = write_sensitivity(found, lacks, tmp_path / "report", "mine", experiment.compare)
     page = path.read_text()
@@ -133,7 +135,7 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
     directory = simulated(controls=FAULTS)
     shutil.rmtree(directory / "fault-misgrouped/seed-0")
     found = judged(directory).content.sensitivity
-    assert sentence(found, paired=True).endswith(
+    assert caught_sentence(found, paired=True).endswith(
         "; would have passed as a match: late_half_batch (0.25 of the rows); not "
         "judged: misgrouped (1 rows off)"
     )
@@ -141,33 +143,41 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
     found = judged(directory).content.sensitivity
     said = "could judge none of 2 planted faults: fault-misgrouped/seed-0 is not finished (its directory is "
     assert (
-        sentence(found, paired=True).startswith(said)
+        caught_sentence(found, paired=True).startswith(said)
         and "0 of 0" not in (directory / "report/report.md").read_text()
     )
     assert in_short(load_experiment(directory), found) == "could judge none of 2"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "short"),
+    ("changes", "faults", "can_plant", "short"),
     [
         (
             {"arms": {"baseline": {}, "treatment": {"planted_fault": "misgrouped"}}},
-            "no fault was planted beside misgrouped in treatment (abrun sensitivity)",
+            ["misgrouped in treatment"],
+            True,
             "misgrouped in treatment; none as a control (controls.faults)",
         ),
         (
             {"planted_fault": "misgrouped"},
-            "no fault was planted beside misgrouped in baseline and treatment",
+            ["misgrouped in baseline and treatment"],
+            False,
             "misgrouped in baseline and treatment; none as a control",
         ),
-        ({}, "no fault was planted (abrun sensitivity)", "none planted (controls.faults)"),
+        ({}, [], True, "none planted (controls.faults)"),
     ],
 )
 def test_a_fault_that_is_part_of_an_arm_is_said(
-    simulated: Callable[..., Path], judged: Callable[..., Any], changes: dict[str, Any], said: str, short: str
+    simulated: Callable[..., Path],
+    judged: Callable[..., Any],
+    changes: dict[str, Any],
+    faults: list[str],
+    can_plant: bool,
+    short: str,
 ) -> None:
     directory = simulated(**changes)
-    assert f"what it would have caught: {said}" in judged(directory).content.not_tested
+    reason = Code.NO_FAULT_PLANTED(faults=faults, can_plant=can_plant)
+    assert reason in judged(directory).content.not_tested
     assert in_short(load_experiment(directory), None) == short
 
 
@@ -194,12 +204,12 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
 def test_controls_change_nothing_of_the_verdict(
     tmp_path: Path, simulated: Callable[..., Path], judged: Callable[..., Any]
 ) -> None:
-    without = judged(simulated(controls={"aa_reruns": 1})).as_json()
-    within = judged(simulated(controls=FAULTS, shift={LATE: -0.2})).as_json()
+    without = judged(simulated(controls={"aa_reruns": 1})).content
+    within = judged(simulated(controls=FAULTS, shift={LATE: -0.2})).content
     for key in ("reasons", "primaries", "guards", "step_one"):
-        assert within[key] == without[key], key
-    assert set(without["not_tested"]) - set(within["not_tested"]) == {
-        "what it would have caught: no fault was planted (abrun sensitivity)"
+        assert getattr(within, key) == getattr(without, key), key
+    assert set(without.not_tested) - set(within.not_tested) == {
+        Code.NO_FAULT_PLANTED(faults=[], can_plant=True)
     }
     runs = load_experiment(tmp_path / "simulated")
     assert len(runs.controls) == 10 and not set(runs.controls) & set(runs.runs)
@@ -233,17 +243,15 @@ def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
     found = sensitivity(load_experiment(directory))
     assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
     advice = found.faults[0].advice
-    assert advice is not None and advice.startswith(
-        "policy.dtype: float32, where rounding is no reason for train"
-    )
+    assert advice is not None and advice["rounded_metric"] == "train/token_mult_prob_error"
 
 
 def test_a_ulp_rerun_that_failed_is_said(simulated: Callable[..., Path], judged: Callable[..., Any]) -> None:
     directory = simulated(controls={"ulp_reruns": 1})
     fail(directory / "one-ulp/seed-0", after_steps=3)
     comparison = judged(directory)
-    said = "what one ULP grows into: one-ulp/seed-0 did not finish (exit code 1: CUDA out of memory)"
-    assert comparison.verdict == "MATCH" and any(said in one for one in comparison.content.not_tested)
+    unfinished = Code.ULP_RUN_NOT_FINISHED(run="one-ulp/seed-0", why="exit code 1: CUDA out of memory")
+    assert comparison.verdict == "MATCH" and unfinished in comparison.content.not_tested
 
 
 def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
@@ -274,7 +282,7 @@ def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
     mean = sum(ratios) / 3
     reach = 4.302653 * math.sqrt(sum((each - mean) ** 2 for each in ratios) / 2 / 3)
     assert grown["ci95"] == pytest.approx((math.exp(mean - reach), math.exp(mean + reach)), rel=1e-5)
-    assert [part[:2] for part in grown["by_steps"][:2]] == [(1, 2), (3, 4)] and len(grown["by_steps"]) == 20
+    assert [part[:2] for part in grown["by_steps"][:2]] == [[1, 2], [3, 4]] and len(grown["by_steps"]) == 20
     assert one["seed_spread"] == pytest.approx(sum(spread) / 40)
     assert one["share_of_seed_spread"] == pytest.approx(one["mean_difference"] / one["seed_spread"])
     assert "what one ULP grows into" in (directory / "report" / "report.md").read_text()

@@ -12,11 +12,14 @@ import pytest
 from abrun.compare import Comparison, compare_sources, freeze_arm
 from abrun.compare.read.claim_tests import MAX_TESTS, earlier_claim_tests
 from abrun.compare.read.sources import Reading, open_sources
-from abrun.errors import ComparisonError
 from abrun.looks import level_of_a_look, level_of_readings
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
 from abrun.recipe import parse_primary
 from tests.bench.bench_readings import repeated, windows_tried
+from tests.compare.reasons import refused
 from tests.compare.simulate import write_experiment
+from tests.snapshot import Snapshot
 
 STEPS = 60
 CLAIM = "reward:last 20%:0.03"
@@ -62,28 +65,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def repeats(comparison: Comparison) -> list[str]:
-    return [one for one in comparison.content.reasons if "these runs" in one and "post hoc" not in one]
+def repeats(comparison: Comparison) -> list[Reason]:
+    codes = (Code.READ_SEVERAL_TIMES, Code.SEVERAL_COMPARISONS)
+    return [reason for reason in comparison.content.reasons if reason.code in codes]
 
 
 # --- what the report says ---
 
 
-def test_pairs_added_to_runs_that_were_read_are_counted(here: Path) -> None:
+def test_pairs_added_to_runs_that_were_read_are_counted(here: Path, snapshot: Snapshot) -> None:
     write_runs(here / "r", range(3))
     first = compared()
     assert not repeats(first) and first.content.readings[0].num_pairs == [3]
     for num_pairs in (5, 7):
         write_runs(here / "r", range(num_pairs))
         last = compared()
-    (sentence,) = repeats(last)
-    assert sentence.startswith("these runs were read 3 times, at 3, 5 and 7 pairs: taking the first match")
+    (note,) = repeats(last)
+    assert note.code is Code.READ_SEVERAL_TIMES and note["num_pairs"] == [3, 5, 7]
+    snapshot(sentence(note))
     (counted,) = last.content.readings
     assert counted.num_pairs == [3, 5, 7] and counted.num_comparisons == 1
     assert counted.false_match == pytest.approx(0.103, abs=0.004)
     written = Path("old-vs-new-report/verdict.json").read_bytes()
     assert json.loads(written)["readings"][0]["num_pairs"] == [3, 5, 7]
-    assert repeats(compared()) == [sentence]  # the same command again is no other reading
+    assert repeats(compared()) == [note]  # the same command again is no other reading
     assert Path("old-vs-new-report/verdict.json").read_bytes() == written
 
 
@@ -96,12 +101,12 @@ def test_the_same_pairs_are_the_same_wherever_they_lie_and_whatever_the_metric_i
     assert [one.num_comparisons for one in moved.content.readings] == [2]
 
 
-def test_windows_and_margins_that_were_tried_are_counted(here: Path) -> None:
+def test_windows_and_margins_that_were_tried_are_counted(here: Path, snapshot: Snapshot) -> None:
     write_runs(here / "r", range(4))
     for last, margin in ((20, 0.03), (10, 0.03), (20, 0.04), (10, 0.03)):
         found = compared(claim=f"reward:last {last}%:{margin}")
-    (sentence,) = repeats(found)
-    assert sentence.startswith("3 comparisons of these runs with different claims or looks: the level holds")
+    assert repeats(found) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=3)]
+    snapshot(sentence(repeats(found)[0]))
     assert found.content.readings[0].false_match is None
 
 
@@ -174,12 +179,13 @@ def test_deleted_reports_are_forgotten_and_a_folder_of_choice_remembers(here: Pa
     assert not repeats(compared(output=output))
 
 
-def test_unpaired_runs_are_counted_too(here: Path) -> None:
+def test_unpaired_runs_are_counted_too(here: Path, snapshot: Snapshot) -> None:
     write_runs(here / "r", range(3))
     compared(unpaired=True)
     write_runs(here / "r", range(5))
-    (sentence,) = repeats(compared(unpaired=True))
-    assert "read 2 times, at 3 and 5 runs" in sentence
+    (note,) = repeats(compared(unpaired=True))
+    assert (note["num_pairs"], note["paired"]) == ([3, 5], False)
+    snapshot(sentence(note))
 
 
 # --- what to do next ---
@@ -190,7 +196,7 @@ def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Pa
     found = compared()
     assert found.verdict == "INCONCLUSIVE"
     fresh, stages = found.next_steps
-    needed = found.content.primaries[0].pairs_needed
+    needed = found.content.primaries[0].power.pairs_needed
     assert needed and f"{needed} pairs decide it" in fresh.text and "compare those alone" in fresh.text
     assert fresh.command.endswith(f"--seeds 4-{3 + needed}") and "again" not in fresh.text
     assert stages.command.startswith(f"{fresh.command} --looks ") and stages.command.endswith(f",{needed}")
@@ -201,7 +207,8 @@ def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Pa
 def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path) -> None:
     write_runs(here / "r", range(8), shift=0.05, noise=0.02)
     found = compared(claim="reward:last 20%:0.04")
-    assert "no number of pairs shows equivalence" in found.content.reasons[0]
+    power = found.content.reasons[0]["power"]
+    assert power["pairs_needed_observed"] is None
     step, fresh = found.next_steps
     assert "seeds" not in step.text and step.command == "abrun compare r/old r/new"
     assert "fresh seeds show a mismatch" in fresh.text and fresh.command.endswith("--seeds 8-15")
@@ -211,7 +218,8 @@ def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path
     arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}
     directory = write_experiment(here / "runs/one", arms=arms, shift=0.023, noise=0.008)
     found = compare_sources([str(directory)], Reading(), formats=("json",))
-    assert "no number of pairs shows equivalence" in found.content.reasons[0]
+    power = found.content.reasons[0]["power"]
+    assert power["pairs_needed_observed"] is None
     (step,) = found.next_steps
     assert step.text.startswith("No number of pairs shows this margin") and "abrun plan " in step.command
 
@@ -235,7 +243,7 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Path) -> None:
     write_runs(here / "r", range(3))
     first = compared(looks=(3, 5, 8))
-    assert first.content.primaries[0].alpha == level_of_a_look((3, 5, 8))
+    assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
     (step,) = first.next_steps
     assert step.text.endswith("train both arms on seeds 3,4")
     assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
@@ -243,25 +251,26 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     second = compared(looks=(3, 5, 8))
     assert not repeats(second) and second.content.spent is None
     assert [look.verdict is None for look in second.content.arms["new"].looks] == [False, False, True]
-    (others,) = repeats(compared(looks=(4, 5)))
-    assert others.startswith("2 comparisons of these runs")
+    assert repeats(compared(looks=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code"),
     [
-        ({"looks": (6, 8)}, "--looks: got 6,8 for 5 pairs, of which none is taken"),
-        ({"looks": (2, 4)}, "--looks: got 2,4 for 5 pairs; the last look takes all"),
-        ({"looks": (5,)}, "--looks: got 5; allowed: two or more numbers of pairs going up from 2"),
-        ({"looks": (5, 3)}, "--looks: got 5,3; allowed: two or more"),
-        ({"looks": (3, 5), "unpaired": True}, "for runs that are not paired"),
+        ({"looks": (6, 8)}, Code.LOOKS_TOO_LATE),
+        ({"looks": (2, 4)}, Code.LOOKS_TOO_EARLY),
+        ({"looks": (5,)}, Code.LOOKS_REFUSED),
+        ({"looks": (5, 3)}, Code.LOOKS_REFUSED),
+        ({"looks": (3, 5), "unpaired": True}, Code.LOOKS_UNPAIRED),
     ],
 )
-def test_looks_that_do_not_fit_the_runs_are_refused(here: Path, options: Any, words: str) -> None:
+def test_looks_that_do_not_fit_the_runs_are_refused(
+    here: Path, options: Any, code: Code, snapshot: Snapshot
+) -> None:
     write_runs(here / "r", range(5))
-    with pytest.raises(ComparisonError) as refused:
+    with refused(code) as error:
         compared(**options)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
+    snapshot(error.value)
 
 
 # --- the rates ---

@@ -17,7 +17,10 @@ from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.evidence import evidence
 from abrun.errors import ComparisonError, StoreError
 from abrun.layout import RunName
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Primary
+from tests.compare.reasons import only, refused
 from tests.compare.simulate import edit, edit_rows, write_experiment
 
 
@@ -39,13 +42,13 @@ def later(
 
 def test_the_same_runs_match(tmp_path, frozen):
     content = later(tmp_path, frozen)
-    assert content.verdict == "MATCH" and content.primaries[0].certified_bound == 0.0
+    assert content.verdict == "MATCH" and content.primaries[0].estimate.certified_bound == 0.0
     assert content.baseline == "reference" and content.reference == "simulated"
     assert not content.post_hoc  # the claims were frozen with the reference
     assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
 
 
-def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_path):
+def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_path, snapshot):
     freeze(load_experiment(simulated(compare={})), "baseline", tmp_path / "ref.json")
 
     def move(experiment_dir: Path) -> None:
@@ -53,8 +56,9 @@ def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_p
             edit_rows(directory, lambda row: row.update(step=row["step"] + 1000))
 
     content = later(tmp_path, tmp_path / "ref.json", change=move)
-    assert content.verdict == "INVALID" and "--alias" not in content.reasons[0]
-    assert "the runs share no step (reference/seed-0 and 4 more: " in content.reasons[0]
+    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_STEP
+    assert content.reasons[0]["grids"][0]["runs"][0] == "reference/seed-0"
+    snapshot(sentence(content.reasons[0]))
 
 
 def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simulated, tmp_path):
@@ -77,7 +81,7 @@ def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
     report = tmp_path / "report"
     comparison = compare_sources([arm], Reading(), reference=tmp_path / "ref.json", output=report, formats=())
     assert comparison.verdict == "MATCH" and comparison.content.num_pairs == 5
-    with pytest.raises(ComparisonError, match="a comparison needs two"):
+    with refused(Code.ONE_ARM_OF_RUNS):
         compare_sources([arm], Reading(), output=report)
 
 
@@ -91,17 +95,16 @@ def test_a_shift_is_a_mismatch(tmp_path, frozen):
 
     content = later(tmp_path, frozen, change=lower)
     assert content.verdict == "MISMATCH"
-    assert content.primaries[0].mean_difference == pytest.approx(-0.1)
+    assert content.primaries[0].estimate.mean_difference == pytest.approx(-0.1)
 
 
-def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen):
+def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen, snapshot):
     content = later(tmp_path, frozen, seeds=[1, 3, 4])
-    assert content.num_pairs == 3 and "seeds 0, 2 of the reference: without a later run" in content.not_tested
+    assert content.num_pairs == 3 and Code.REFERENCE_SEEDS_UNUSED(seeds=[0, 2]) in content.not_tested
     content = later(tmp_path / "other", frozen, seeds=[7, 8])
-    assert (
-        content.verdict == "INVALID"
-        and "no seed is in both reference (seeds 0, 1, 2, 3, 4)" in content.reasons[0]
-    )
+    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_SEED
+    assert content.reasons[0]["baseline_seeds"] == [0, 1, 2, 3, 4]
+    snapshot(sentence(content.reasons[0]))
 
 
 def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
@@ -121,22 +124,20 @@ def test_other_versions_are_what_is_tested(tmp_path, frozen):
     content = later(tmp_path, frozen, change=newer)
     assert content.verdict == "MATCH"
     assert content.arms["baseline"].treatment_diff == {"versions.torch": ["2.11.0", "2.12.0"]}
-    assert not content.step_one and any(
-        one.startswith("step one: the reference") for one in content.not_tested
-    )
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert not content.step_one and why == Code.FIRST_STEP_OTHER_REFERENCE()
 
 
-@pytest.mark.parametrize(
-    ("key", "reason"),
-    [("prompts_sha256", "prompt hash differs"), ("initial_weights_hash", "initial weights differ")],
-)
-def test_another_beginning_is_invalid(tmp_path, frozen, key, reason):
+@pytest.mark.parametrize("key", ["prompts_sha256", "initial_weights_hash"])
+def test_another_beginning_is_invalid(tmp_path, frozen, key, snapshot):
     def other(experiment_dir: Path) -> None:
         for path in experiment_dir.glob("*/*/environment.json"):
             edit(path, lambda content: content.update({key: "f" * 64}))
 
     content = later(tmp_path, frozen, change=other)
-    assert content.verdict == "INVALID" and reason in content.reasons[0]
+    reason = content.reasons[0]
+    assert content.verdict == "INVALID" and (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, key)
+    snapshot(sentence(reason))
 
 
 def test_another_configuration_is_listed(tmp_path, frozen):
@@ -144,18 +145,21 @@ def test_another_configuration_is_listed(tmp_path, frozen):
     assert content.arms["treatment"].treatment_diff == {"policy.logprobs.impl": ["logits", "chunked"]}
 
 
-def test_windows_are_those_of_the_reference(tmp_path, frozen):
-    assert later(tmp_path, frozen, steps=60).primaries[0].steps == (33, 40)
+def test_windows_are_those_of_the_reference(tmp_path, frozen, snapshot):
+    assert later(tmp_path, frozen, steps=60).primaries[0].claim.steps == (33, 40)
     content = later(tmp_path / "shorter", frozen, steps=36)
     assert content.verdict == "INVALID"
-    assert "of steps 33-40 of train/reward the reference holds 8, the later runs 4" in content.reasons[0]
+    assert content.reasons[0] == Code.REFERENCE_STEPS_DIFFER(
+        metric="train/reward", first=33, last=40, num_reference=8, num_later=4
+    )
+    snapshot(sentence(content.reasons[0]))
 
 
 def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
     freeze(load_experiment(write_experiment(tmp_path / "long", steps=200)), "baseline", tmp_path / "ref.json")
     found = later(tmp_path, tmp_path / "ref.json", steps=200)
-    assert found.verdict == "MATCH" and found.primaries[0].steps == (161, 200)
-    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].steps == (161, 200)
+    assert found.verdict == "MATCH" and found.primaries[0].claim.steps == (161, 200)
+    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].claim.steps == (161, 200)
     assert later(tmp_path / "shorter", tmp_path / "ref.json", steps=180).verdict == "INVALID"
 
 
@@ -203,9 +207,11 @@ def test_margins_in_its_sigma(tmp_path, simulated):
     windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
     content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
     lower_bound = np.std(windows, ddof=1) * np.sqrt(4 / chi2.ppf(0.95, 4))
-    assert content.primaries[0].margin == pytest.approx(2 * lower_bound, rel=5e-3)  # three digits are kept
-    assert (content.primaries[0].test, content.primaries[0].margin_unit) == ("paired TOST", "")
-    assert reference.compare.primary[0].margin == content.primaries[0].margin
+    assert content.primaries[0].claim.margin == pytest.approx(
+        2 * lower_bound, rel=5e-3
+    )  # three digits are kept
+    assert (content.primaries[0].claim.test, content.primaries[0].claim.margin_unit) == ("paired TOST", "")
+    assert reference.compare.primary[0].margin == content.primaries[0].claim.margin
 
 
 def reference_of(run: str) -> str:
@@ -214,31 +220,30 @@ def reference_of(run: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("{}", "got schema_version null; a reference of version 1"),
-        ('{"schema_version": 1, "runs": [{}]}', "not a reference: 'compare'"),
-        ("\x00\x01", "not readable as JSON"),
-        ('{"schema_version": 1, "runs": [], "recipe": {}}', "got an experiment's own file; .* abrun freeze "),
-        (reference_of('"seed": 0, "rerun": 0, "metrics": []'), "not a reference: 'list' object has no"),
-        (reference_of('"seed": "0", "rerun": 0, "metrics": {}'), "got seed '0', rerun 0; both are whole"),
-        (
-            reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
-            "'x': steps that go up, and a value for each, are expected",
-        ),
+        "{}",
+        '{"schema_version": 1, "runs": [{}]}',
+        "\x00\x01",
+        '{"schema_version": 1, "runs": [], "recipe": {}}',
+        reference_of('"seed": 0, "rerun": 0, "metrics": []'),
+        reference_of('"seed": "0", "rerun": 0, "metrics": {}'),
+        reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
     ],
+    ids=["empty", "no claims", "binary", "experiment", "metrics", "seed", "values"],
 )
-def test_other_files_are_refused_in_one_line(tmp_path, content, message):
+def test_other_files_are_refused_in_one_line(tmp_path, content, snapshot):
     (tmp_path / "ref.json").write_text(content)
-    with pytest.raises((ComparisonError, StoreError), match=message):
+    with pytest.raises((ComparisonError, StoreError)) as caught:
         load_reference(tmp_path / "ref.json")
+    snapshot(caught.value)
 
 
 def test_files_that_are_not_there_or_cannot_be(simulated, tmp_path):
-    with pytest.raises(ComparisonError, match="no such file; abrun freeze makes one"):
+    with refused(Code.NO_REFERENCE_FILE, path=str(tmp_path / "ref.json")):
         load_reference(tmp_path / "ref.json")
     (tmp_path / "file").touch()
-    with pytest.raises(ComparisonError, match=r"--output: .* cannot be written"):
+    with refused(Code.REFERENCE_NOT_WRITTEN):
         freeze(load_experiment(simulated()), "baseline", tmp_path / "file" / "ref.json")
 
 
@@ -246,7 +251,8 @@ def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
     source, script = str(simulated()), tmp_path / "train.py"
     script.write_text("print()")
     done = CliRunner().invoke(app, ["freeze", source, "-o", str(script)])
-    assert "exists and is no reference that abrun reads; choose another file" in str(done.exception)
+    assert isinstance(done.exception, ComparisonError)
+    assert done.exception.code is Code.OUTPUT_NOT_A_REFERENCE
     assert script.read_text() == "print()"
     for said in (0, 1):
         done = CliRunner().invoke(app, ["freeze", source, "-o", str(tmp_path / "ref.json")])
@@ -255,7 +261,7 @@ def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
 
 def test_one_seed_is_no_ensemble(tmp_path):
     experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
-    with pytest.raises(ComparisonError, match="arm baseline has 1 seed; a reference needs"):
+    with refused(Code.REFERENCE_NEEDS_SEEDS, arm="baseline", num_seeds=1):
         freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
 
 
@@ -263,7 +269,7 @@ def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
     experiment_dir = simulated(shift={"treatment": -0.1})
     reference, where = tmp_path / "fused.json", [str(experiment_dir)]
     freeze(load_experiment(experiment_dir), "baseline", reference)
-    with pytest.raises(ComparisonError, match=r"add --arm ARM, one of baseline, treatment$"):
+    with refused(Code.REFERENCE_NEEDS_ARM, arms=["baseline", "treatment"]):
         compare_sources(where, Reading(), reference=reference, formats=())
     for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
         comparison = compare_sources(where, Reading(), reference=reference, arm=arm, formats=("json",))
@@ -283,14 +289,14 @@ def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
 
     content = against({"metric": "train/reward", "margin": 0.2}, "absolute")
     claim = content.primaries[0]
-    assert claim.test == "control variate TOST" and claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
-    assert "3 pairs and 7 more seeds of the reference (control variate), this recipe" in content.reasons[0]
-    assert claim.freedom is not None and 2 <= claim.freedom <= 2.5
-    assert claim.mean_difference != pytest.approx(np.mean(claim.differences), rel=1e-3)
+    assert claim.claim.test == "control variate TOST" and claim.claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
+    assert content.reasons[0]["over"]["unused_seeds"] == 7
+    assert claim.estimate.freedom is not None and 2 <= claim.estimate.freedom <= 2.5
+    assert claim.estimate.mean_difference != pytest.approx(np.mean(claim.estimate.differences), rel=1e-3)
     content = against({"metric": "train/reward", "margin": "20%"}, "relative")
     claim = content.primaries[0]
-    assert claim.test == "paired TOST" and claim.unused_seeds == ()
-    assert claim.mean_difference == pytest.approx(np.mean(claim.differences))
+    assert claim.claim.test == "paired TOST" and claim.claim.unused_seeds == ()
+    assert claim.estimate.mean_difference == pytest.approx(np.mean(claim.estimate.differences))
 
 
 def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Path) -> None:
@@ -302,11 +308,13 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Pa
     content = later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario)
     lines = [text for _, text in evidence(content)]
     (claim,) = content.primaries
-    assert claim.treatment_mean is not None and claim.baseline_mean is not None
-    of_pairs = claim.treatment_mean - claim.baseline_mean
-    assert claim.unused_seeds == (4, 5) and f"{of_pairs:+.3g}" != f"{claim.mean_difference:+.3g}"
+    estimate = claim.estimate
+    assert estimate.treatment_mean is not None and estimate.baseline_mean is not None
+    of_pairs = estimate.treatment_mean - estimate.baseline_mean
+    assert claim.claim.unused_seeds == (4, 5)
+    assert f"{of_pairs:+.3g}" != f"{estimate.mean_difference:+.3g}"
     (levels,) = [line for line in lines if "paired difference" in line]
-    estimated = f"{claim.mean_difference:+.3g} ["
+    estimated = f"{claim.estimate.mean_difference:+.3g} ["
     assert f"paired difference {of_pairs:+.3g}, with the reference's other seeds {estimated}" in levels
     (shared,) = [line for line in lines if "steps shared" in line]
     assert "of 200 steps shared (a reference keeps every step of its claims' windows, and fewer out" in shared

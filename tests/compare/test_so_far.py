@@ -29,10 +29,12 @@ def test_it_says_what_a_verdict_over_those_pairs_alone_would_have_found(
     alone = write_experiment(tmp_path / "alone", shift=shift, noise=0.006, seeds=[0, 1, 2], controls={})
     leave(partial, 0, 1, 2)
     (claim,) = compare(load_experiment(alone), output=tmp_path / "out", formats=[]).content.primaries
-    assert claim.interval and claim.mean_difference is not None and claim.num_pairs == 3
-    low, high = claim.interval
+    assert (
+        claim.estimate.interval and claim.estimate.mean_difference is not None and claim.claim.num_pairs == 3
+    )
+    (low, high), difference = claim.estimate.interval, claim.estimate.mean_difference
     assert so_far(partial) == [
-        f"train/reward: 3 of 5 pairs so far, difference {claim.mean_difference:+.3g} [{low:.3g}, {high:.3g}] "
+        f"train/reward: 3 of 5 pairs so far, difference {difference:+.3g} [{low:.3g}, {high:.3g}] "
         f"(90 %), margin ±0.02: {place}"
     ]
 

@@ -17,9 +17,13 @@ from abrun.compare.read.sources import Reading, open_sources
 from abrun.errors import ComparisonError
 from abrun.logs import Log
 from abrun.logs.starts import join_starts, without_moments
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Compare, parse_primary
 from abrun.series import by_step
+from tests.compare.reasons import only, refused
 from tests.logs.layouts import rows, write_csv, write_jsonl
+from tests.snapshot import Snapshot
 
 CLAIM = "train/reward:last 20%:0.05"
 SEEDS = (1, 2, 3)
@@ -64,13 +68,15 @@ def test_starts_whose_steps_go_on_are_one_run() -> None:
     assert run.guesses == ("new/seed-2: 2 starts of one run, whose steps go on (1-33, 31-60)",)
 
 
-def test_an_interrupted_start_that_is_repeated_is_left_out() -> None:
+def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -> None:
     first, whole = log("s2", 1, 33, status="failed"), log("s2", 1, 60, status="finished")
     run = join_starts([first, whole], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60
-    assert run.left_out == (
-        "left out as an interrupted start: s2@1-33 (new/seed-2, steps 1-33), which s2@1-60 repeats",
+    (left_out,) = run.left_out
+    assert left_out == Code.START_LEFT_OUT(
+        place="s2@1-33", run="new/seed-2", first=1, last=33, repeated_by="s2@1-60"
     )
+    snapshot(sentence(left_out))
     third = log("s2", 1, 20, status="failed")
     run = join_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60 and len(run.left_out) == 1
@@ -105,8 +111,9 @@ def test_a_run_that_was_begun_over_in_another_folder(tmp_path: Path) -> None:
     write_csv(tmp_path / "new/seed2/20261123-2300/m.csv", rows("new", 2)[:25])
     found = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report")
     assert found.verdict == "MATCH" and found.content.num_pairs == 3
-    line = next(reason for reason in found.content.reasons if "interrupted start" in reason)
-    assert "(new/seed-2, steps 1-25)" in line and line in found.content.not_tested
+    left_out = only(found.content.reasons, Code.START_LEFT_OUT)
+    assert (left_out["run"], left_out["first"], left_out["last"]) == ("new/seed-2", 1, 25)
+    assert left_out in found.content.not_tested
     assert "interrupted start" in (tmp_path / "report/report.md").read_text()
 
 
@@ -114,7 +121,7 @@ def test_a_run_that_was_begun_over_in_another_folder(tmp_path: Path) -> None:
 
 
 def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_left_out(
-    tmp_path: Path,
+    tmp_path: Path, snapshot: Snapshot
 ) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
     write_csv(tmp_path / "new/s2.csv", rows("new", 2)[:25])
@@ -123,25 +130,27 @@ def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_le
     with pytest.raises(ComparisonError, match=r"new/seed-2: got two runs of that name.*--exclude"):
         judged(sources, tmp_path / "report")
     found = judged(sources, tmp_path / "report", seeds=(1, 3))
-    said = "left out by --seeds: seed 2 (new/seed-2 ends at step 25 of 60)"
+    left_out = Code.SEEDS_LEFT_OUT(seeds=[2], broken=["new/seed-2 ends at step 25 of 60"])
     assert found.verdict == "MATCH" and found.content.num_pairs == 2
-    assert said in found.content.reasons and found.content.not_tested[0] == said
-    assert said in found.as_json()["reasons"]
+    assert left_out in found.content.reasons and found.content.not_tested[0] == left_out
+    assert sentence(left_out) in found.as_json()["reasons"]
+    snapshot(sentence(left_out))
 
 
-def test_an_excluded_run_takes_its_pair_with_it(tmp_path: Path) -> None:
+def test_an_excluded_run_takes_its_pair_with_it(tmp_path: Path, snapshot: Snapshot) -> None:
     write_arms(tmp_path, old="runs/old-s{seed}.csv", new="runs/new-s{seed}.csv")
     write_csv(tmp_path / "runs/new-s2.csv", rows("new", 2)[:25])
-    said = "left out by --exclude: new/seed-2 ends at step 25 of 60, and with them old/seed-2"
+    said = Code.EXCLUDED(runs=["new/seed-2 ends at step 25 of 60"], partners=["old/seed-2"])
     found = judged([tmp_path / "runs"], tmp_path / "report", exclude=("new/seed-2",))
     assert found.verdict == "MATCH" and found.content.num_pairs == 2 and said in found.content.reasons
     by_log = judged([tmp_path / "runs"], tmp_path / "report", exclude=("*-s2.csv",))
-    assert by_log.verdict == "MATCH" and "new-s2.csv ends at step 25 of 60" in by_log.content.reasons[1]
-    with pytest.raises(
-        ComparisonError, match="got 'new/seed-7', which no run matches; there are 'new/seed-1'"
-    ):
+    excluded = only(by_log.content.reasons, Code.EXCLUDED)
+    assert by_log.verdict == "MATCH" and "new-s2.csv ends at step 25 of 60" in excluded["runs"]
+    snapshot(sentence(said))
+    with refused(Code.EXCLUDES_NOTHING, pattern="new/seed-7") as error:
         judged([tmp_path / "runs"], tmp_path / "report", exclude=("new/seed-7",))
-    with pytest.raises(ComparisonError, match="leaves no run to compare"):
+    snapshot(error.value)
+    with refused(Code.ALL_EXCLUDED):
         judged([tmp_path / "runs"], tmp_path / "report", exclude=("*/*",))
 
 
@@ -175,7 +184,9 @@ def test_steps_that_are_counted_again(steps: list[int], recounted: int) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_step_one_is_not_read_of_a_counter_that_begins_anew(tmp_path: Path, suffix: str) -> None:
+def test_step_one_is_not_read_of_a_counter_that_begins_anew(
+    tmp_path: Path, suffix: str, snapshot: Snapshot
+) -> None:
     for arm in ("old", "new"):
         for seed in SEEDS:
             twice = [{**row, "step": (row["step"] - 1) % 30 + 1} for row in rows(arm, seed)]
@@ -183,10 +194,11 @@ def test_step_one_is_not_read_of_a_counter_that_begins_anew(tmp_path: Path, suff
             write(tmp_path / f"{arm}/s{seed}.{suffix}", twice)
     sources = [tmp_path / "old", tmp_path / "new"]
     found = judged(sources, tmp_path / "report")
-    line = next(reason for reason in found.content.reasons if "begins anew" in reason)
-    assert "in old/seed-1 and 5 more (30 of 30 steps are there twice)" in line
-    assert found.content.step_one == [] and line in found.content.not_tested
-    assert any(text.startswith("step one: the step counters begin anew") for text in found.content.not_tested)
+    restarted = only(found.content.reasons, Code.COUNTER_RESTARTED)
+    assert (len(restarted["runs"]), restarted["num_repeated"], restarted["num_steps"]) == (6, 30, 30)
+    assert found.content.step_one == [] and restarted in found.content.not_tested
+    assert Code.STEP_ONE_NOT_READ(why=Code.FIRST_STEP_COUNTED_ANEW()) in found.content.not_tested
+    snapshot(sentence(restarted))
 
 
 def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> None:
@@ -195,7 +207,8 @@ def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> 
     write_csv(tmp_path / "new/s2.csv", again)
     found = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report")
     assert {one.num_pairs for one in found.content.step_one} == {2}
-    assert any("begins anew in new/seed-2 (30 of 60" in reason for reason in found.content.reasons)
+    restarted = Code.COUNTER_RESTARTED(runs=["new/seed-2"], num_repeated=30, num_steps=60)
+    assert restarted in found.content.reasons
 
 
 # --- dates name no arm ---
@@ -224,10 +237,11 @@ def test_moments_in_names(name: str, expected: str) -> None:
     "layout",
     ["seed{seed}/runs/Nov2{seed}_10-00-0{seed}_vm/m.csv", "2026-11-2{seed}/10-00-00/seed={seed}/m.csv"],
 )
-def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
+def test_one_folder_of_one_arm(tmp_path: Path, layout: str, snapshot: Snapshot) -> None:
     write_arms(tmp_path / "trl", old=layout)
-    with pytest.raises(ComparisonError, match="trl holds one arm of 3 seeds; give the other arm's folder"):
+    with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3) as error:
         judged([tmp_path / "trl"], tmp_path / "report")
+    snapshot(error.value)
     experiment = open_sources([str(tmp_path / "trl")], Reading(alone=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 
@@ -243,12 +257,13 @@ def test_unix_times_are_no_seeds(tmp_path: Path, layout: str) -> None:
     assert not found.content.paired and arms == {"old", "new"}
 
 
-def test_a_source_of_several_arms_is_not_one(tmp_path: Path) -> None:
+def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot) -> None:
     write_arms(tmp_path, old="both/a-s{seed}.csv", new="both/b-s{seed}.csv")
     write_arms(tmp_path, new="other/s{seed}.csv")
-    with pytest.raises(ComparisonError, match=r"both holds the runs of several arms \('a', 'b'\)") as error:
+    with refused(Code.SOURCE_OF_ARMS_AND_SEEDS, arms="'a', 'b'") as error:
         compare_sources([str(tmp_path / "both"), str(tmp_path / "other")], Reading(), output=tmp_path / "x")
     pattern = shlex.split(str(error.value).partition("--exclude ")[2])[0].rstrip(",")
+    snapshot(error.value)
     found = judged([tmp_path / "both", tmp_path / "other"], tmp_path / "report", exclude=(pattern,))
     assert found.content.num_pairs == 3
 
@@ -290,9 +305,12 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
     assert found.verdict == "MATCH" and found.content.arms["new"].treatment_diff == {
         "versions.trl": ["0.13", "0.14"]
     }
-    assert "step one: the arms ran other package versions" in found.content.not_tested
+    assert Code.STEP_ONE_NOT_READ(why=Code.FIRST_STEP_OTHER_VERSIONS()) in found.content.not_tested
     within = run(versions_differ=True, odd="0.15")
-    assert within.verdict == "INVALID" and "new/seed-1 and new/seed-2" in within.content.reasons[0]
+    assert within.verdict == "INVALID"
+    assert within.content.reasons[0] == Code.ENVIRONMENT_DIFFERS(
+        key="versions", baseline="new/seed-1", run="new/seed-2", values={"trl": ["0.14", "0.15"]}
+    )
     assert "--versions-differ" not in run(versions_differ=False, odd="0.15").next_steps[0].command
 
 
@@ -303,9 +321,10 @@ def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
         path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
     sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
     content = compare_sources(sources, Reading(), output=tmp_path / "out", formats=("json",)).content
-    again = "3 points were recorded again at the same step; the last counts"
-    assert content.notes == [f"new/seed-1, new/seed-2, new/seed-3: {again}"]
-    assert [one.split(":")[0] for one in content.reasons if "no verdict" in one] == ["no verdict"]
+    note = only(content.notes, Code.NOTE_OF_RUNS)
+    assert content.notes == [note] and note["runs"] == ["new/seed-1", "new/seed-2", "new/seed-3"]
+    assert "3 points" in note["note"]
+    assert only(content.reasons, Code.NO_CLAIM)
 
 
 def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
@@ -363,4 +382,5 @@ def test_one_run_read_from_two_logs_is_a_copy(tmp_path: Path) -> None:
         write_csv(tmp_path / f"new/seed-{seed}.csv", whole[: 58 + seed])
     comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
     assert comparison.verdict == "INVALID"
-    assert any("new/seed-1 is a copy of old/seed-1" in reason for reason in comparison.content.reasons)
+    copied = Code.RUN_COPIED(run="new/seed-1", original="old/seed-1")
+    assert copied in comparison.content.reasons

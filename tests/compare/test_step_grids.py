@@ -11,9 +11,12 @@ from abrun.compare.judge.grids import lacking
 from abrun.compare.judge.verdict import Verdict
 from abrun.compare.read.experiment import RecordedRun
 from abrun.layout import RunName
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.series import Series
 from tests.compare.test_anything import described
 from tests.logs.layouts import Rows, rows, write_events, write_jsonl
+from tests.snapshot import Snapshot
 
 Change = Callable[[str, Rows], Rows]
 CLAIM = "train/reward:last 20%:0.05"
@@ -50,7 +53,7 @@ def test_metrics_on_another_axis_move_no_window(tmp_path: Path) -> None:
     assert plain.content.primaries == watched.content.primaries
     assert watched.arms[0].coverage == plain.arms[0].coverage
     shown = described(arms(tmp_path / "shown", monitored, worse=0.1), tmp_path / "c").content.descriptions
-    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.primaries[0].steps
+    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.primaries[0].claim.steps
     assert {one.metric: one.steps for one in shown}["ray/gpu_util"] == (3200, 3990)
 
 
@@ -74,42 +77,52 @@ def test_tags_over_samples_have_windows_of_their_own(tmp_path: Path) -> None:
         assert by_metric[metric].difference == pytest.approx(0.3, abs=0.02)
 
 
+def grid(first: int, last: int, every: int = 1) -> dict[str, int]:
+    return {"first": first, "last": last, "every": every}
+
+
 @pytest.mark.parametrize(
-    ("change", "window", "steps", "note"),
+    ("change", "window", "steps", "values"),
     [
         (
             every(10, 5),
             "last 20%",
             (50, 60),
-            "(old 5-60 every 5, new 10-60 every 10); compared on the 6 steps",
+            {"grids": {"old": grid(5, 60, 5), "new": grid(10, 60, 10)}, "averaged": True, "num_shared": 6},
         ),
         (
             lambda arm, found: found if arm == "old" else found[:45],
             "steps 30-45",
             (30, 45),
-            "(old 1-60, new 1-45); compared on the 45 steps",
+            {"grids": {"old": grid(1, 60), "new": grid(1, 45)}, "averaged": False, "num_shared": 45},
         ),
         (
             lambda arm, found: found if arm == "new" else found[:59],
             "last 20%",
             (49, 59),
-            "(old 1-59, new 1-60); compared on the 59 steps",
+            {"grids": {"old": grid(1, 59), "new": grid(1, 60)}, "averaged": False, "num_shared": 59},
         ),
         (
             lambda arm, found: [{**row, "step": row["step"] - (arm == "old")} for row in found],
             "last 20%",
             (48, 59),
-            "the counters differ by one: old counts 0-59, new 1-60",
+            {"grids": {"old": grid(0, 59), "new": grid(1, 60)}, "late": "new", "num_shared": 59},
         ),
     ],
 )
 def test_runs_are_compared_on_the_steps_that_all_have(
-    tmp_path: Path, change: Change, window: str, steps: tuple[int, int], note: str
+    tmp_path: Path,
+    change: Change,
+    window: str,
+    steps: tuple[int, int],
+    values: dict[str, Any],
+    snapshot: Snapshot,
 ) -> None:
     found = described(arms(tmp_path, change), tmp_path / "out", f"train/reward:{window}:0.05")
-    assert found.verdict == "MATCH" and found.content.primaries[0].steps == steps
-    (line,) = [one for one in found.content.reasons if "compared on" in one]
-    assert note in line
+    assert found.verdict == "MATCH" and found.content.primaries[0].claim.steps == steps
+    (note,) = [one for one in found.content.reasons if one.code in (Code.GRIDS_DIFFER, Code.COUNTERS_DIFFER)]
+    assert {name: note[name] for name in values} == values
+    snapshot(sentence(note))
     worse = described(arms(tmp_path, change, worse=0.2), tmp_path / "out", f"train/reward:{window}:0.05")
     assert worse.verdict == "MISMATCH"
 
@@ -119,32 +132,42 @@ def without(*steps: int) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "following"),
+    ("change", "code", "values", "following"),
     [
         (
             without(55),
-            "new/seed-0 lacks 1 of the 12 steps 49-60 of train/reward (step 55 is the first)",
+            Code.STEPS_MISSING,
+            {"num_missing": 1, "num_expected": 12, "first": 49, "last": 60, "step": 55},
             None,
         ),
         (
             lambda arm, found: found if arm == "old" else found[:45],
-            "new/seed-0 ends at step 45, and train/reward is compared over steps 49-60; 2 more runs likewise",
+            Code.STEPS_MISSING,
+            {"runs": ["new/seed-0", "new/seed-1", "new/seed-2"], "run_ends": 45, "step": 49},
             "train/reward:steps 37-45:0.05",
         ),
         (
             lambda arm, found: [row for row in found if row["step"] % (5 if arm == "old" else 7) == 0],
-            "of train/reward the runs share 0 of the steps 50-60",
+            Code.FEW_SHARED_STEPS,
+            {"metric": "train/reward", "num_shared": 0, "first": 50, "last": 60},
             None,
         ),
     ],
 )
 def test_a_window_that_a_run_lacks_is_invalid_and_another_is_proposed(
-    tmp_path: Path, change: Change, reason: str, following: str | None
+    tmp_path: Path,
+    change: Change,
+    code: Code,
+    values: dict[str, Any],
+    following: str | None,
+    snapshot: Snapshot,
 ) -> None:
     found = described(arms(tmp_path, change), tmp_path / "out", CLAIM)
     verdict: Verdict = "INVALID"
-    assert found.verdict == verdict and reason in found.content.reasons[0]
-    assert len([one for one in found.content.reasons if "step grids" in one]) == 1
+    assert found.verdict == verdict and [one.code for one in found.content.reasons][:1] == [code]
+    reason = found.content.reasons[0]
+    assert {name: reason[name] for name in values} == values
+    snapshot(sentence(reason))
     commands = [step.command for step in found.next_steps]
     if following:
         assert following in commands[0]
@@ -156,7 +179,9 @@ def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
     path = tmp_path / "new/seed-2.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:25]))
     found = described(sources, tmp_path / "out", CLAIM)
-    assert found.verdict == "INVALID" and "new/seed-2 ends at step 25" in found.content.reasons[0]
+    reason = found.content.reasons[0]
+    assert found.verdict == "INVALID" and reason.code is Code.STEPS_MISSING
+    assert (reason["runs"], reason["run_ends"]) == (["new/seed-2"], 25)
     assert any("--seeds 0,1,3" in step.command for step in found.next_steps)
     assert described(sources, tmp_path / "out", CLAIM, seeds=[0, 1, 3]).verdict == "MATCH"
 
@@ -164,7 +189,7 @@ def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
 def test_a_ratio_is_taken_over_the_shared_steps(tmp_path: Path) -> None:
     found = described(arms(tmp_path, every(10, 5)), tmp_path / "out", "train/reward:last 20%:<1.05x")
     (claim,) = found.content.primaries
-    assert claim.result == "holds" and claim.limited == pytest.approx(1.0, abs=0.03)
+    assert claim.result == "holds" and claim.estimate.limited == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize("difference", [0.0, 0.2])

@@ -68,7 +68,7 @@ def test_the_report_and_the_plan_name_the_share(simulated, judged):
         compare={"primary": [{"metric": "train/reward", "margin": 0.02}]},
     )
     comparison = judged(experiment_dir)
-    noise = comparison.content.primaries[0].step_noise
+    noise = comparison.content.primaries[0].estimate.step_noise
     assert (
         noise
         and noise.share > 0.5
@@ -81,4 +81,4 @@ def test_the_report_and_the_plan_name_the_share(simulated, judged):
     console.print(plan_report("next", earlier.compare, 8, earlier=earlier))
     assert sentence in console.export_text()
     seeds_alone = judged(simulated(seeds=[*range(8)], noise=0.05, steps=100)).content.primaries[0]
-    assert seeds_alone.step_noise is None
+    assert seeds_alone.estimate.step_noise is None

@@ -9,6 +9,9 @@ from abrun.compare.read.experiment import stack
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.messages import sentence
+from abrun.reasons import Code
+from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, write, write_rows
 
 BASELINE = RunName(arm="baseline", seed=0)
@@ -31,12 +34,13 @@ def test_nan_is_a_value_and_absence_is_not(simulated):
     assert series.at(4) is None and series.at(5) is None and len(series) == 38
 
 
-def test_a_deleted_run_is_said_in_one_line(simulated, judged):
+def test_a_deleted_run_is_said_in_one_line(simulated, judged, snapshot):
     """Its absence is no configuration that all others differ from."""
     experiment_dir = simulated()
     shutil.rmtree(experiment_dir / "baseline/seed-0")
-    expected = "baseline/seed-0 is not finished (its directory is missing): launch with --resume"
-    assert judged(experiment_dir).content.reasons == [expected]
+    (reason,) = judged(experiment_dir).content.reasons
+    assert reason == Code.RUN_NOT_FINISHED(run="baseline/seed-0", status="missing")
+    snapshot(sentence(reason))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,9 @@ def test_a_corrupt_line_is_refused_with_its_number(simulated, judged):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], '{"step": 5, "tr\n', *lines[5:]]))
     comparison = judged(path.parents[2])
-    (reason,) = [one for one in comparison.content.reasons if "treatment/seed-1" in one]
-    assert comparison.verdict == "INVALID" and "seed-1/metrics.jsonl, line 5: got" in reason
+    reason = only(comparison.content.reasons, Code.RUN_UNREADABLE)
+    assert comparison.verdict == "INVALID" and reason["run"] == "treatment/seed-1"
+    assert "seed-1/metrics.jsonl, line 5: got" in reason["problem"]
 
 
 @pytest.mark.parametrize("key", ["recipe", "runs", "compare_sha256"])
@@ -113,4 +118,10 @@ def test_a_field_that_abrun_has_gained_since_is_no_difference(simulated, judged)
         edit(path, lambda content: content["config"]["policy"]["optimizer"].pop("schedule"))
     assert judged(experiment_dir).verdict == "MATCH"
     edit(path, lambda content: content["config"]["policy"]["optimizer"].update(schedule="cosine"))
-    assert "policy.optimizer.schedule is cosine, but constant" in judged(experiment_dir).content.reasons[0]
+    assert judged(experiment_dir).content.reasons[0] == Code.CONFIG_DIFFERS(
+        run="treatment/seed-1",
+        key="policy.optimizer.schedule",
+        value="cosine",
+        expected="constant",
+        reference="baseline/seed-0",
+    )

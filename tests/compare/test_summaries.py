@@ -49,8 +49,14 @@ def test_a_claim_on_a_norm_is_a_claim_on_a_ratio(simulated, judged):
     edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update(spike(row)))
     claim = Primary(metric="train/grad_norm", margin=0.1)
     primary = judged(experiment_dir, primaries=[claim]).arms[0].primaries[0]
-    assert primary.mean_difference == pytest.approx(math.log(1.1))  # the spike does not move the median
-    assert (primary.transform, primary.reduction, primary.result) == ("log", "median", "equivalent")
+    assert primary.estimate.mean_difference == pytest.approx(
+        math.log(1.1)
+    )  # the spike does not move the median
+    assert (primary.claim.transform, primary.claim.reduction, primary.result) == (
+        "log",
+        "median",
+        "equivalent",
+    )
 
 
 def spike(row):
@@ -59,7 +65,7 @@ def spike(row):
 
 def test_the_recipe_s_transform_rules(simulated, judged):
     claim = Primary(metric="train/grad_norm", margin=0.1, transform="identity")
-    assert judged(simulated(), primaries=[claim]).arms[0].primaries[0].transform == "identity"
+    assert judged(simulated(), primaries=[claim]).arms[0].primaries[0].claim.transform == "identity"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import ComparisonError, StoreError
+from abrun.reasons import Code
 from tests.compare.test_anything import described
 
 CLAIM = "train/reward:last 20%:0.05"
@@ -55,8 +56,8 @@ def test_a_collapse_behind_steps_of_text_is_seen(tmp_path: Path, kind: str, step
     sources = write_arms(tmp_path, lambda arm, seed: list(rows(arm, seed, step=step)), kind)
     found = described(sources, tmp_path / "out", CLAIM)
     (claim,) = found.content.primaries
-    assert found.verdict == "MISMATCH" and claim.steps == (4900, 6000) and claim.num_steps == 12
-    assert claim.mean_difference == pytest.approx(-COLLAPSED, abs=0.02)
+    assert found.verdict == "MISMATCH" and claim.claim.steps == (4900, 6000) and claim.claim.num_steps == 12
+    assert claim.estimate.mean_difference == pytest.approx(-COLLAPSED, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -73,10 +74,15 @@ def test_values_left_out_of_the_window_in_every_run_are_invalid(
 
     found = described(write_arms(tmp_path, of, kind), tmp_path / "out", CLAIM)
     assert found.verdict == "INVALID"
-    reason = next(reason for reason in found.content.reasons if "left out as text" in reason)
-    assert f"old/seed-1: {60 - from_step} values of train/reward in steps" in reason
+    reason = next(reason for reason in found.content.reasons if reason.code is Code.TEXT_VALUES)
+    assert (reason["run"], reason["num_values"], reason["metric"], reason["step"]) == (
+        "old/seed-1",
+        60 - from_step,
+        "train/reward",
+        100 * (from_step + 1),
+    )
     line = from_step + (2 if kind == "csv" else 1)
-    assert f"from step {100 * (from_step + 1)} on" in reason and f"line {line}, column reward" in reason
+    assert f"line {line}, column reward" in reason["remedy"]
 
 
 def test_values_left_out_before_the_window_are_a_note(tmp_path: Path) -> None:
@@ -101,7 +107,10 @@ def test_the_trainers_own_mismatch_with_the_engine_may_not_be_text(tmp_path: Pat
 
     found = described(write_arms(tmp_path, of), tmp_path / "out", CLAIM)
     assert found.verdict == "INVALID"
-    assert any("1 value of train/token_mult_prob_error" in reason for reason in found.content.reasons)
+    values = [reason for reason in found.content.reasons if reason.code is Code.TEXT_VALUES]
+    assert {(reason["metric"], reason["num_values"]) for reason in values} == {
+        ("train/token_mult_prob_error", 1)
+    }
 
 
 def test_a_step_that_cannot_be_read_is_never_dropped(tmp_path: Path) -> None:
@@ -140,8 +149,9 @@ def test_a_run_of_the_same_name_that_cannot_be_read_is_invalid(tmp_path: Path) -
     path.write_text(path.read_text().replace('"4000"', '"4000 (resumed)"'))
     found = described(sources, tmp_path / "out", CLAIM)
     assert found.verdict == "INVALID"
-    assert "new/seed-3 cannot be read" in found.content.reasons[0]
-    assert "line 41, column step: got '4000 (resumed)' as the step" in found.content.reasons[0]
+    reason = found.content.reasons[0]
+    assert (reason.code, reason["run"]) == (Code.RUN_UNREADABLE, "new/seed-3")
+    assert "line 41, column step: got '4000 (resumed)'" in reason["problem"]
 
 
 @pytest.mark.parametrize("in_later_start", [False, True])

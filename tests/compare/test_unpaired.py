@@ -15,7 +15,10 @@ from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planted import table, write_sensitivity
 from abrun.compare.show.so_far import so_far
 from abrun.errors import ComparisonError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Compare, parse_primary
+from tests.compare.reasons import only
 from tests.compare.simulate import edit_rows
 
 STEPS = np.arange(1, 41)
@@ -47,12 +50,14 @@ def compared(tmp_path):
     return run
 
 
-def test_seeds_that_differ_are_not_silently_unpaired(tmp_path, compared):
+def test_seeds_that_differ_are_not_silently_unpaired(tmp_path, compared, snapshot):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     found = compared(*arms, unpaired=False)
     assert found.verdict == "INVALID"
-    assert "no seed is in both old" in found.content.reasons[0]
-    assert "--unpaired compares them as independent runs" in found.content.reasons[0]
+    assert found.content.reasons[0] == Code.NO_SHARED_SEED(
+        baseline="old", baseline_seeds=[0, 1, 2, 3, 4], arm="new", arm_seeds=[5, 6, 7, 8], can_unpair=True
+    )
+    snapshot(sentence(found.content.reasons[0]))
     assert found.next_steps[0].command == "abrun compare RUNS --unpaired"
 
 
@@ -63,9 +68,11 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     (claim,) = found.content.primaries
     assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
     assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
-    assert claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
-    assert (claim.num_runs, claim.num_pairs, claim.differences) == ((5, 4), 0, ())
-    assert "over 5 and 4 unpaired runs (Welch)" in found.content.reasons[0]
+    assert claim.claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
+    assert (claim.claim.num_runs, claim.claim.num_pairs, claim.estimate.differences) == ((5, 4), 0, ())
+    reason = found.content.reasons[0]
+    assert (reason.code, reason["over"]["runs"]) == (Code.CLAIM_EQUIVALENT, [5, 4])
+    assert reason["over"]["welch"]
     assert found.content.paired is False and found.content.step_one == [] == found.content.divergence
     assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
     import jsonschema
@@ -78,15 +85,17 @@ def test_arms_apart_are_a_mismatch_by_welch(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9), shift=0.2)
     found = compared(*arms)
     assert (found.verdict, found.exit_code) == ("MISMATCH", 3)
-    assert "differs by +0.2" in found.content.reasons[0]
+    reason = found.content.reasons[0]
+    assert (reason.code, reason["difference"]) == (Code.CLAIM_DIFFERS, pytest.approx(0.2, abs=0.05))
 
 
 def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path, compared):
     arms = write(tmp_path, "old", range(3)), write(tmp_path, "new", range(5, 8))
     found = compared(*arms, margin="0.008")
     assert found.verdict == "INCONCLUSIVE"
-    assert "runs of each arm needed for 80 % power" in found.content.reasons[0]
-    assert "pairing by seed would need about" in found.content.reasons[0]
+    reason = found.content.reasons[0]
+    assert reason.code is Code.CLAIM_UNDECIDED and reason["over"]["runs"] == [3, 3]
+    assert reason["power"]["pairs_if_shared"] is not None
 
 
 def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
@@ -96,7 +105,7 @@ def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
     assert compared(*arms, margin="<0.8x").verdict == "MISMATCH"
     exact = compared(*arms, margin="exact")
     assert exact.verdict == "INCONCLUSIVE"
-    assert "bit-exactness is a matter of pairs of one seed" in exact.content.reasons[0]
+    assert exact.content.reasons[0]["problem"] == Code.PAIRS_ALONE(exact=True)
 
 
 def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path, compared):
@@ -105,45 +114,51 @@ def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path
         compared(*arms, unpaired=False)
     found = compared(*arms)
     assert found.verdict == "MATCH"
-    assert any("numbered, its seed is not known" in note for note in found.content.notes)
+    assert {note["note"].code for note in found.content.notes} == {Code.SEED_NOT_KNOWN}
     claim = "--primary 'train/reward:last 20%:0.05'"
     assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
     both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
-    assert both.content.primaries[0].num_runs == (4, 4)
+    assert both.content.primaries[0].claim.num_runs == (4, 4)
 
 
 def test_same_seeds_are_unpaired_where_that_is_asked_and_it_is_said(tmp_path, compared):
     arms = write(tmp_path, "old", range(4)), write(tmp_path, "new", range(4))
     found = compared(*arms)
     assert found.verdict == "MATCH"
-    assert any("4 seeds of both arms not paired, as asked" in one for one in found.content.not_tested)
+    assert Code.NOT_PAIRED(num_shared_seeds=4) in found.content.not_tested
 
 
 def test_a_run_that_is_in_both_arms_is_no_match(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     (tmp_path / "new/run-s5.csv").write_text((tmp_path / "old/run-s0.csv").read_text())
     found = compared(*arms)
-    assert found.verdict == "INCONCLUSIVE" and "holds the numbers of" in found.content.reasons[0]
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0]["problem"].code is Code.ONE_RUN_AS_TWO_SEEDS
 
 
 def test_a_baseline_that_learned_nothing_is_no_match(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     found = compared(*arms, margin="0.7")
-    assert (
-        found.verdict == "INCONCLUSIVE" and "the baseline is not shown to climb" in found.content.reasons[0]
-    )
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0]["problem"].code is Code.CLIMB_NOT_SHOWN
 
 
-def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compared):
+def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compared, snapshot):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     path = tmp_path / "new/run-s6.csv"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:20], lines[20].rsplit(",", 1)[0] + ",nan", *lines[21:]]) + "\n")
     found = compared(*arms)
     assert found.verdict == "MISMATCH"
-    assert "train/grad_norm is nan in new/seed-6 from step 20, and finite in every baseline run" in str(
-        found.content.reasons
+    broken = only(found.content.reasons, Code.GUARD_FAILS)["reason"]
+    assert (broken.code, broken["metric"], broken["run"], broken["step"], broken["paired"]) == (
+        Code.NOT_FINITE,
+        "train/grad_norm",
+        "new/seed-6",
+        20,
+        False,
     )
+    snapshot(sentence(broken))
 
 
 def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
@@ -158,7 +173,7 @@ def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
 def test_an_experiment_unpaired_afterwards_is_post_hoc(simulated, tmp_path):
     reading = Reading(unpaired=True)
     found = compare_sources([str(simulated())], reading, output=tmp_path / "out", formats=("json",))
-    assert "post hoc: the arms were not paired, which was not declared" in found.content.reasons[-1]
+    assert found.content.reasons[-1] == Code.POST_HOC(why=Code.PAIRING_CHANGED())
     assert not found.content.primaries[0].problem and found.content.savings[0].num_runs == (5, 5)
 
 
@@ -179,7 +194,7 @@ def test_a_recipe_can_declare_it(simulated, judged):
         experiment_dir / "treatment/seed-1", lambda row: row.update({"train/token_mult_prob_error": 1.5})
     )
     found = judged(experiment_dir)
-    assert not found.content.post_hoc and found.content.primaries[0].num_runs == (5, 5)
+    assert not found.content.post_hoc and found.content.primaries[0].claim.num_runs == (5, 5)
     share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
     with pytest.raises(ValueError, match="paired: false and looks"):
@@ -192,9 +207,9 @@ def test_one_run_of_each_arm_is_a_description(tmp_path, compared):
     arms = write(tmp_path, "old", [0]), write(tmp_path, "new", [1], shift=0.5)
     found = compared(*arms, formats=("json", "markdown", "html"))
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
-    assert found.content.reasons[0].startswith("train/reward is 0.")
-    assert "higher in new" in found.content.reasons[0]
-    assert found.content.reasons[1].startswith("one run of each arm is a description and no test")
+    described = found.content.reasons[0]
+    assert (described.code, described["metric"], described["arm"]) == (Code.DESCRIBED, "train/reward", "new")
+    assert described["difference"] > 0 and Code.ONE_RUN_EACH() in found.content.reasons
     (reward, norm) = found.content.descriptions
     assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
     assert reward.difference == pytest.approx(0.5, abs=0.05)
@@ -208,7 +223,7 @@ def test_one_pair_that_differs_at_step_one_stays_a_mismatch(simulated, judged):
     experiment_dir = simulated(seeds=[0], controls={"aa_reruns": 0}, compare={})
     edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/grad_norm": 9.0}))
     found = judged(experiment_dir)
-    assert found.verdict == "MISMATCH" and "step one" in found.content.reasons[0]
+    assert found.verdict == "MISMATCH" and found.content.reasons[0].code is Code.STEP_ONE_DIFFERS
     assert found.content.descriptions
 
 
@@ -250,7 +265,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         *(str(one.header) for one in table(faults, paired=False).columns),
         *texts,
         *so_far(experiment_dir),
-        *(str(one) for one in found.as_json()["sensitivity"]["faults"]),
+        *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]
     assert "5 and 5 unpaired runs so far" in str(said)
     about_pairing = r"num_pairs|pairing by seed would need about|not paired|unpaired"

@@ -8,26 +8,25 @@ from abrun import store
 from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict import EXIT_CODES, worst
 from abrun.errors import ComparisonError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Primary
+from tests.compare.reasons import codes_of, reason_of, refused
 from tests.compare.simulate import edit, edit_rows, fail, write
 
 STEP_TIME = "timing/train/total_step_time_s"
 REWARD = Primary(metric="train/reward", margin=0.02)
 
 
-def reason_of(comparison):
-    return "\n".join(comparison.content.reasons)
-
-
 # --- MATCH ---
 
 
-def test_equal_arms_match_in_the_words_of_the_design(simulated, judged):
+def test_equal_arms_match_in_the_words_of_the_design(simulated, judged, snapshot):
     comparison = judged(simulated())
     assert (comparison.verdict, comparison.exit_code) == ("MATCH", 0)
-    assert "equivalent within ±0.02 at 95 % confidence over 5 pairs, this recipe, steps 33-40" in reason_of(
-        comparison
-    )
+    reason = reason_of(comparison, Code.CLAIM_EQUIVALENT)
+    assert (reason["margin"], reason["alpha"], reason["over"]["pairs"]) == ("±0.02", 0.05, 5)
+    snapshot(sentence(reason))
     assert not comparison.content.post_hoc
 
 
@@ -40,8 +39,9 @@ def test_bit_identical_arms_may_be_a_treatment_that_was_not_applied(simulated, j
     comparison = judged(experiment_dir)
     primary = comparison.arms[0].primaries[0]
     assert comparison.verdict == "INCONCLUSIVE"
-    assert "it was not applied" in comparison.content.reasons[0]
-    assert (primary.certified_bound, primary.p_difference, primary.pairs_needed) == (0.0, 1.0, 2)
+    assert comparison.content.reasons[0]["problem"] == Code.ARMS_IDENTICAL()
+    assert (primary.estimate.certified_bound, primary.estimate.p_difference) == (0.0, 1.0)
+    assert primary.power.pairs_needed == 2
     assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
 
 
@@ -54,25 +54,25 @@ def copy_baseline(experiment_dir):
 def test_arms_that_agree_to_the_second_are_copies(simulated, judged):
     experiment_dir = simulated()
     copy_baseline(experiment_dir)
-    said = "treatment/seed-0 is a copy of baseline/seed-0: every number is the same, seconds included"
-    invalid(judged(experiment_dir), said)
+    invalid(judged(experiment_dir), Code.RUN_COPIED, run="treatment/seed-0", original="baseline/seed-0")
 
 
 def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
     comparison = judged(simulated(shift=0.01, noise=0.001))
     primary = comparison.arms[0].primaries[0]
-    assert primary.p_difference is not None and primary.p_difference < 0.01
+    assert primary.estimate.p_difference is not None and primary.estimate.p_difference < 0.01
     assert comparison.verdict == "MATCH"
 
 
 # --- MISMATCH ---
 
 
-def test_twice_the_margin_is_a_mismatch(simulated, judged):
+def test_twice_the_margin_is_a_mismatch(simulated, judged, snapshot):
     comparison = judged(simulated(shift=0.04))
     assert (comparison.verdict, comparison.exit_code) == ("MISMATCH", 3)
-    assert "train/reward: differs by +0.0" in reason_of(comparison)
-    assert "beyond ±0.02" in reason_of(comparison)
+    reason = reason_of(comparison, Code.CLAIM_DIFFERS)
+    assert reason["metric"] == "train/reward" and reason["difference"] > 0.02
+    snapshot(sentence(reason))
 
 
 def test_a_shift_at_the_margin_never_matches(simulated, judged):
@@ -92,7 +92,8 @@ def test_step_one_must_agree(simulated, judged, metric, factor):
     edit_rows(experiment_dir / "treatment/seed-2", first_step)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MISMATCH"
-    assert f"step one: {metric}" in reason_of(comparison) and "(seed 2)" in reason_of(comparison)
+    first = next(reason for reason in comparison.content.reasons if reason["metric"] == metric)
+    assert (first.code, first["seed"]) == (Code.STEP_ONE_DIFFERS, 2)
 
 
 def test_a_new_nan_is_a_mismatch(simulated, judged):
@@ -105,19 +106,19 @@ def test_a_new_nan_is_a_mismatch(simulated, judged):
     edit_rows(experiment_dir / "treatment/seed-1", late)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MISMATCH"
-    assert "guard finite fails: train/reward is nan in treatment/seed-1 from step 37" in reason_of(comparison)
-    assert comparison.arms[0].primaries[0].seeds == (0, 2, 3, 4)
+    broken = reason_of(comparison, Code.NOT_FINITE)
+    assert (broken["metric"], broken["run"], broken["step"]) == ("train/reward", "treatment/seed-1", 37)
+    assert comparison.arms[0].primaries[0].claim.seeds == (0, 2, 3, 4)
 
 
-def test_a_crashed_treatment_is_a_mismatch(simulated, judged):
+def test_a_crashed_treatment_is_a_mismatch(simulated, judged, snapshot):
     experiment_dir = simulated()
     fail(experiment_dir / "treatment/seed-3", after_steps=12)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MISMATCH"
-    assert (
-        "guard finished fails: treatment/seed-3 failed at step 12 where its baseline finished "
-        "(exit code 1: CUDA out of memory)" in reason_of(comparison)
-    )
+    failed = reason_of(comparison, Code.RUN_FAILED)
+    assert (failed["run"], failed["step"]) == ("treatment/seed-3", 12)
+    snapshot(sentence(reason_of(comparison, Code.GUARD_FAILS)))
     assert (comparison.arms[0].num_pairs, comparison.arms[0].num_planned_pairs) == (4, 5)
 
 
@@ -128,38 +129,31 @@ def test_a_treatment_that_crashes_before_its_first_step_is_a_mismatch(simulated,
         (experiment_dir / f"treatment/seed-{seed}/environment.json").unlink()
     comparison = judged(experiment_dir, formats=("json", "markdown", "png"))
     assert comparison.verdict == "MISMATCH"
-    assert "(and 4 more)" in reason_of(comparison)
+    assert reason_of(comparison, Code.RUN_FAILED)["num_more"] == 4
 
 
 # --- INCONCLUSIVE ---
 
 
-def test_too_much_spread_is_inconclusive_and_says_what_it_would_take(simulated, judged):
+def test_too_much_spread_is_inconclusive_and_says_what_it_would_take(simulated, judged, snapshot):
     comparison = judged(simulated(noise=0.03))
     assert (comparison.verdict, comparison.exit_code) == ("INCONCLUSIVE", 4)
-    reason = reason_of(comparison)
-    for part in (
-        "90 % interval [",
-        "certified bound",
-        "s_d",
-        "pair correlation",
-        "power now",
-        "pairs needed",
-    ):
-        assert part in reason
+    reason = reason_of(comparison, Code.CLAIM_UNDECIDED)
+    assert reason["power"]["pairs_needed"] > 5 and 0 <= reason["power"]["power_now"] < 1
+    snapshot(sentence(reason))
 
 
 def test_without_a_claim_there_is_no_match(simulated, judged):
     comparison = judged(simulated(compare={"primary": []}))
     assert comparison.verdict == "INCONCLUSIVE"
-    assert "no primary metric is declared" in reason_of(comparison)
+    assert codes_of(comparison) == [Code.NO_PRIMARY]
 
 
 def test_one_pair_can_only_use_step_one(simulated, judged):
     experiment_dir = simulated(seeds=[0], compare={"primary": []}, controls={"aa_reruns": 0})
     comparison = judged(experiment_dir, primaries=[REWARD])
     assert comparison.verdict == "INCONCLUSIVE"
-    assert "1 usable pair;" in reason_of(comparison)
+    assert reason_of(comparison, Code.CLAIM_TOO_FEW_PAIRS)["pairs"] == 1
     assert comparison.arms[0].primaries[0].result == "not tested"
 
 
@@ -173,17 +167,18 @@ def test_one_undecided_claim_is_enough(simulated, judged):
     claims = [REWARD.model_dump(), {"metric": "train/grad_norm", "margin": 0.001}]
     comparison = judged(simulated(compare={"primary": claims}))
     assert comparison.verdict == "INCONCLUSIVE"
-    assert "train/grad_norm: not decided" in reason_of(comparison)
-    assert "train/reward" not in reason_of(comparison)
+    assert [reason["metric"] for reason in comparison.content.reasons] == ["train/grad_norm"]
 
 
 # --- INVALID ---
 
 
-def invalid(comparison, *parts):
+def invalid(comparison, code=None, **values):
+    """Expect a verdict without a claim, for a reason with a code and these of its values."""
     assert (comparison.verdict, comparison.exit_code) == ("INVALID", 5), comparison.content.reasons
-    for part in parts:
-        assert part in reason_of(comparison)
+    if code is not None:
+        reason = reason_of(comparison, code)
+        assert {name: reason[name] for name in values} == values
 
 
 def test_a_seed_without_its_pair(simulated, judged):
@@ -194,58 +189,56 @@ def test_a_seed_without_its_pair(simulated, judged):
             runs=[r for r in content["runs"] if (r["arm"], r["seed"]) != ("treatment", 4)]
         ),
     )
-    invalid(judged(experiment_dir), "unpaired seed 4: treatment has no run of it")
+    invalid(judged(experiment_dir), Code.UNPAIRED_SEEDS, seeds=[4], arm="treatment")
 
 
 def test_a_missing_directory(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "treatment/seed-4").rename(experiment_dir / "elsewhere")
-    invalid(judged(experiment_dir), "treatment/seed-4 is not finished (its directory is missing)")
+    invalid(judged(experiment_dir), Code.RUN_NOT_FINISHED, run="treatment/seed-4", status="missing")
 
 
 def test_a_missing_directory_is_said_once(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "baseline/seed-0").rename(experiment_dir / "elsewhere")
     comparison = judged(experiment_dir)
-    said = "baseline/seed-0 is not finished (its directory is missing): launch with --resume"
-    assert (comparison.verdict, comparison.arms[0].reasons) == ("INVALID", [said])
-    assert not any("the runs do not say" in one for one in comparison.arms[0].not_tested)
+    (reason,) = comparison.arms[0].reasons
+    assert reason == Code.RUN_NOT_FINISHED(run="baseline/seed-0", status="missing")
+    assert comparison.verdict == "INVALID"
+    assert Code.RUNS_DO_NOT_SAY not in [reason.code for reason in comparison.arms[0].not_tested]
 
 
 def test_a_run_without_its_configuration(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "treatment/seed-2/config.json").unlink()
-    invalid(judged(experiment_dir), "treatment/seed-2: config.json is missing")
+    invalid(judged(experiment_dir), Code.CONFIG_MISSING, run="treatment/seed-2")
 
 
 def test_a_run_that_is_not_finished(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "treatment/seed-4/result.json").unlink()
     write(experiment_dir / "treatment/seed-4/attempts/0001.json", {"status": "interrupted"})
-    expected = "treatment/seed-4 is not finished (interrupted): launch with --resume"
-    invalid(judged(experiment_dir), expected)
-
-
-PAIR_LOST = "without its baseline a seed says nothing about the treatment; mend the cause"
-CONTROL_LOST = "without this control the noise floor of step one and of the divergence rests on fewer"
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.RUN_NOT_FINISHED, run="treatment/seed-4", status="interrupted")
 
 
 @pytest.mark.parametrize(
     ("runs", "costs"),
     [
-        (["baseline/seed-1"], [PAIR_LOST]),
-        (["baseline/seed-1-aa1"], [CONTROL_LOST]),
-        (["baseline/seed-0", "baseline/seed-1-aa1"], [PAIR_LOST, CONTROL_LOST]),
+        (["baseline/seed-1"], [Code.BASELINE_FAILED]),
+        (["baseline/seed-1-aa1"], [Code.RERUN_FAILED]),
+        (["baseline/seed-0", "baseline/seed-1-aa1"], [Code.BASELINE_FAILED, Code.RERUN_FAILED]),
     ],
 )
-def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judged, runs, costs):
+def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judged, runs, costs, snapshot):
     experiment_dir = simulated()
     for run in runs:
         fail(experiment_dir / run, after_steps=5)
     comparison = judged(experiment_dir)
     for run, cost in zip(runs, costs, strict=True):
-        invalid(comparison, f"{run} failed (exit code 1: CUDA out of memory): {cost}")
-    assert str(comparison.content.reasons).count("without") == len(runs)
+        invalid(comparison, cost, runs=[run], failure="exit code 1: CUDA out of memory")
+        snapshot(sentence(reason_of(comparison, cost)))
+    assert codes_of(comparison) == costs
 
 
 def test_invalid_comes_before_mismatch(simulated, judged):
@@ -263,23 +256,25 @@ def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
     for row in rows:
         writer.write(row)
     writer.close()
-    assert "cannot be read" not in str(judged(path.parents[2]).content.reasons)
+    assert Code.RUN_UNREADABLE not in codes_of(judged(path.parents[2]))
     content = bytearray(path.read_bytes())
     content[content.index(b'"train/reward": 0.') + len(b'"train/reward": 0.')] ^= 1
     path.write_bytes(content)
-    invalid(judged(path.parents[2]), "baseline/seed-0 cannot be read", "line 1: ", "match its checksum")
+    comparison = judged(path.parents[2])
+    invalid(comparison, Code.RUN_UNREADABLE, run="baseline/seed-0")
+    assert "line 1: " in reason_of(comparison, Code.RUN_UNREADABLE)["problem"]
 
 
 def test_a_torn_last_line_of_a_finished_run_is_damage_and_a_missing_one_shortens_the_grid(simulated, judged):
     path = simulated() / "baseline/seed-0/metrics.jsonl"
     content = path.read_bytes()
     path.write_bytes(content[:-20])
-    invalid(judged(path.parents[2]), "baseline/seed-0 cannot be read", "line 40: ", "its end is missing")
+    comparison = judged(path.parents[2])
+    invalid(comparison, Code.RUN_UNREADABLE, run="baseline/seed-0")
+    assert "line 40: " in reason_of(comparison, Code.RUN_UNREADABLE)["problem"]
     path.write_bytes(content[: content.rindex(b"\n", 0, -1) + 1])
     comparison = judged(path.parents[2])
-    invalid(
-        comparison, "step grids differ: baseline/seed-0 ends at step 39, and train/reward is compared over"
-    )
+    invalid(comparison, Code.STEPS_MISSING, runs=["baseline/seed-0"], metric="train/reward", run_ends=39)
     assert comparison.arms[0].coverage == Coverage(shared_steps=39, all_steps=40)
 
 
@@ -288,23 +283,24 @@ def test_unequal_lengths(simulated, judged):
     path = experiment_dir / "treatment/seed-0/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
     comparison = judged(experiment_dir)
-    invalid(comparison, "treatment/seed-0 ends at step 30, and train/reward is compared over steps 1-40")
+    invalid(comparison, Code.STEPS_MISSING, runs=["treatment/seed-0"], run_ends=30, first=1, last=40)
 
 
-def test_a_config_outside_the_declared_treatment(simulated, judged):
+def test_a_config_outside_the_declared_treatment(simulated, judged, snapshot):
     experiment_dir = simulated()
     edit(
         experiment_dir / "treatment/seed-1/config.json",
         lambda content: content["config"]["policy"]["optimizer"].update(learning_rate=0.1),
     )
-    expected = "treatment/seed-1: config policy.optimizer.learning_rate is 0.1, but 1e-06 in baseline/seed-0"
-    invalid(judged(experiment_dir), expected, "outside the declared treatment")
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.CONFIG_DIFFERS, run="treatment/seed-1", key="policy.optimizer.learning_rate")
+    snapshot(sentence(reason_of(comparison, Code.CONFIG_DIFFERS)))
 
 
 def test_other_initial_weights(simulated, judged):
     experiment_dir = simulated()
     edit(experiment_dir / "treatment/seed-1/config.json", lambda content: content.update(initial_weights="x"))
-    invalid(judged(experiment_dir), "config initial_weights is x, but null")
+    invalid(judged(experiment_dir), Code.CONFIG_DIFFERS, key="initial_weights", value="x", expected="null")
 
 
 def test_a_treatment_that_was_not_applied(simulated, judged):
@@ -312,10 +308,8 @@ def test_a_treatment_that_was_not_applied(simulated, judged):
     baseline = experiment_dir / "baseline/seed-1/config.json"
     treatment = experiment_dir / "treatment/seed-1/config.json"
     edit(treatment, lambda content: content.update(config=read_config(baseline)))
-    invalid(
-        judged(experiment_dir),
-        "treatment/seed-1: config policy.logprobs.impl is logits, not chunked as the treatment declares",
-    )
+    expected = {"key": "policy.logprobs.impl", "value": "logits", "declared": "chunked"}
+    invalid(judged(experiment_dir), Code.CONFIG_NOT_AS_DECLARED, run="treatment/seed-1", **expected)
 
 
 def read_config(path):
@@ -327,30 +321,29 @@ def test_swapped_arms(simulated, judged):
     (experiment_dir / "treatment/seed-0").rename(experiment_dir / "aside")
     (experiment_dir / "baseline/seed-0").rename(experiment_dir / "treatment/seed-0")
     (experiment_dir / "aside").rename(experiment_dir / "baseline/seed-0")
-    invalid(judged(experiment_dir), "baseline/seed-0: its config.json is that of another run (arm treatment")
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.RUNS_EXCHANGED, run="baseline/seed-0")
+    assert reason_of(comparison, Code.RUNS_EXCHANGED)["identity"]["arm"] == "treatment"
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"versions": {"torch": "2.12.0", "transformers": "5.5.3"}}, "torch 2.11.0 against 2.12.0"),
-        ({"devices": ["NVIDIA H100"]}, "devices differ between baseline/seed-2 and treatment/seed-2"),
-        (
-            {"prompts_sha256": "f" * 64},
-            "the prompt hash differs between baseline/seed-2 and treatment/seed-2",
-        ),
-        ({"python": "3.12.1"}, "the Python version differs"),
-        (
-            {"initial_weights_hash": "f" * 16},
-            "the initial weights differ between baseline/seed-2 and treatment/seed-2",
-        ),
+        {"versions": {"torch": "2.12.0", "transformers": "5.5.3"}},
+        {"devices": ["NVIDIA H100"]},
+        {"prompts_sha256": "f" * 64},
+        {"python": "3.12.1"},
+        {"initial_weights_hash": "f" * 16},
     ],
+    ids=lambda change: next(iter(change)),
 )
-def test_another_environment(simulated, judged, change, reason):
+def test_another_environment(simulated, judged, change, snapshot):
     experiment_dir = simulated()
     edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
     comparison = judged(experiment_dir)
-    invalid(comparison, reason)
+    (key,) = change
+    invalid(comparison, Code.ENVIRONMENT_DIFFERS, key=key, baseline="baseline/seed-2", run="treatment/seed-2")
+    snapshot(sentence(reason_of(comparison, Code.ENVIRONMENT_DIFFERS)))
     assert comparison.content.primaries[0].result == "not tested"  # no claim on what is not comparable
 
 
@@ -364,12 +357,12 @@ def test_a_package_that_was_only_installed(simulated, judged):
     experiment_dir = simulated(arms={"baseline": {}, "treatment": with_vllm})
     path = experiment_dir / "treatment/seed-2/environment.json"
     edit(path, lambda content: content["versions"].update(vllm="0.26.0"))
-    invalid(judged(experiment_dir), "vllm None against 0.26.0")
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_DIFFERS, values={"vllm": [None, "0.26.0"]})
     edit(
         experiment_dir / "treatment/seed-2/config.json", lambda one: one["config"]["trainer"].update(type="x")
     )
     edit(path, lambda content: content["versions"].update(vllm=None, **{"liger-kernel": "0.8.5"}))
-    invalid(judged(experiment_dir), "liger-kernel None against 0.8.5")
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_DIFFERS, values={"liger-kernel": [None, "0.8.5"]})
 
 
 def test_another_model_has_other_initial_weights(simulated, judged):
@@ -381,7 +374,7 @@ def test_another_model_has_other_initial_weights(simulated, judged):
             edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
         comparison = judged(experiment_dir)
         assert comparison.verdict == "MATCH"
-        unsaid = "the runs do not say: their initial weights"
+        unsaid = Code.RUNS_DO_NOT_SAY(missing=["their initial weights"])
         assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 
@@ -396,13 +389,14 @@ def test_other_hosts_are_no_other_environment(simulated, judged):
 def test_an_unknown_environment(simulated, judged):
     experiment_dir = simulated()
     (experiment_dir / "treatment/seed-2/environment.json").unlink()
-    invalid(judged(experiment_dir), "treatment/seed-2: environment.json is missing")
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_MISSING, run="treatment/seed-2")
 
 
 def test_a_missing_metric(simulated, judged):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "treatment/seed-2", lambda row: row.pop("train/reward"))
-    invalid(judged(experiment_dir), "missing metric: treatment/seed-2 did not record train/reward (primary)")
+    missing = {"metric": "train/reward", "role": "primary", "step": None}
+    invalid(judged(experiment_dir), Code.METRIC_MISSING, run="treatment/seed-2", **missing)
 
 
 def test_a_metric_missing_at_one_step(simulated, judged):
@@ -411,18 +405,17 @@ def test_a_metric_missing_at_one_step(simulated, judged):
         experiment_dir / "treatment/seed-2",
         lambda row: row.pop("train/token_mult_prob_error") if row["step"] == 9 else None,
     )
-    invalid(judged(experiment_dir), "did not record train/token_mult_prob_error (guard) at step 9")
+    missing = {"metric": "train/token_mult_prob_error", "role": "guard", "step": 9}
+    invalid(judged(experiment_dir), Code.METRIC_MISSING, **missing)
 
 
-def test_a_claim_on_a_metric_nobody_recorded(simulated, judged):
+def test_a_claim_on_a_metric_nobody_recorded(simulated, judged, snapshot):
     claim = {"metric": "validation/accuracy", "margin": 0.1}
     comparison = judged(simulated(compare={"primary": [claim]}, validation={"every": 40}))
-    invalid(comparison, "missing metric: no run recorded validation/accuracy (primary)")
+    invalid(comparison, Code.METRIC_MISSING, metric="validation/accuracy", role="primary", run=None)
     assert len(comparison.content.reasons) == 1
     other, again = comparison.next_steps
-    assert other.text.startswith(
-        "Claim what these runs can show, within a margin that you accept (here a tenth"
-    )
+    snapshot(other.text)
     assert '"primary": [{"metric": "train/reward", "margin": 0.05}]' in other.command
     assert again.command.endswith(" --dry-run")
 
@@ -434,7 +427,7 @@ def test_a_baseline_that_is_not_a_number(simulated, judged):
             experiment_dir / f"{arm}/seed-2",
             lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 38 else None,
         )
-    invalid(judged(experiment_dir), "baseline/seed-2: train/reward is nan at step 38 in the baseline itself")
+    invalid(judged(experiment_dir), Code.BASELINE_NOT_FINITE, run="baseline/seed-2", step=38)
 
 
 def test_nothing_to_check_at_step_one(simulated, judged):
@@ -442,7 +435,7 @@ def test_nothing_to_check_at_step_one(simulated, judged):
     for arm in ("baseline", "treatment"):
         for directory in (experiment_dir / arm).iterdir():
             edit_rows(directory, _only_clip_fraction)
-    invalid(judged(experiment_dir), "is recorded in both arms")
+    invalid(judged(experiment_dir), Code.FIRST_STEP_MISSING)
 
 
 def _only_clip_fraction(row):
@@ -457,7 +450,9 @@ def test_an_experiment_that_has_not_started(simulated, judged):
         for directory in (experiment_dir / arm).iterdir():
             for name in ("metrics.jsonl", "environment.json", "result.json", "attempts/0001.json"):
                 (directory / name).unlink()
-    invalid(judged(experiment_dir, formats=("json", "markdown", "png")), "is not finished (pending)")
+    invalid(
+        judged(experiment_dir, formats=("json", "markdown", "png")), Code.RUN_NOT_FINISHED, status="pending"
+    )
 
 
 # --- several treatments ---
@@ -472,7 +467,8 @@ def test_the_worst_treatment_speaks_for_all(simulated, judged):
     comparison = judged(simulated(arms=arms, shift={"bad": 0.05}))
     assert [(arm.arm, arm.verdict) for arm in comparison.arms] == [("good", "MATCH"), ("bad", "MISMATCH")]
     assert comparison.verdict == "MISMATCH"
-    assert all(reason.startswith("bad: ") for reason in comparison.content.reasons)
+    reasons = comparison.content.reasons
+    assert {(reason.code, reason["arm"]) for reason in reasons} == {(Code.OF_ARM, "bad")}
 
 
 def test_worst_is_ordered_as_the_exit_codes():
@@ -507,7 +503,7 @@ def test_in_another_order_they_are_the_same_claims(simulated, judged):
 def test_other_claims_are_post_hoc(simulated, judged, change):
     comparison = judged(simulated(), primaries=[REWARD.model_copy(update=change)])
     assert comparison.content.post_hoc
-    assert "post hoc" in comparison.content.reasons[-1]
+    assert comparison.content.reasons[-1].code == Code.POST_HOC
 
 
 def test_a_margin_changed_in_the_file_is_post_hoc(simulated, judged):
@@ -542,12 +538,12 @@ def test_a_window_between_recorded_steps_is_refused(simulated, judged):
                 ),
             )
     sparse = Primary(metric="validation/accuracy", margin=0.1, window="steps 11-19")
-    with pytest.raises(ComparisonError, match="selects none of the 4 steps 10-40"):
+    with refused(Code.EMPTY_WINDOW, window="steps 11-19", num=4, steps=[10, 40]):
         judged(experiment_dir, primaries=[sparse])
     assert judged(experiment_dir, primaries=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
 
 
-def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged):
+def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged, snapshot):
     experiment_dir = simulated()
     edit_rows(
         experiment_dir / "treatment/seed-0",
@@ -556,8 +552,8 @@ def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged):
     claim = Primary(metric="train/grad_norm", margin=0.1)
     comparison = judged(experiment_dir, primaries=[claim], formats=("json", "markdown", "html", "png"))
     assert comparison.verdict == "INCONCLUSIVE"
-    said = "train/grad_norm: not tested over last 20%: transform 'log' got the value 0; it takes values"
-    assert said in reason_of(comparison)
+    assert reason_of(comparison, Code.OUTSIDE_DOMAIN) == Code.OUTSIDE_DOMAIN(transform="log", value=0.0)
+    snapshot(sentence(reason_of(comparison, Code.CLAIM_NOT_TESTED)))
 
 
 @pytest.mark.parametrize("unpaired", [False, True])

@@ -13,9 +13,12 @@ from abrun.compare.judge.step_one import shares_prompts
 from abrun.compare.judge.whole_curve import copied, curve_warnings, smoothness
 from abrun.compare.read.experiment import Pair, RecordedRun, Sides
 from abrun.layout import RunName
+from abrun.messages import sentence, sentences
+from abrun.reasons import Code, Reason
 from abrun.recipe import Guards
 from abrun.series import Series
 from tests.compare.test_guards import guards_of
+from tests.snapshot import Snapshot
 
 Curves = NDArray[np.float64]
 REWARD = "train/reward"
@@ -61,11 +64,11 @@ def sides_of(baseline: dict[str, Curves], treatment: dict[str, Curves], *, paire
     )
 
 
-def repeated(baseline: Curves, treatment: Curves, **options: Any) -> str | None:
+def repeated(baseline: Curves, treatment: Curves, **options: Any) -> Reason | None:
     return one_run_as_two_seeds(sides_of({REWARD: baseline}, {REWARD: treatment}, **options), REWARD)
 
 
-def warnings_of(arms: Sequence[Curves]) -> list[str]:
+def warnings_of(arms: Sequence[Curves]) -> list[Reason]:
     """What is said of a claim within 0.05 over the last 20 % that holds."""
     sides = sides_of({REWARD: arms[0]}, {REWARD: arms[1]})
     return list(curve_warnings(sides, REWARD, "identity", (52, 64), 0.05, holds=True))
@@ -79,8 +82,9 @@ def test_a_pair_and_its_noisy_copies_are_one_run(paired: bool) -> None:
     rng = np.random.default_rng(0)
     pair = [learning(rng, 1) for _ in range(2)]
     arms = [np.repeat(one, 5, axis=0) + 1e-4 * rng.standard_normal((5, STEPS)) for one in pair]
-    text = repeated(*arms, paired=paired)
-    assert text and "moves as that of baseline/seed-0 does" in text and "one run" in text
+    found = repeated(*arms, paired=paired)
+    assert found and found.code == Code.ONE_RUN_AS_TWO_SEEDS
+    assert (found["other"], found["correlation"]) == ("baseline/seed-0", 0.99)
 
 
 @pytest.mark.parametrize("digits", [2, 3, 4])
@@ -95,8 +99,8 @@ def test_a_treatment_that_is_another_seeds_treatment_is_one_run() -> None:
     rng = np.random.default_rng(1)
     baseline, treatment = learning(rng, 3), learning(rng, 3)
     treatment[2] = treatment[0] + 1e-4 * rng.standard_normal(STEPS)
-    text = repeated(baseline, treatment)
-    assert text and "treatment/seed-2 moves as that of treatment/seed-0" in text
+    found = repeated(baseline, treatment)
+    assert found and (found["run"], found["other"]) == ("treatment/seed-2", "treatment/seed-0")
 
 
 def test_arms_of_one_seed_may_move_alike() -> None:
@@ -107,7 +111,7 @@ def test_arms_of_one_seed_may_move_alike() -> None:
     assert repeated(baseline, treatment, paired=False) is None
 
 
-def test_copies_of_a_discrete_metric_show_in_the_others() -> None:
+def test_copies_of_a_discrete_metric_show_in_the_others(snapshot: Snapshot) -> None:
     rng = np.random.default_rng(3)
     rate = np.full(STEPS, 1e-4)
     distinct = [
@@ -122,8 +126,9 @@ def test_copies_of_a_discrete_metric_show_in_the_others() -> None:
     assert one_run_as_two_seeds(sides_of(*distinct), REWARD) is None
     norms = distinct[0]["train/grad_norm"]
     norms[2] = norms[1] * (1 + 1e-5 * rng.standard_normal(STEPS))
-    text = one_run_as_two_seeds(sides_of(*distinct), REWARD)
-    assert text and text.startswith("train/grad_norm of baseline/seed-2")
+    found = one_run_as_two_seeds(sides_of(*distinct), REWARD)
+    assert found and (found["run"], found["metrics"]) == ("baseline/seed-2", ["train/grad_norm"])
+    snapshot(sentence(found))
 
 
 @pytest.mark.parametrize(
@@ -185,12 +190,12 @@ def smoothed(values: Curves, keep: float) -> Curves:
 def test_running_means_are_said_and_raw_curves_are_not() -> None:
     rng = np.random.default_rng(4)
     raw = [learning(rng, 4, sd=0.01) for _ in range(2)]
-    assert not any("running mean" in one for one in warnings_of(raw))
+    assert not any(warning.code == Code.RUNNING_MEAN for warning in warnings_of(raw))
     for kind in (
         [smoothed(one, 0.99) for one in raw],
         [one.cumsum(axis=1) / np.arange(1, STEPS + 1) for one in raw],
     ):
-        assert any("as those of a running mean do" in one for one in warnings_of(kind))
+        assert any(warning.code == Code.RUNNING_MEAN for warning in warnings_of(kind))
     coefficients = [smoothness(learning(rng, 5, persistence=0.9)) or 0.0 for _ in range(100)]
     assert max(coefficients) < 0.9
 
@@ -198,23 +203,30 @@ def test_running_means_are_said_and_raw_curves_are_not() -> None:
 # --- collapse and early differences ---
 
 
-def test_a_collapse_of_both_arms_is_said() -> None:
+def test_a_collapse_of_both_arms_is_said(snapshot: Snapshot) -> None:
     rng = np.random.default_rng(5)
     arms = [learning(rng, 3) for _ in range(2)]
     for one in arms:
         one[:, 40:] -= 0.48
-    text = " ".join(warnings_of(arms))
-    assert "the baseline's level in the window is 0.2" in text and "its best 0.6" in text
-    assert "the treatment's level in the window" in text and "the arms differ" not in text
+    warnings = warnings_of(arms)
+    assert [(warning.code, warning["arm"]) for warning in warnings] == [
+        (Code.COLLAPSED, "baseline"),
+        (Code.COLLAPSED, "treatment"),
+    ]
+    assert 0.2 <= warnings[0]["level"] < 0.3 and 0.6 <= warnings[0]["best"] < 0.7
+    snapshot("\n".join(sentences(warnings)))
 
 
-def test_a_baseline_that_collapses_to_a_treatment_that_never_learned_is_said() -> None:
+def test_a_baseline_that_collapses_to_a_treatment_that_never_learned_is_said(
+    snapshot: Snapshot,
+) -> None:
     rng = np.random.default_rng(6)
     baseline, treatment = learning(rng, 4), 0.22 + 0.02 * noise(rng, (4, STEPS), 0.5)
     baseline[:, 40:] = 0.22 + 0.02 * noise(rng, (4, STEPS - 40), 0.5)
-    text = " ".join(warnings_of([baseline, treatment]))
-    assert "the baseline's level in the window is 0.2" in text
-    assert "the arms differ by more than the margin in steps" in text and "25-32" in text
+    collapsed, differs = warnings_of([baseline, treatment])
+    assert (collapsed.code, collapsed["arm"]) == (Code.COLLAPSED, "baseline")
+    assert differs.code == Code.DIFFERS_EARLIER and "25-32" in differs["blocks"]
+    snapshot(sentence(differs))
 
 
 def chance_of_a_warning(num_pairs: int, drop: float, gap: float, *, num: int = 300) -> float:

@@ -4,33 +4,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.results import Claim, Estimate, Power, PrimaryResult
 from abrun.compare.judge.spent import Spent
 from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict_file import SCHEMA_VERSION, ArmSection, VerdictFile
 
 CLAIM = PrimaryResult(
     arm="treatment",
-    metric="train/reward",
-    window="last 20%",
-    steps=(33, 40),
-    num_steps=8,
-    transform="identity",
-    reduction="mean",
-    test="paired TOST",
-    margin=0.05,
-    margin_unit="",
-    margin_number=0.05,
-    margin_text="±0.05",
-    alpha=0.05,
-    alpha_difference=0.05,
-    num_pairs=3,
-    seeds=(0, 1, 2),
-    differences=(0.01, -0.004, 0.002),
-    mean_difference=0.0027,
-    ci90=(-0.009, 0.0144),
-    interval=(-0.009, 0.0144),
-    certified_bound=0.0144,
+    claim=Claim(
+        metric="train/reward",
+        window="last 20%",
+        steps=(33, 40),
+        num_steps=8,
+        transform="identity",
+        reduction="mean",
+        test="paired TOST",
+        margin=0.05,
+        margin_unit="",
+        margin_number=0.05,
+        margin_text="±0.05",
+        alpha=0.05,
+        alpha_difference=0.05,
+        num_pairs=3,
+        seeds=(0, 1, 2),
+    ),
+    estimate=Estimate(
+        differences=(0.01, -0.004, 0.002),
+        mean_difference=0.0027,
+        ci90=(-0.009, 0.0144),
+        interval=(-0.009, 0.0144),
+        certified_bound=0.0144,
+    ),
     result="equivalent",
 )
 SECTION = ArmSection(
@@ -51,7 +55,7 @@ VERDICT = VerdictFile(
     baseline="baseline",
     verdict="MATCH",
     exit_code=0,
-    reasons=["train/reward: equivalent within ±0.05"],
+    reasons=[],
     post_hoc=False,
     num_pairs=3,
     paired=True,
@@ -87,7 +91,14 @@ SPENT = Spent(
 
 
 def claim(metric: str = "train/reward", arm: str = "treatment", **changed: Any) -> PrimaryResult:
-    return replace(CLAIM, metric=metric, arm=arm, **changed)
+    """Return a result; `changed` may name a field of any of its parts."""
+    parts: dict[str, Any] = {"claim": {"metric": metric}, "estimate": {}, "power": {}}
+    for name in [*changed]:
+        for part, record in (("claim", Claim), ("estimate", Estimate), ("power", Power)):
+            if name in record.__dataclass_fields__:
+                parts[part][name] = changed.pop(name)
+    made = {part: replace(getattr(CLAIM, part), **values) for part, values in parts.items()}
+    return replace(CLAIM, arm=arm, **made, **changed)
 
 
 def section(**changed: Any) -> ArmSection:

@@ -1,7 +1,7 @@
 """Assay sensitivity (ICH E10, 1.5): whether these runs could have shown a difference, had there been one.
 
 A match of runs that learn nothing, repeat each other or stop early says nothing about the treatment. Each
-function answers with one clause of why, and what to do; None: nothing is amiss.
+function returns why not; None: nothing is amiss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,40 +26,42 @@ from abrun.metric_names import (
     is_clock,
     unit_of,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
 from abrun.series import NO_SERIES, Array, Series
 
 # What is 0 at every step where nothing can be learned.
 DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
-_ONE_RUN = "one run, or a seed that changes nothing"
 
 
-def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> str | None:
+def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason | None:
     """Why these runs would have agreed on a metric whatever the treatment does.
 
     `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
     """
     found = find(metric)
     if found and "given" in found.roles:
-        return "it follows from configuration and seed, whatever the arms learn"
+        return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
     for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
         for driver in DRIVERS:
             values = _recorded(runs, driver)
             if len(values) and not np.nan_to_num(values, posinf=0.0, neginf=0.0).any():
-                what = "0" if np.isfinite(values).all() else "0 or not a number"
-                return f"{driver} is {what} at every step of every {arm} run: nothing was learned"
+                finite = bool(np.isfinite(values).all())
+                return Code.NOTHING_LEARNED(metric=driver, arm=arm, finite=finite)
         ends = [_recorded(runs, end) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         if all(len(one) and not one.any() for one in ends):
-            return f"all advantages are 0 at every step of every {arm} run: no reward differed in a group"
+            return Code.ADVANTAGES_ZERO(arm=arm)
     values = _recorded(sides.runs, metric)
     values = values[np.isfinite(values)]
     if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
-        return f"it is {values[0]:.6g} at every step of every run of both arms"
+        return Code.NEVER_MOVED(value=values[0])
     return cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
 
 
-def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> str | None:
+def not_learned(
+    baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float
+) -> Reason | None:
     """Why the baseline learned too little for a claim to mean anything.
 
     A metric that learning moves in one direction must have climbed by more than the margin by the window's
@@ -77,28 +79,15 @@ def not_learned(baselines: Sequence[RecordedRun], primary: Primary, last: int, m
         if low > margin and 2 * still < len(baselines):
             return None
         if low > margin:
-            return (
-                f"{still} of {len(baselines)} baseline seeds did not climb by more than the margin of "
-                f"{margin:.3g} up to step {last}: half of a baseline that learns nothing agrees with any "
-                "treatment; train longer, or mend what stops them"
-            )
+            return Code.DEAD_SEEDS(num=still, of=len(baselines), margin=margin, step=last)
         mean = float(np.mean(climbs(baselines, primary, last)))
-        return (
-            f"the baseline is not shown to climb by more than the margin of {margin:.3g} up to step {last} "
-            f"(it climbs by {mean:.3g}, lower 95 % bound {low:.3g}), so that arms that learn nothing would "
-            f"agree as well: train {'more seeds' if mean > margin else 'longer'}, claim a smaller margin, or "
-            "declare `climbs: false` in a recipe where it need not climb"
-        )
+        return Code.CLIMB_NOT_SHOWN(margin=margin, step=last, climb=mean, bound=low)
     learners = learning_metrics(baselines)
     # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
     bounds = {one: climb_bound(_climbs(baselines, one, last), len(learners)) for one in learners}
     if not bounds or max(bounds.values()) > 0:
         return None
-    return (
-        f"no climb of the baseline is shown up to step {last} ({', '.join(bounds)}: lower 95 % bound "
-        f"{max(bounds.values()):.3g}): train longer, or declare `climbs: false` in a recipe where nothing "
-        "need be learned"
-    )
+    return Code.NOTHING_CLIMBED(step=last, metrics=[*bounds], bound=max(bounds.values()))
 
 
 def dead_seeds(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> int:
@@ -125,31 +114,25 @@ def _climbs(runs: Sequence[RecordedRun], metric: str, last: int) -> Array:
     return climbs(runs, Primary(metric=metric, margin=1.0, transform=default_transform(metric)), last)
 
 
-def cut_short(runs: Sequence[RecordedRun]) -> str | None:
+def cut_short(runs: Sequence[RecordedRun]) -> Reason | None:
     """A run whose last recorded step is further from its last configured one than its steps are apart."""
     for run in runs:
         configured, steps = (run.config or {}).get("steps"), run.steps
         if isinstance(configured, int) and len(steps) > 1:
             apart = int(np.diff(steps).max())
             if steps[-1] + apart <= configured and steps[-1] + 1 < configured:
-                return (
-                    f"{run} recorded its last step at {steps[-1]} of {configured} configured ones: "
-                    "launch with --resume, or train anew"
-                )
+                return Code.CUT_SHORT(run=str(run), step=steps[-1], configured=configured)
     return None
 
 
-def _untouched(sides: Sides) -> str | None:
+def _untouched(sides: Sides) -> Reason | None:
     """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
     if not sides.paired:
         return None
     pairs = list(zip(sides.baselines, sides.treatments, strict=True))
     of_reference = any(run.thinned for run in sides.baselines)  # a later version may well repeat it
     if pairs and not of_reference and all(_same_numbers(*pair) for pair in pairs):
-        return (
-            "both arms hold the same numbers, bit for bit, in every pair: either the treatment changes "
-            "nothing or it was not applied; where bit-exactness is what is expected, claim `exact: true`"
-        )
+        return Code.ARMS_IDENTICAL()
     return None
 
 
@@ -164,7 +147,7 @@ def _of_two_seeds(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
             yield one, other
 
 
-def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> str | None:
+def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> Reason | None:
     """Two seeds with the same numbers, but for what a machine adds, are not two observations; nor are two of
     which a claim reads one curve, whatever else was logged beside it. Nothing can be tested over them.
 
@@ -173,13 +156,19 @@ def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> str | None:
     precision = cache(_precision)  # of each curve once, not of each pair
     for one, other in _of_two_seeds(sides):
         if _same_numbers(one, other):
-            return f"{other} holds the numbers of {one} at every step: {_ONE_RUN}"
+            return _repeated(other, one)
         if metric and _same_curve(one.series(metric), other.series(metric), precision):
-            return f"{other} holds the {metric} of {one} at every step, but for rounding: {_ONE_RUN}"
+            return _repeated(other, one, [metric])
     return _noisy_copy(sides, metric) if metric else None
 
 
-def _noisy_copy(sides: Sides, metric: str) -> str | None:
+def _repeated(
+    run: RecordedRun, other: RecordedRun, metrics: Sequence[str] = (), correlation: float | None = None
+) -> Reason:
+    return Code.ONE_RUN_AS_TWO_SEEDS(run=str(run), other=str(other), metrics=metrics, correlation=correlation)
+
+
+def _noisy_copy(sides: Sides, metric: str) -> Reason | None:
     """Name two seeds whose claimed metric moves alike at every step; for a discrete one, all their others."""
     runs = sides.runs
     values = stack(runs, metric)[1]
@@ -188,10 +177,7 @@ def _noisy_copy(sides: Sides, metric: str) -> str | None:
     for left, right in zip(*np.nonzero(np.triu(alike, 1)), strict=True):
         one, other = runs[left], runs[right]
         if one.name.seed != other.name.seed:
-            return (
-                f"{', '.join(metrics[:3])} of {other} moves as that of {one} does, from step to step "
-                f"(correlation above {COPIED:g}): {_ONE_RUN}"
-            )
+            return _repeated(other, one, metrics[:3], COPIED)
     return None
 
 

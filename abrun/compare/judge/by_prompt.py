@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.compare.read.experiment import Pair, RecordedRun
 from abrun.crossed import Crossed, crossed
 from abrun.equivalence import pairs_needed, t_interval
 from abrun.errors import StoreError
+from abrun.reasons import Code, Reason
 from abrun.redaction import shown
 from abrun.series import Array
 from abrun.store.metrics import ValidationRow
 
 ACCURACY = "validation/accuracy"
-_NOT_THE_SAME = "the runs did not answer the same prompts at the same steps"
 REWARD = "reward of held-out examples"  # as where a loss is in its place
 Rows = Mapping[int, ValidationRow]  # of one run, by step
 
@@ -64,10 +64,10 @@ class ByPrompt:
     worth_pairs: tuple[float, float, float] | None  # of twice the prompts: estimate, 90 % interval
     pairs_needed: int | None  # for 80 % power at an absolute margin; None: no such claim, or above 1000
     pairs_needed_with_twice: int | None
-    problem: str | None = None  # why there is nothing here but the steps
+    problem: Reason | None = None  # why there is nothing here but the steps
 
 
-def by_prompt(arm: str, pairs: Sequence[Pair], claims: Sequence[PrimaryResult]) -> ByPrompt | None:
+def by_prompt(arm: str, pairs: Sequence[Pair], results: Sequence[PrimaryResult]) -> ByPrompt | None:
     """Over the pairs of which both runs finished; None where none was validated prompt by prompt."""
     try:
         rows = [
@@ -76,24 +76,25 @@ def by_prompt(arm: str, pairs: Sequence[Pair], claims: Sequence[PrimaryResult]) 
             if pair.finished and (left := _rows(pair.baseline)) and (right := _rows(pair.treatment))
         ]
     except StoreError as error:
-        return _nothing(arm, shown(str(error)))
+        return _nothing(arm, Code.VALIDATION_UNREADABLE(problem=shown(str(error))))
     if not rows:
         return None
     of_arms = [[left for _, left, _ in rows], [right for _, _, right in rows]]
     steps = sorted(set.intersection(*(set(one) for arm_rows in of_arms for one in arm_rows)))
     every = [one[step] for arm_rows in of_arms for one in arm_rows for step in steps]
     if not steps or len({(row.prompts_sha256, len(row.rewards)) for row in every}) > 1:
-        return _nothing(arm, _NOT_THE_SAME)
+        return _nothing(arm, Code.PROMPTS_OF_RUNS_DIFFER())
     left, right = (np.array([[one[step].rewards for step in steps] for one in rows]) for rows in of_arms)
     metric = ACCURACY if _is_accuracy([pair.baseline for pair, *_ in rows], steps, left) else REWARD
-    claim = next((one for one in claims if one.metric == metric and one.steps), None)
+    tested = (result.claim for result in results)
+    claim = next((claim for claim in tested if claim.metric == metric and claim.steps), None)
     first, last = claim.steps if claim and claim.steps else (steps[-1], steps[-1])
     inside = np.array([first <= step <= last for step in steps])
     answered = {step for arm_rows in of_arms for one in arm_rows for step in one if first <= step <= last}
     if not answered <= {*steps}:
-        return _nothing(arm, _NOT_THE_SAME)
+        return _nothing(arm, Code.PROMPTS_OF_RUNS_DIFFER())
     if not inside.any() or not np.isfinite(left + right).all():
-        return _nothing(arm, "no finite validation in the claim's window")
+        return _nothing(arm, Code.VALIDATION_NOT_FINITE())
     tables = [one[:, inside].mean(axis=1) for one in (left, right)]  # [S, P]
     table = tables[1] - tables[0]
     parts = crossed(table)
@@ -125,7 +126,7 @@ def _rows(run: RecordedRun) -> Rows:
     return run.validations()
 
 
-def _nothing(arm: str, problem: str) -> ByPrompt:
+def _nothing(arm: str, problem: Reason) -> ByPrompt:
     return ByPrompt(
         arm=arm,
         metric=ACCURACY,
@@ -181,7 +182,7 @@ def _effective_pairs(parts: Crossed, tables: Sequence[Array]) -> float:
     return parts.num_pairs * unshared / (parts.seed_variance + parts.rest_variance / parts.num_prompts)
 
 
-def _needed(claim: PrimaryResult | None, parts: Crossed | None, factor: float) -> int | None:
+def _needed(claim: Claim | None, parts: Crossed | None, factor: float) -> int | None:
     if claim is None or parts is None or claim.margin is None or claim.margin_unit == "sigma":
         return None
     return pairs_needed(claim.margin, parts.sd_with(factor), alpha=claim.alpha)

@@ -7,53 +7,52 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.reasons import Code, Reason
 
-MOST_NAMED = 5
 
-
-def code_notes(experiment: Experiment) -> Iterator[str]:
-    """Yield a sentence for each way in which runs of an experiment are of other code than their siblings.
+def code_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield each way in which runs of an experiment are of other code than their siblings.
 
     A reference was made from other code by intention.
     """
     runs = [run for run in experiment.runs.values() if run.code and not run.thinned]
     for code, names in _by_code(run for run in runs if len(run.code) > 1):
-        yield f"{names}: trained by several versions of the code: {', then '.join(code)}"
+        yield Code.CODE_CHANGED(runs=names, versions=code)
     alike = [run for run in runs if len(run.code) == 1]
     baseline = [run for run in alike if run.name.arm == experiment.baseline]
     mixed = list(baseline)  # the baseline, and the arms that share code with it
     for arm in experiment.treatments:
         treated = [run for run in alike if run.name.arm == arm]
         if baseline and treated and not {run.code for run in baseline} & {run.code for run in treated}:
-            yield (
-                f"the arms ran different code: {experiment.baseline} {_names(baseline)}, {arm} "
-                f"{_names(treated)}; the difference between them includes that of the code"
+            yield Code.ARMS_OF_OTHER_CODE(
+                baseline=experiment.baseline,
+                baseline_code=_versions(baseline),
+                arm=arm,
+                code=_versions(treated),
             )
         else:
             mixed += treated
     yield from _outliers(mixed, _most_common(baseline or mixed))
 
 
-def code_untested(experiment: Experiment) -> list[str]:
+def code_untested(experiment: Experiment) -> list[Reason]:
     """Return what the comparison does not show where runs are of different code."""
     differs = any(True for _ in code_notes(experiment))
-    return ["whether the different code of the runs changes their numbers"] if differs else []
+    return [Code.OTHER_CODE()] if differs else []
 
 
-def _outliers(runs: Sequence[RecordedRun], common: tuple[str, ...] | None) -> Iterator[str]:
+def _outliers(runs: Sequence[RecordedRun], common: tuple[str, ...] | None) -> Iterator[Reason]:
     for code, names in _by_code(run for run in runs if common and run.code != common):
         assert common
-        yield f"{names}: trained by the code {code[0]}, other runs by {common[0]}"
+        yield Code.RUNS_OF_OTHER_CODE(runs=names, code=code[0], usual_code=common[0])
 
 
-def _by_code(runs: Iterable[RecordedRun]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each code with the names of its runs."""
+def _by_code(runs: Iterable[RecordedRun]) -> Iterable[tuple[tuple[str, ...], list[str]]]:
+    """Return each code with the names of its runs."""
     names: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         names.setdefault(run.code, []).append(str(run))
-    for code, trained in names.items():
-        more = f" and {len(trained) - MOST_NAMED} more" if len(trained) > MOST_NAMED else ""
-        yield code, f"{', '.join(trained[:MOST_NAMED])}{more}"
+    return names.items()
 
 
 def _most_common(runs: Sequence[RecordedRun]) -> tuple[str, ...] | None:
@@ -61,5 +60,5 @@ def _most_common(runs: Sequence[RecordedRun]) -> tuple[str, ...] | None:
     return counted[0][0] if counted else None
 
 
-def _names(runs: Sequence[RecordedRun]) -> str:
-    return " and ".join(dict.fromkeys(run.code[0] for run in runs))
+def _versions(runs: Sequence[RecordedRun]) -> list[str]:
+    return list(dict.fromkeys(run.code[0] for run in runs))

@@ -7,12 +7,12 @@ the difference says what could be claimed; the margin that is suggested follows 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from abrun.compare.judge.claims import judge_primary
-from abrun.compare.judge.direction import Detected, detect, difference_text
+from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.summaries import climbs, direction_in, moving, reduced, resolution
 from abrun.compare.read.experiment import Experiment, Sides, stack
@@ -27,6 +27,7 @@ from abrun.metric_names import (
     is_clock,
     with_role,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import DEFAULT_WINDOW, Primary
 from abrun.series import Array, window_bounds
 
@@ -62,7 +63,7 @@ class Description:
     interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
     certified_bound: float | None  # the smallest margin that would be certified now
     margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
-    margin_is: str  # what it is of the baseline
+    margin_is: Reason  # what it is of the baseline
     runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
@@ -115,19 +116,15 @@ def num_metrics(sides: Sides) -> tuple[int, int]:
     return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
-def nothing_shared(sides: Sides) -> str:
-    """What to say of runs that no metric can be described of."""
+def no_shared_metric(sides: Sides) -> Reason:
+    """Return what runs recorded of which no metric can be described."""
     recorded = [
         sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
     ]
     known = {*recorded[0], *recorded[1]}
     unread = [where for run in sides.runs for name, where in run.unread.items() if name in known]
-    if unread:
-        return f"no metric is recorded in every run: {unread[0]}"
-    left, right = (", ".join(names[:4]) or "nothing" for names in recorded)
-    return (
-        f"no metric is recorded in every run: the baseline has {left}, the treatment {right}; say which are "
-        "the same, such as --alias train/reward=NAME"
+    return Code.NO_SHARED_METRIC(
+        baseline=recorded[0][:4], treatment=recorded[1][:4], unread=unread[0] if unread else None
     )
 
 
@@ -196,39 +193,25 @@ def _description(
     )
 
 
-def description_sentences(described: Sequence[Description], baseline: str) -> list[str]:
+def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
     """The finding first: of the foremost metric how far the arms are apart, then which others are."""
     first, *others = described
-    words = [_finding(first, baseline)]
-    if all(one.interval is None for one in described):
-        return words
-    apart = [f"{one.metric} {one.difference:+.3g}" for one in others if one.detected]
-    alike = [one.metric for one in others if one.interval is not None and not one.detected]
-    if apart:
-        words.append(f"also apart, each at 90 % (one metric in ten is so by chance): {', '.join(apart)}")
-    if alike:
-        words.append(f"no difference detected: {', '.join(alike)}")
-    return [words[0], *(["; ".join(words[1:])] if words[1:] else [])]
-
-
-def _finding(one: Description, baseline: str) -> str:
-    levels = (
-        f"{one.treatment:.4g} against {one.baseline:.4g} in {baseline}, steps {one.steps[0]}-{one.steps[1]}"
+    finding = Code.DESCRIBED(
+        arm=first.arm,
+        baseline=baseline,
+        metric=first.metric,
+        levels=[first.baseline, first.treatment],
+        steps=first.steps,
+        runs=first.num_runs,
+        paired=first.paired,
+        difference=first.difference,
+        interval=first.interval,
+        detected=asdict(first.detected) if first.detected else None,
     )
-    way = "lower" if one.difference < 0 else "higher"
-    if one.interval is None:
-        return f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}: {levels}, {_counted(one)}"
-    interval = f"90 % interval {difference_text(one.difference, one.interval)}"
-    if one.detected is None:
-        return f"{one.metric}: no difference detected: {one.arm} {levels}, {_counted(one)} ({interval})"
-    size = f"{one.metric} is {abs(one.difference):.3g} {way} in {one.arm}"
-    return f"{size}: {levels}, {one.detected.agreement} ({interval})"
-
-
-def _counted(one: Description) -> str:
-    if max(one.num_runs) == 1:
-        return "one run of each arm"
-    return f"{one.num_runs[0]} pairs" if one.paired else f"{one.num_runs[0]} and {one.num_runs[1]} runs"
+    tested = [other for other in others if other.interval is not None]
+    apart = {other.metric: other.difference for other in tested if other.detected}
+    alike = [other.metric for other in tested if not other.detected]
+    return [finding, *([Code.OTHER_METRICS(apart=apart, alike=alike)] if apart or alike else [])]
 
 
 def _plain(metric: str) -> Primary:
@@ -237,21 +220,21 @@ def _plain(metric: str) -> Primary:
     return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
-def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, str]:
+def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, Reason]:
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
     climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
     if math.isfinite(climb) and climb > SMALLEST:
-        return _offered(SHARE_OF_CLIMB * climb, f"a tenth of the {climb:.3g} that the baseline learned")
+        return _offered(SHARE_OF_CLIMB, "climb", climb)
     if math.isfinite(level) and abs(level) > SMALLEST:
-        return _offered(SHARE_OF_LEVEL * abs(level), "a twentieth of the baseline's level")
-    return None, "the baseline is 0"
+        return _offered(SHARE_OF_LEVEL, "level", abs(level))
+    return None, Code.MARGIN_OFFERED(of="zero", size=0.0, rounded_up_to=None)
 
 
-def _offered(share: float, what: str) -> tuple[float, str]:
+def _offered(share: float, of: str, size: float) -> tuple[float, Reason]:
     """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
-    margin = _one_digit(share)
-    exact = f"{share:.3g}" == f"{margin:.3g}"
-    return margin, what if exact else f"{what}, rounded up to {margin:.3g}"
+    margin = _one_digit(share * size)
+    is_exact = f"{share * size:.3g}" == f"{margin:.3g}"
+    return margin, Code.MARGIN_OFFERED(of=of, size=size, rounded_up_to=None if is_exact else margin)
 
 
 def _one_digit(value: float) -> float:

@@ -19,28 +19,6 @@ class Detected:
     num_compared: int  # pairs, or treated runs
     paired: bool
 
-    @property
-    def where(self) -> str:
-        """In which seeds, or runs, the direction holds."""
-        if self.paired:
-            return f"in {self.num_agreeing} of {self.num_compared} seeds"
-        return f"in {self.num_agreeing} of {self.num_compared} treated runs, against the baseline's mean"
-
-    @property
-    def text(self) -> str:
-        """`lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-        return f"{self.direction}: {self.measured}"
-
-    @property
-    def measured(self) -> str:
-        """`-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-        return f"{difference_text(self.difference, self.interval)}, {self.where}"
-
-    @property
-    def agreement(self) -> str:
-        """`lower in 4 of 4 seeds`."""
-        return f"{self.direction} {self.where}"
-
 
 def detect(
     baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
@@ -58,8 +36,3 @@ def detect(
         num_compared=len(treatment),
         paired=paired,
     )
-
-
-def difference_text(difference: float, interval: tuple[float, float]) -> str:
-    """A difference and its interval, in the digits that every table and sentence gives them in."""
-    return f"{difference:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]"

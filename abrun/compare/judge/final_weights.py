@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from abrun.compare.read.experiment import Pair, RecordedRun
+from abrun.reasons import Code, Reason
 from abrun.series import Array
 
 Sketch = Mapping[str, Array]  # tensor -> its numbers [at most 256] float64; abrun.models.sketch_of
@@ -62,7 +63,7 @@ def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
     )
 
 
-def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | str:
+def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
     """||B - A|| / ||A - A0||: final weights B of the treatment and A of the baseline, which began with A0.
 
     L2 norms over all weights, estimated from the sketches. 0 where all weights are the same by their hash.
@@ -71,19 +72,15 @@ def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | str:
     runs, seed = {"baseline": baseline, "treatment": treatment}, baseline.name.seed
     for arm, run in runs.items():
         if not run.final_weights_hash:
-            return f"the {arm} of seed {seed} does not say what weights it ended with"
+            return Code.FINAL_WEIGHTS_NOT_RECORDED(arm=arm, seed=seed)
     if _equal(baseline, treatment):
         return 0.0
     first, left, right = baseline.initial_sketch(), *(run.final_sketch() for run in runs.values())
     if not (_comparable(first, left) and _comparable(left, right)):
-        return (
-            f"the runs of seed {seed} keep no sketches of the same first and last weights (older versions "
-            "kept samples, which do not show such a distance); abrun's own trainer does, of this version: "
-            "launch them again"
-        )
+        return Code.NO_SKETCHES_IN_COMMON(seed=seed)
     apart, moved = (sum(_squares(one, left).values()) for one in (right, first))
     if not moved > 0 or not np.isfinite(apart + moved):
-        return f"the baseline of seed {seed} ended with the weights that it began with, or with no numbers"
+        return Code.WEIGHTS_DID_NOT_MOVE(seed=seed)
     return float(np.sqrt(apart / moved))
 
 

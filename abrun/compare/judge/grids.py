@@ -6,6 +6,7 @@ import numpy as np
 
 from abrun.compare.read.experiment import Experiment, RecordedRun, stack, union
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
+from abrun.reasons import Code, Reason
 from abrun.recipe import DEFAULT_WINDOW, Primary
 from abrun.series import Steps, shared_steps, window_bounds
 
@@ -49,7 +50,7 @@ def _recorded(
 
 def text_in_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
 
     The window is also read as it would stand with the steps of those values. A guard reads all of a run.
@@ -66,21 +67,25 @@ def text_in_windows(
         for run in finished:
             inside = _inside(dropped[run.name], first, last)
             if len(inside):
-                values = f"{len(inside)} value{'s' * (len(inside) > 1)}"
-                yield (
-                    f"{run}: {values} of {metric} in steps {first}-{last}, from step {inside[0]} on, "
-                    f"left out as text: {run.unread.get(metric, 'write numbers')}"
+                yield Code.TEXT_VALUES(
+                    run=str(run),
+                    metric=metric,
+                    num_values=len(inside),
+                    first=first,
+                    last=last,
+                    step=inside[0],
+                    remedy=run.unread.get(metric, "write numbers"),
                 )
 
 
 def unlike_grids(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield what makes runs incomparable inside a window of a metric, or (None) wherever any recorded it."""
     recorded, expected = _recorded(runs, metric, bounds)
     faults = incomplete(recorded, metric, bounds, strict=strict)
     if faults:
-        yield _lacking_sentence(metric, faults, expected)
+        yield _steps_missing(metric, faults, expected)
         return
     if not len(expected):
         return
@@ -88,9 +93,9 @@ def unlike_grids(
     inside = [_inside(run.series(metric).steps, first, last) for run in recorded]
     shared = shared_steps(*inside)
     if len(shared) < SHARED_SHARE * min(map(len, inside)):
-        yield (
-            f"step grids differ: of {metric} the runs share {len(shared)} of the steps {first}-{last}, of "
-            f"which each holds {min(map(len, inside))} or more: log it at the same steps"
+        num_held = min(map(len, inside))
+        yield Code.FEW_SHARED_STEPS(
+            metric=metric, num_shared=len(shared), first=first, last=last, num_held=num_held
         )
 
 
@@ -98,23 +103,24 @@ def _inside(steps: Steps, first: int, last: int) -> Steps:
     return steps[(first <= steps) & (steps <= last)]
 
 
-def _lacking_sentence(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], expected: Steps) -> str:
+def _steps_missing(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], expected: Steps) -> Reason:
+    """Return that runs lack steps, with the figures of the first of them."""
     run, steps = faults[0]
-    grid = run.series(metric).steps
-    window = f"{expected[0]}-{expected[-1]}"
-    if steps[0] > grid[-1]:
-        how = f"{run} ends at step {grid[-1]}, and {metric} is compared over steps {window}"
-    else:
-        how = (
-            f"{run} lacks {len(steps)} of the {len(expected)} steps {window} of {metric} (step {steps[0]} is "
-            "the first)"
-        )
-    more = f"; {len(faults) - 1} more run{'s' * (len(faults) > 2)} likewise" if len(faults) > 1 else ""
-    return f"step grids differ: {how}{more}{run.unread_text(metric)}"
+    return Code.STEPS_MISSING(
+        runs=[str(run) for run, _ in faults],
+        metric=metric,
+        num_missing=len(steps),
+        num_expected=len(expected),
+        first=expected[0],
+        last=expected[-1],
+        step=steps[0],
+        run_ends=run.series(metric).steps[-1],
+        unread=run.unread.get(metric),
+    )
 
 
-def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[str]:
-    """A line for each claimed metric, or else one of step one, that some arm recorded at other steps."""
+def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
+    """A note for each claimed metric, or else one of step one, that some arm recorded at other steps."""
     claimed = [primary.metric for primary in experiment.compare.primary]
     notes = []
     for arm in arms:
@@ -125,7 +131,7 @@ def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[str]:
     return [note for note in dict.fromkeys(notes) if note]
 
 
-def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:
+def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> Reason | None:
     """How the arms' steps of a metric differ, and on which of them they are compared; None: they do not."""
     runs = [run for of in arms for run in of if len(run.series(metric)) and not run.thinned]
     grids = [run.series(metric).steps for run in runs]
@@ -139,19 +145,20 @@ def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> str | None:
         for of in arms
         if of
     }
-    on = f"compared on the {len(shared)} steps that all runs have ({shared[0]}-{shared[-1]})"
-    if offset := _counted_from(of_arm):
-        return f"{metric}: {offset}; {on}"
-    described = ", ".join(f"{arm} {_grid_text(grid)}" for arm, grid in of_arm.items())
+    on_shared = {"num_shared": len(shared), "first": shared[0], "last": shared[-1]}
+    grids_of_arms = {arm: _grid(grid) for arm, grid in of_arm.items()}
+    if late := _late_counter(of_arm):
+        return Code.COUNTERS_DIFFER(metric=metric, grids=grids_of_arms, late=late, **on_shared)
     if len({grid.tobytes() for grid in of_arm.values()}) < 2:
         odd = next(run for run in runs if not np.array_equal(run.series(metric).steps, of_arm[run.name.arm]))
-        described = f"{odd} {_grid_text(odd.series(metric).steps)}, others {_grid_text(of_arm[odd.name.arm])}"
-    averaged = "; who logs less often may log averages" if len({*map(_distance, of_arm.values())}) > 1 else ""
-    return f"{metric}: recorded at different steps ({described}); {on}{averaged}"
+        others = grids_of_arms[odd.name.arm]
+        grids_of_arms = {str(odd): _grid(odd.series(metric).steps), "others": others}
+    averaged = len({*map(_distance, of_arm.values())}) > 1
+    return Code.GRIDS_DIFFER(metric=metric, grids=grids_of_arms, averaged=averaged, **on_shared)
 
 
-def _counted_from(of_arm: dict[str, Steps]) -> str | None:
-    """Say which of two arms counts its steps from one more than the other; None: neither does."""
+def _late_counter(of_arm: dict[str, Steps]) -> str | None:
+    """Return which of two arms counts its steps from one more than the other; None: neither does."""
     if len(of_arm) != 2:
         return None
     (left, one), (right, other) = of_arm.items()
@@ -159,11 +166,7 @@ def _counted_from(of_arm: dict[str, Steps]) -> str | None:
         return None
     if not np.array_equal(other - one, np.full(len(one), other[0] - one[0])):
         return None
-    late = right if other[0] > one[0] else left
-    return (
-        f"the counters differ by one: {left} counts {one[0]}-{one[-1]}, {right} {other[0]}-{other[-1]}, so "
-        f"that at the same number {late} has made one update fewer"
-    )
+    return right if other[0] > one[0] else left
 
 
 def _distance(steps: Steps) -> int:
@@ -171,9 +174,8 @@ def _distance(steps: Steps) -> int:
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
 
 
-def _grid_text(steps: Steps) -> str:
-    often = _distance(steps)
-    return f"{steps[0]}-{steps[-1]}" + (f" every {often}" if often > 1 else "")
+def _grid(steps: Steps) -> dict[str, int]:
+    return {"first": int(steps[0]), "last": int(steps[-1]), "every": _distance(steps)}
 
 
 def held_by_all(experiment: Experiment) -> tuple[list[Primary], list[int]]:

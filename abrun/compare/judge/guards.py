@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from abrun.compare.judge.summaries import EXCESS_OFFSET
 from abrun.compare.read.experiment import Pair, RecordedRun, Sides
 from abrun.equivalence import ALPHA, MIN_FOR_MISMATCH, p_above, paired, welch
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
+from abrun.reasons import Code, Reason
 from abrun.recipe import Compare, Guards
 from abrun.series import Array, Series
 
@@ -34,7 +35,7 @@ class Guard:
     limit: float | None
     value: float | None
     result: GuardResult
-    text: str
+    reason: Reason = field(metadata={"alias": "text"})  # its name in verdict.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,12 @@ def check_guards(
     finite are facts, unless both arms have NaN; the other guards are tests of `sides`, each at one-sided
     level `alpha`.
     """
-    its = "its baseline" if sides.paired else "every baseline run"
     watched = [*limits.finite, *(metric for metric, _ in windows)]
     return [
-        _finished(arm, pairs, its),
-        _finite(arm, pairs, windows, watched, its, partial(_more_often_non_finite, sides, alpha)),
+        _finished(arm, pairs, paired=sides.paired),
+        _finite(
+            arm, pairs, windows, watched, partial(_more_often_non_finite, sides, alpha), paired=sides.paired
+        ),
         *_token_mult_prob_error(arm, sides, limits, alpha),
         *_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
         *_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
@@ -170,24 +172,25 @@ def _saving(arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRu
     )
 
 
-def _finished(arm: str, pairs: Sequence[Pair], its: str) -> Guard:
+def _finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
     """A treatment that failed where its baseline finished is data, not a gap in the data."""
     tried = [pair for pair in pairs if pair.baseline.finished]
     failed = [pair.treatment for pair in tried if pair.treatment.status == "failed"]
-    text = f"every {arm} run finished where {its} did"
+    reason = Code.RUNS_FINISHED(arm=arm, paired=paired)
     result: GuardResult = "fail" if failed else "pass"
     if not tried:
-        result, text = "not recorded", "no baseline run finished"
+        result, reason = "not recorded", Code.NO_BASELINE_FINISHED()
     elif not any(pair.treatment.finished or pair.treatment.status == "failed" for pair in tried):
-        result, text = "not recorded", f"no {arm} run has ended"
+        result, reason = "not recorded", Code.NO_RUN_ENDED(arm=arm)
     elif not failed and any(pair.treatment.status == "unknown" for pair in tried):
-        result, text = "not recorded", "the runs do not say whether they finished"
+        result, reason = "not recorded", Code.ENDINGS_NOT_KNOWN()
     if failed:
-        first = failed[0]
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        text = (
-            f"{first} failed at step {_last_step(first)} where {its} finished "
-            f"({first.failure}){more}; if the machine was at fault, launch with --resume"
+        reason = Code.RUN_FAILED(
+            run=str(failed[0]),
+            step=_last_step(failed[0]),
+            failure=failed[0].failure,
+            num_more=len(failed) - 1,
+            paired=paired,
         )
     return Guard(
         arm=arm,
@@ -195,7 +198,7 @@ def _finished(arm: str, pairs: Sequence[Pair], its: str) -> Guard:
         limit=0,
         value=None if result == "not recorded" else len(failed),
         result=result,
-        text=text,
+        reason=reason,
     )
 
 
@@ -208,8 +211,9 @@ def _finite(
     pairs: Sequence[Pair],
     windows: Sequence[Window],
     watched: Collection[str],
-    its: str,
-    more_often: Callable[[Collection[str]], Iterator[str]],
+    more_often: Callable[[Collection[str]], Iterator[Reason]],
+    *,
+    paired: bool,
 ) -> Guard:
     """No NaN or Inf in a watched metric of which the same seed's baseline has none, and none in a window.
 
@@ -218,34 +222,34 @@ def _finite(
     Of forty metrics, some with a NaN now and then in any arm, one would alarm in every third A/A experiment.
     """
     tried = [pair for pair in pairs if pair.baseline.finished]
-    found = [finding for pair in tried for finding in _new_non_finite(pair, windows, watched, its)]
-    found = found or list(more_often(dict.fromkeys(watched)))
+    findings = [
+        finding for pair in tried for finding in _new_non_finite(pair, windows, watched, paired=paired)
+    ]
+    findings = findings or list(more_often(dict.fromkeys(watched)))
     seen = any(pair.treatment.metrics for pair in tried)
-    result: GuardResult = "fail" if found else "pass" if seen else "not recorded"
-    text = _finite_text(tried, watched, its) if seen else f"no {arm} run has recorded anything"
+    result: GuardResult = "fail" if findings else "pass" if seen else "not recorded"
+    reason = _finite_reason(tried, watched, paired=paired) if seen else Code.NOTHING_RECORDED(arm=arm)
     if not tried:
-        text = "no baseline run finished"
-    if found:
-        text = found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
-    value = len(found) if seen else None
-    return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, text=text)
+        reason = Code.NO_BASELINE_FINISHED()
+    if findings:
+        num_more = len(findings) - 1
+        reason = Code.FIRST_OF_SEVERAL(first=findings[0], num_more=num_more) if num_more else findings[0]
+    value = len(findings) if seen else None
+    return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, reason=reason)
 
 
-def _finite_text(pairs: Sequence[Pair], watched: Collection[str], its: str) -> str:
+def _finite_reason(pairs: Sequence[Pair], watched: Collection[str], *, paired: bool) -> Reason:
     """Name the watched metrics without NaN or Inf in any treated run, and those with some."""
     runs = [pair.treatment for pair in pairs]
     recorded = [metric for metric in dict.fromkeys(watched) if any(metric in run.metrics for run in runs)]
     broken = [metric for metric in recorded if any(run.first_non_finite(metric) is not None for run in runs)]
     clean = [metric for metric in recorded if metric not in broken]
-    sentences = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
-    sentences += [f"some in {', '.join(broken)}, as in {its}"] if broken and clean else []
-    sentences += [f"NaN or Inf in {', '.join(broken)}, as in {its}"] if broken and not clean else []
-    return "; ".join(sentences) or "none of the watched metrics is recorded"
+    return Code.FINITE(clean=clean, broken=broken, paired=paired)
 
 
 def _new_non_finite(
-    pair: Pair, windows: Sequence[Window], watched: Collection[str], its: str
-) -> Iterator[str]:
+    pair: Pair, windows: Sequence[Window], watched: Collection[str], *, paired: bool
+) -> Iterator[Reason]:
     run = pair.treatment
     for metric in filter(watched.__contains__, run.metrics):
         step = run.first_non_finite(metric)
@@ -254,21 +258,21 @@ def _new_non_finite(
         repeats = [one.series(metric).values for one in (pair.baseline, *pair.reruns)]
         if all(np.isfinite(values).all() for values in repeats):
             value = run.series(metric).at(step)
-            yield f"{metric} is {value} in {run} from step {step}, and finite in {its}"
+            yield Code.NOT_FINITE(metric=metric, value=value, run=str(run), step=step, paired=paired)
             continue
         since = _stays_non_finite(run.series(metric), repeats)
         if since is not None:
             value = run.series(metric).at(since)
-            yield f"{metric} is {value} in {run} from step {since} to the end, and not in {its}"
+            yield Code.STAYS_NOT_FINITE(metric=metric, value=value, run=str(run), step=since, paired=paired)
             continue
         claimed = (run.first_non_finite(metric, *bounds) for of, bounds in windows if of == metric)
         inside = next((step for step in claimed if step is not None), None)
         if inside is not None:
             value = run.series(metric).at(inside)
-            yield f"{metric} is {value} in {run} at step {inside}, inside the window of its claim"
+            yield Code.NOT_FINITE_IN_WINDOW(metric=metric, value=value, run=str(run), step=inside)
 
 
-def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[str]:
+def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[Reason]:
     """Yield the watched metrics that are NaN or Inf at more of the treatment's steps, at `alpha` over all."""
     for metric in watched:
         recorded = sides.of(
@@ -285,10 +289,12 @@ def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str])
         steps = [np.array([len(one) for one in of]) for of in broken]
         p = _p_worse(shares[0], shares[1], _counting_error(shares, steps), paired_by_seed=sides.paired)
         if p < alpha / len(watched):
-            left, right = (100 * float(of.mean()) for of in shares)
-            yield (
-                f"{metric} is NaN or Inf at {right:.3g} % of the treatment's steps and {left:.3g} % of the "
-                f"baseline's (p = {p:.2g} of no more, level {alpha / len(watched):.2g})"
+            yield Code.NOT_FINITE_MORE_OFTEN(
+                metric=metric,
+                share=shares[1].mean(),
+                baseline_share=shares[0].mean(),
+                p=p,
+                level=alpha / len(watched),
             )
 
 
@@ -322,7 +328,7 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     yield _error_guard(
         arm,
         "median",
-        "the worst run's median",
+        None,
         limit,
         np.array([one.max() for one in medians]) if recorded else None,
         operator.ge,
@@ -337,7 +343,7 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     yield _error_guard(
         arm,
         "share",
-        f"the share of steps above {limit:g}",
+        limit,
         share,
         None if shares is None else np.array(shares),
         operator.gt,
@@ -379,7 +385,7 @@ def _counting_error(shares: Sequence[NDArray[Any]], steps: Sequence[NDArray[Any]
 def _error_guard(
     arm: str,
     kind: str,
-    what: str,
+    above: float | None,  # the share of steps above it is limited
     limit: float,
     values: Array | None,  # the baseline's and the treatment's
     breaks: Callable[[float, float], bool],
@@ -388,23 +394,20 @@ def _error_guard(
 ) -> Guard:
     value: float | None = None
     result: GuardResult = "not recorded"
-    text = f"{TOKEN_MULT_PROB_ERROR} is not recorded"
+    reason = Code.TOKEN_ERROR_NOT_RECORDED(metric=TOKEN_MULT_PROB_ERROR)
     if values is not None:
         of_baseline, value = map(float, values)
         result = "fail" if breaks(value, limit) else "pass"
-        text = f"{TOKEN_MULT_PROB_ERROR}: {what} is {_number(value)} (limit {limit:g})"
+        error = {"metric": TOKEN_MULT_PROB_ERROR, "above": above, "value": value, "limit": limit}
+        reason = Code.TOKEN_ERROR_KEPT(**error)
         if result == "fail":
             p = p_worse()
-            text += f", {_number(of_baseline)} in the baseline (p = {p:.2g} of no more, level {alpha:.2g})"
+            reason = Code.TOKEN_ERROR_EXCEEDED(**error, baseline=of_baseline, p=p, level=alpha)
             unproven: GuardResult = "baseline too" if breaks(of_baseline, limit) else "open"
             result = "fail" if p < alpha else unproven
         value = value if math.isfinite(value) else None
     name = f"token_mult_prob_error_{kind}"
-    return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, text=text)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "not a number"
+    return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, reason=reason)
 
 
 def _ratio(
@@ -416,13 +419,14 @@ def _ratio(
     saving = next((saving for saving in savings if saving.quantity == quantity), None)
     value: float | None = None
     result: GuardResult = "not recorded"
-    text = f"{quantity}: not recorded in finished runs of both arms"
+    reason = Code.RATIO_NOT_RECORDED(quantity=quantity)
     if saving is not None:
         value = saving.ratio
         p, enough = 1.0, min(saving.num_runs or (saving.num_pairs,)) >= MIN_FOR_MISMATCH
         if enough and saving.log_error is not None and saving.freedom is not None:
             p = p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
         result = "fail" if p < alpha else "open" if value > limit and not enough else "pass"
-        text = f"{quantity}: treatment / baseline is {value:.3g} (limit {limit:g}"
-        text += f"; p = {p:.2g} of no more, level {alpha:.2g})" if value > limit else ")"
-    yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, text=text)
+        reason = Code.RATIO_KEPT(quantity=quantity, ratio=value, limit=limit)
+        if value > limit:
+            reason = Code.RATIO_EXCEEDED(quantity=quantity, ratio=value, limit=limit, p=p, level=alpha)
+    yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, reason=reason)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.machines import OF_THE_MACHINE
 from abrun.compare.judge.margins import window_summaries
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, union
 from abrun.compare.read.ledger import Entry, Ledger
@@ -33,6 +33,7 @@ from abrun.equivalence import ALPHA, t_interval, welch_interval
 from abrun.errors import ComparisonError
 from abrun.looks import levels_of_looks
 from abrun.metric_names import default_transform
+from abrun.reasons import Code, Reason
 from abrun.recipe import Compare, Primary
 from abrun.redaction import shortened
 from abrun.series import window_bounds
@@ -74,11 +75,8 @@ def new_ledger(
     except ValueError:
         amount = float("nan")
     if not 0 < amount < float("inf") or len(fits) != 1:
-        known = ", ".join(f"{one.metric}=0.05" for one in claims.primary if one.margin is not None)
-        raise ComparisonError(
-            f"--budget: got {shortened(budget)}; allowed: a number above 0, in units of the claim; of a "
-            f"claim with a margin: {known or 'none is declared (--primary)'}"
-        )
+        metrics = [one.metric for one in claims.primary if one.margin is not None]
+        raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
     (claim,) = fits
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
     return Ledger(
@@ -141,15 +139,15 @@ def next_entry(
     _refuse_other_baseline(reference, ledger, experiment)
     judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
     result = _result(judged, ledger, experiment)
-    seeds = list(result.seeds)
+    seeds = list(result.claim.seeds)
     treated = experiment.arm(arm)
     levels = _levels([treated[seed] for seed in seeds], ledger)
     treatment = public_diff((experiment.treatment_diff or {}).get(arm, {}))
     runs = {"experiment": experiment.name, "arm": arm, "seeds": seeds, "treatment": treatment}
-    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.differences})
+    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.estimate.differences})
     for number, entry in enumerate(ledger.entries, 1):
         if entry.runs_sha256 == runs_sha256:
-            raise ComparisonError(f"{experiment.name}: {arm} is entry {number} already; nothing was added")
+            raise ComparisonError(Code.LEDGER_HAS_RUNS(experiment=experiment.name, arm=arm, entry=number))
     content: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "experiment": experiment.name,
@@ -159,15 +157,15 @@ def next_entry(
         "commit": commits.get(arm),
         "environment_sha256": _environment_sha256(list(treated.values())),
         "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
-        "margin": result.margin_text,
+        "margin": result.claim.margin_text,
         "looks": list(experiment.compare.looks),
         "looks_spending": experiment.compare.looks_spending,
         "seeds": seeds,
-        "differences": list(result.differences),
+        "differences": list(result.estimate.differences),
         "levels": [levels[seed] for seed in seeds],
-        "difference": result.mean_difference,
-        "interval": result.ci90,
-        "certified_bound": max(map(abs, result.ci90 or ())),
+        "difference": result.estimate.mean_difference,
+        "interval": result.estimate.ci90,
+        "certified_bound": max(map(abs, result.estimate.ci90 or ())),
         "drift": 0.0,
         "tried": tried,
     }
@@ -177,37 +175,37 @@ def next_entry(
     return content
 
 
-def ledger_sentence(reference: Reference) -> str:
-    """`10 changes, drift spent 0.031 of 0.05`, and what that rests on. The reference has a ledger."""
+def ledger_state(reference: Reference) -> Reason:
+    """Return how many changes have spent how much of the budget. The reference has a ledger."""
     ledger = reference.ledger
     assert ledger is not None
-    over = f"{ledger.metric} over steps {ledger.steps[0]}-{ledger.steps[1]}"
+    first, last = ledger.steps
     if not ledger.entries:
-        return f"ledger of {over}: no change since the anchor; drift spent 0 of {ledger.budget:g}"
-    drift, number = drift_of(ledger, anchor_levels(reference)), len(ledger.entries)
-    direct = ""
-    if drift.direct and np.isfinite(drift.direct).all():  # of very many rejected changes it says nothing
-        direct = f", direct [{drift.direct[0]:.3g}, {drift.direct[1]:.3g}] by {drift.direct_by}"
-        direct += f" for {ledger.num_chains:.3g} possible chains" if ledger.num_chains > 1 else ""
-    more = ledger.num_tried - number
-    sentence = (
-        f"ledger of {over}: {number} change{'' if number == 1 else 's'}, drift spent {drift.bound:.3g} of "
-        f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {drift.by}; "
-        f"chain [{drift.chain[0]:.3g}, {drift.chain[1]:.3g}]{direct}; jointly over "
-        f"{ledger.num_tried} judged changes{f', {more} of them not accepted' if more else ''})"
+        return Code.LEDGER_EMPTY(metric=ledger.metric, first=first, last=last, budget=ledger.budget)
+    drift = drift_of(ledger, anchor_levels(reference))
+    # Of very many rejected changes the direct bound says nothing
+    direct = drift.direct if drift.direct and np.isfinite(drift.direct).all() else None
+    return Code.LEDGER(
+        metric=ledger.metric,
+        first=first,
+        last=last,
+        num_entries=len(ledger.entries),
+        num_tried=ledger.num_tried,
+        budget=ledger.budget,
+        bound=drift.bound,
+        confidence=1 - ledger.alpha,
+        bound_by=drift.by,
+        chain=drift.chain,
+        direct=direct,
+        direct_by=drift.direct_by,
+        num_chains=ledger.num_chains,
+        disagree=drift.disagree,
     )
-    if drift.disagree:
-        sentence += "; chain and direct comparison exclude each other: something moved that is in no entry"
-    if drift.bound > ledger.budget:
-        sentence += (
-            "; the budget is exceeded: re-anchor: run the anchor's arm against today's, and freeze today's"
-        )
-    return sentence
 
 
-def ledger_notes(reference: Reference | None) -> list[str]:
-    """The same for a report: one sentence, or none."""
-    return [ledger_sentence(reference)] if reference is not None and reference.ledger is not None else []
+def ledger_notes(reference: Reference | None) -> list[Reason]:
+    """Return the same for a report: one note, or none."""
+    return [ledger_state(reference)] if reference is not None and reference.ledger is not None else []
 
 
 def exceeded(reference: Reference) -> bool:
@@ -221,22 +219,16 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
     """The ledger and the arm; refuses what has no place there, whatever its runs say."""
     ledger = reference.ledger
     if ledger is None:
-        raise ComparisonError(
-            f"{reference.name}: a reference frozen without a ledger; freeze one: abrun freeze SOURCE -o FILE "
-            "--budget 0.05"
-        )
+        raise ComparisonError(Code.NO_LEDGER(reference=reference.name))
     if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
-        raise ComparisonError(
-            f"{experiment.name}: got runs that declare no treatment; a ledger takes experiments that abrun "
-            "launched"
-        )
+        raise ComparisonError(Code.NO_TREATMENT_DECLARED(experiment=experiment.name))
     if arm is None and len(experiment.treatments) != 1:
         raise ComparisonError(
-            f"--arm: got none; {experiment.name} has {', '.join(experiment.treatments) or 'no treatment'}"
+            Code.ARM_NOT_NAMED(experiment=experiment.name, treatments=experiment.treatments)
         )
     arm = arm or experiment.treatments[0]
     if arm not in experiment.treatments:
-        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.treatments)}")
+        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.treatments))
     return ledger, arm
 
 
@@ -244,17 +236,34 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Prima
     """The result of the ledger's claim in an experiment that matched."""
     if judged.verdict != "MATCH":
         raise ComparisonError(
-            f"{experiment.name}: {judged.arm}: got {judged.verdict}; a ledger takes matches: "
-            f"{judged.reasons[0]}"
+            Code.LEDGER_TAKES_MATCHES(
+                experiment=experiment.name,
+                arm=judged.arm,
+                verdict=judged.verdict,
+                reason=judged.reasons[0],
+            )
         )
-    for one in judged.primaries:
-        of_ledger = (one.metric, one.transform, one.steps) == (ledger.metric, ledger.transform, ledger.steps)
-        if of_ledger and one.test in ("paired TOST", "sigma test") and one.mean_difference is not None:
-            return one
-    claimed = ", ".join(f"{one.metric} over {one.window} ({one.steps})" for one in judged.primaries)
+    for result in judged.primaries:
+        claim = result.claim
+        of_ledger = (claim.metric, claim.transform, claim.steps) == (
+            ledger.metric,
+            ledger.transform,
+            ledger.steps,
+        )
+        tested = result.estimate.mean_difference is not None
+        if of_ledger and tested and claim.test in ("paired TOST", "sigma test"):
+            return result
+    claims = [result.claim for result in judged.primaries]
+    claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
     raise ComparisonError(
-        f"{experiment.name}: {judged.arm}: got claims on {claimed}; the ledger is of {ledger.metric} over "
-        f"steps {ledger.steps[0]}-{ledger.steps[1]}, with a margin"
+        Code.LEDGER_OF_OTHER_CLAIM(
+            experiment=experiment.name,
+            arm=judged.arm,
+            claims=claimed,
+            metric=ledger.metric,
+            first=ledger.steps[0],
+            last=ledger.steps[1],
+        )
     )
 
 
@@ -266,16 +275,20 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Exp
     config = public_config(list(experiment.arm(experiment.baseline).values()))
     last = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
     if not config:
-        raise ComparisonError(
-            f"{experiment.name}: its baseline states no configuration to compare with {last}"
-        )
+        raise ComparisonError(Code.BASELINE_WITHOUT_CONFIG(experiment=experiment.name, link=last))
     for key in sorted(link):
         if config.get(key) != link[key]:
             named = [at for at, one in enumerate(ledger.entries, 1) if one.experiment == experiment.name]
             raise ComparisonError(
-                f"{experiment.name}: {experiment.baseline}: {key}: got {shortened(config.get(key))}; "
-                f"{shortened(link[key])} in {last}, which a change has to be compared with"
-                + (f" (entry {named[0]} is an experiment of this name)" if named else "")
+                Code.BASELINE_NOT_THE_LINK(
+                    experiment=experiment.name,
+                    baseline=experiment.baseline,
+                    key=key,
+                    value=shortened(config.get(key)),
+                    expected=shortened(link[key]),
+                    link=last,
+                    entry=named[0] if named else None,
+                )
             )
 
 

@@ -1,20 +1,20 @@
 """Claims that are no equivalence: limits on a level or on a ratio, and bit-exactness."""
 
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
 from abrun.compare.judge.assay import cut_short, no_signal, one_run_as_two_seeds
-from abrun.compare.judge.claims import PrimaryResult, setting_text
+from abrun.compare.judge.claims import pairs_lacking
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.skewness import ARMS, HARMLESS, skew_warning
+from abrun.compare.judge.results import Claim, Estimate, PrimaryResult, Reduction
+from abrun.compare.judge.skewness import ARMS, HARMLESS, VALUES, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
 from abrun.compare.read.experiment import RecordedRun, Sides, stack
-from abrun.equivalence import beside_limit, limit_test, paired_tost, welch_limit_test, welch_tost
+from abrun.equivalence import limit_test, paired_tost, welch_limit_test, welch_tost
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -24,10 +24,10 @@ from abrun.metric_names import (
     is_clock,
     unit_of,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary, claim_text
 from abrun.series import Array, Series, Steps, on_shared_steps, window_bounds
 
-Reduction = Literal["mean", "median", "maximum", "minimum"]
 _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
 
 
@@ -49,8 +49,7 @@ def judge_limit(
     finished = sides.finished
     bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
     of_ratio = primary.limit is not None and primary.limit[1]
-    result = PrimaryResult(
-        arm=arm,
+    claim = Claim(
         metric=primary.metric,
         window=primary.window,
         steps=bounds,
@@ -67,29 +66,28 @@ def judge_limit(
         num_pairs=len(finished.baselines) if sides.paired else 0,
         seeds=tuple(run.name.seed for run in finished.baselines) if sides.paired else (),
         num_runs=None if sides.paired else finished.sizes,
-        problem=cut_short(finished.runs),
     )
-    metric = primary.metric
-    of_machine = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"  # no seed moves it
-    if not (primary.exact or of_machine or result.problem):
-        result = replace(result, problem=one_run_as_two_seeds(finished, metric))
-    if finished.sizes != sides.sizes and not result.problem:
-        lacking = f"{finished.sizes[0]} of {sides.sizes[0]} planned pairs are usable"
-        if not sides.paired:
-            lacking = f"{sum(finished.sizes)} of {sum(sides.sizes)} runs are usable"
-        result = replace(result, problem=f"{lacking}, and every one is needed")
-    if (primary.exact or primary.metric == FINAL_WEIGHTS) and not sides.paired:
-        what = "bit-exactness" if primary.exact else "how far final weights are apart"
-        result = replace(result, problem=f"{what} is a matter of pairs of one seed")
-    if bounds and not primary.exact and len(shared := stack(finished.runs, metric)[0]):
+    problem = _untestable(primary, sides)
+    if bounds and not primary.exact and len(shared := stack(finished.runs, primary.metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
         bounds = on_shared_steps(primary.window, bounds, inside)
-        result = replace(result, steps=bounds)
-        finished = _on_shared_steps(finished, metric, shared)
-    if bounds is None or not min(finished.sizes) or result.problem:
-        unfinished = "no pair has finished" if sides.paired else "no run of an arm has finished"
-        return replace(result, problem=result.problem or unfinished)
+        claim = replace(claim, steps=bounds)
+        finished = _on_shared_steps(finished, primary.metric, shared)
+    result = PrimaryResult(arm=arm, claim=claim, problem=problem)
+    if bounds is None or not min(finished.sizes) or problem:
+        return replace(result, problem=problem or Code.NONE_FINISHED(paired=sides.paired))
     return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
+
+
+def _untestable(primary: Primary, sides: Sides) -> Reason | None:
+    """Return why these runs cannot show a limit, or that arms are the same bit for bit."""
+    finished, metric = sides.finished, primary.metric
+    if (primary.exact or metric == FINAL_WEIGHTS) and not sides.paired:
+        return Code.PAIRS_ALONE(exact=primary.exact)
+    of_machine = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"  # no seed moves it
+    repeated = None if primary.exact or of_machine else one_run_as_two_seeds(finished, metric)
+    lacking = None if finished.sizes == sides.sizes else pairs_lacking(finished, sides, equivalence=False)
+    return cut_short(finished.runs) or repeated or lacking
 
 
 def _on_shared_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
@@ -106,35 +104,37 @@ def _on_shared_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
 
 
 def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
-    empty = no_signal(sides, result.metric, may_repeat=True) or one_run_as_two_seeds(sides)
+    metric = result.claim.metric
+    empty = no_signal(sides, metric, may_repeat=True) or one_run_as_two_seeds(sides)
     for pair in zip(sides.baselines, sides.treatments, strict=True):
-        problem, where = _first_difference(pair, result.metric, bounds)
+        problem, where = _first_difference(pair, metric, bounds)
         if problem:
             return replace(result, problem=problem)
         if where:
-            return replace(result, result="different", detail=where)
+            return replace(result, result="different", estimate=Estimate(detail=where))
     return replace(result, problem=empty) if empty else replace(result, result="holds")
 
 
 def _first_difference(
     pair: tuple[RecordedRun, RecordedRun], metric: str, bounds: tuple[int, int]
-) -> tuple[str | None, str | None]:
+) -> tuple[Reason | None, Reason | None]:
     """Why a pair cannot be compared, and where its runs first differ."""
     seed = pair[0].name.seed
     if metric == FINAL_WEIGHTS:
         hashes = [run.final_weights_hash for run in pair]
         if None in hashes:
-            return f"the runs of seed {seed} do not say what weights they ended with", None
-        return None, None if hashes[0] == hashes[1] else f"those of seed {seed} differ"
+            return Code.WEIGHTS_UNKNOWN(seed=seed), None
+        return None, None if hashes[0] == hashes[1] else Code.WEIGHTS_DIFFER(seed=seed)
     left, right = (_inside(run.series(metric), bounds) for run in pair)
     if not len(left) or not np.array_equal(left.steps, right.steps):
-        return f"it was not recorded at the same steps in both runs of seed {seed}", None
+        return Code.STEPS_DIFFER(seed=seed), None
     same = (left.values == right.values) | (np.isnan(left.values) & np.isnan(right.values))
     if same.all():
         return None, None
     first = int(np.flatnonzero(~same)[0])
-    values = f"{float(left.values[first])!r} and {float(right.values[first])!r}"
-    return None, f"first at step {left.steps[first]} of seed {seed}: {values}"
+    return None, Code.VALUES_DIFFER(
+        step=left.steps[first], seed=seed, baseline=left.values[first], treatment=right.values[first]
+    )
 
 
 def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]) -> PrimaryResult:
@@ -146,7 +146,9 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
 
     def levels(transform: Transform) -> list[Array]:
         arms = (sides.baselines, sides.treatments)
-        return [np.array([_level(run, result, bounds, counter, transform) for run in runs]) for runs in arms]
+        return [
+            np.array([_level(run, result.claim, bounds, counter, transform) for run in runs]) for runs in arms
+        ]
 
     baseline, treatment = levels("identity")
     transform: Transform = "identity"
@@ -159,16 +161,17 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         left, right = comparable(baseline, transform), comparable(treatment, transform)
     needed = np.concatenate([left, right]) if of_ratio else right
     if not np.isfinite(needed).all():
-        kind = "numbers above 0, as a ratio needs" if of_ratio else "numbers"
-        kind = "at least 1, as a ratio of excesses over 1 needs" if primary.limits_excess else kind
-        return replace(result, problem=f"its values in the window are not all {kind}, or not recorded")
-    result = replace(result, treatment_mean=float(treatment.mean()))
-    if np.isfinite(baseline).all():
-        result = replace(result, baseline_mean=float(baseline.mean()))
+        kind = "excess" if primary.limits_excess else "positive" if of_ratio else "number"
+        return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
     scale = primary.model_copy(update={"transform": transform})
-    window = _averaged(result, sides, bounds, of_ratio=of_ratio)
+    window = _averaged(result.claim, sides, bounds, of_ratio=of_ratio)
     step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
-    result = replace(result, detected=_detected(left, right, result.alpha, step, paired=sides.paired))
+    estimate = Estimate(
+        baseline_mean=float(baseline.mean()) if np.isfinite(baseline).all() else None,
+        treatment_mean=float(treatment.mean()),
+        detected=_detected(left, right, result.claim.alpha, step, paired=sides.paired),
+    )
+    result = replace(result, estimate=estimate)
     if not of_ratio:
         left = None
     elif sides.paired:
@@ -184,12 +187,12 @@ def _detected(left: Array, right: Array, alpha: float, resolution: float, *, pai
     return detect(left, right, test.mean_difference, test.interval, paired=paired)
 
 
-def _averaged(result: PrimaryResult, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
+def _averaged(claim: Claim, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
     """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
     runs = sides.runs if of_ratio else sides.treatments
-    steps, values = stack(runs, result.metric)
+    steps, values = stack(runs, claim.metric)
     values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
-    if result.reduction != "mean":
+    if claim.reduction != "mean":
         return values[:, :0]
     num_baselines = len(runs) - len(sides.treatments)
     return moving(values[:num_baselines], values[num_baselines:], paired=of_ratio and sides.paired)
@@ -201,11 +204,11 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
     Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
     and 0.7: a geometric mean would say nothing of the large ones.
     """
-    found = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
-    unknown = next((one for one in found if isinstance(one, str)), None)
+    distances = [distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)]
+    unknown = next((known for known in distances if isinstance(known, Reason)), None)
     if unknown is not None:
         return replace(result, problem=unknown)
-    return _tested(result, None, np.array(found, np.float64), limit, is_log=False, below=True)
+    return _tested(result, None, np.array(distances, np.float64), limit, is_log=False, below=True)
 
 
 def _tested(
@@ -223,28 +226,33 @@ def _tested(
     bound = float(np.log(limit)) if is_log else limit
     if min(len(right), len(right if left is None else left)) < 2:
         mean = right.mean() - (0.0 if left is None else left.mean())
-        return replace(result, limited=float(scale(mean)), result="undecided")
+        estimate = replace(result.estimate, limited=float(scale(mean)))
+        return replace(result, estimate=estimate, result="undecided")
     if left is None:
-        test = limit_test(right, bound, result.alpha, resolution)
+        test = limit_test(right, bound, result.claim.alpha, resolution)
     else:
-        test = welch_limit_test(left, right, bound, result.alpha, resolution)
-    arms = {"the values are": right} if left is None else dict(zip(ARMS, (left, right), strict=True))
+        test = welch_limit_test(left, right, bound, result.claim.alpha, resolution)
+    arms = {VALUES: right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
+    skewed = skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms))
     return replace(
         result,
-        limited=float(scale(test.mean)),
-        limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
-        p_equivalence=holds,
-        p_beyond=broken,
-        warning=skew_warning(arms, step=resolution, least=HARMLESS * room, level=0.05 / len(arms)),
-        result="holds" if holds < result.alpha else "undecided",
+        estimate=replace(
+            result.estimate,
+            limited=float(scale(test.mean)),
+            limited_interval=(float(scale(test.interval[0])), float(scale(test.interval[1]))),
+            p_equivalence=holds,
+            p_beyond=broken,
+        ),
+        warnings=(skewed,) if skewed else (),
+        result="holds" if holds < result.claim.alpha else "undecided",
     )
 
 
 def _level(
     run: RecordedRun,
-    result: PrimaryResult,
+    claim: Claim,
     bounds: tuple[int, int],
     counter: str | None,
     transform: Transform,
@@ -253,12 +261,12 @@ def _level(
 
     NaN where it is not recorded, or outside the transform's domain.
     """
-    metrics = [result.metric]
-    if result.metric == MEMORY_PEAK:
+    metrics = [claim.metric]
+    if claim.metric == MEMORY_PEAK:
         metrics = shared_memory_metrics([run], counter) if counter else []
     series = [_inside(run.series(metric), bounds).values for metric in metrics]
     found = np.concatenate([one for one in series if len(one)] or [np.array([np.nan])])
-    return float(_REDUCED[result.reduction](comparable(found, transform)))
+    return float(_REDUCED[claim.reduction](comparable(found, transform)))
 
 
 def _inside(series: Series, bounds: tuple[int, int]) -> Series:
@@ -272,44 +280,3 @@ def _reduction(metric: str) -> Reduction:
     if metric == MEMORY_PEAK or unit_of(metric) == "bytes" or (found and found.combined == "maximum"):
         return "maximum"
     return "minimum" if found and found.combined == "minimum" else default_reduction(metric)
-
-
-def _direction(result: PrimaryResult) -> str:
-    """A difference from the baseline that a limit on the treatment alone, or on a ratio, does not state."""
-    found = result.detected
-    if found is None:
-        return ""
-    if result.test == "ratio limit":
-        return f", {found.agreement}"
-    return f", and {found.direction} than the baseline: {found.measured}"
-
-
-def limit_sentence(result: PrimaryResult, *, has_recipe: bool) -> str:
-    """The outcome of a limit or an exact claim, in words that promise no more than was tested."""
-    where = f"over {setting_text(result, has_recipe=has_recipe)}"
-    if result.test == "exact":
-        if result.result == "holds":
-            return f"{result.metric}: the same bit for bit {where}"
-        return f"{result.metric}: not the same bit for bit {where}: {result.detail}"
-    what = "treatment / baseline" if result.test == "ratio limit" else f"the treatment's {result.reduction}"
-    what += " of the excess over 1" if result.transform == "log_excess" else ""
-    if result.metric == FINAL_WEIGHTS:
-        what = "the arms' distance, in units of how far the baseline moved,"
-    assert result.limited is not None
-    found = f"{what} is {beside_limit(result.limited, result.margin_number)}"
-    if result.limited_interval is None:
-        needed = "two pairs are needed" if result.num_runs is None else "two runs of each arm are needed"
-        return f"{result.metric}: {result.margin_text}: not decided {where}: {found}; {needed}"
-    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
-    low, high = (beside_limit(end, result.margin_number) for end in result.limited_interval)
-    found += f", {level} interval [{low}, {high}]{_direction(result)}"
-    warning = f"; {result.warning}" if result.warning else ""
-    if result.result == "holds":
-        confidence = f"{100 * (1 - result.alpha):.3g} %"
-        return f"{result.metric}: {result.margin_text} at {confidence} confidence {where} ({found}){warning}"
-    if result.result == "different":
-        p_value = f"p = {result.p_beyond_holm:.2g} if the limit were kept, Holm-corrected"
-        return f"{result.metric}: not {result.margin_text} {where} ({found}, {p_value}){warning}"
-    return (
-        f"{result.metric}: {result.margin_text}: not decided {where}: {found}; more seeds narrow it{warning}"
-    )

@@ -4,19 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.compare.read.experiment import Experiment, RecordedRun
+from abrun.reasons import Code, Reason
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
-# What of environment.json must not differ between paired runs. Hosts may.
-ENVIRONMENT = {
-    "versions": "package versions differ",
-    "python": "the Python version differs",
-    "devices": "devices differ",
-    "prompts_sha256": "the prompt hash differs",
-    INITIAL_WEIGHTS: "the initial weights differ",
-    STARTED_FROM: "the checkpoints that they started from differ",
-}
 OF_THE_STACK = ("versions", "python")
 OF_THE_MACHINE = (*OF_THE_STACK, "devices")
+# What of environment.json must not differ between paired runs. Hosts may.
+ENVIRONMENT = (*OF_THE_MACHINE, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
 def other_machine(experiment: Experiment, arm: str) -> bool:
@@ -63,30 +57,22 @@ def versions_follow_arms(experiment: Experiment) -> bool:
     return any(machine_differences(arms[0][0], runs[0], OF_THE_STACK) for runs in arms[1:])
 
 
-def within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[str]:
+def within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[Reason]:
     """Yield what differs between the runs of one arm, of what may differ between arms."""
     for runs in arms:
         for key in keys:
             known = [run for run in runs if (run.environment or {}).get(key) is not None]
             for run in known[1:]:
-                yield from environment_difference(known[0], run, key, ENVIRONMENT[key])
+                yield from environment_difference(known[0], run, key)
 
 
-def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str, what: str) -> Iterator[str]:
+def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) -> Iterator[Reason]:
+    """Yield what of the environment differs, if anything: both values, or both versions by package."""
     assert baseline.environment is not None and run.environment is not None
     left, right = baseline.environment.get(key), run.environment.get(key)
     if isinstance(left, dict) and isinstance(right, dict):
-        apart = [f"{name} {a} against {b}" for name, (a, b) in _other_versions(baseline, run).items()]
-        shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+        values: Any = _other_versions(baseline, run)
     else:
-        shown = "" if left == right else f"{_brief(left)} against {_brief(right)}"
-    if not shown:
-        return
-    yield f"{what} between {baseline} and {run}: {shown}"
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, list):
-        names = sorted({str(item) for item in value})
-        return f"{len(value)} x {', '.join(names)}"
-    return str(value)[:16]
+        values = [] if left == right else [left, right]
+    if values:
+        yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)

@@ -9,6 +9,8 @@ from abrun.compare.judge.summaries import climbs, summaries
 from abrun.compare.read.experiment import Experiment, RecordedRun, Reference, stack, union
 from abrun.equivalence import mean_and_sd
 from abrun.errors import ComparisonError
+from abrun.messages.numbers import margin_of_reference_text, margin_text
+from abrun.reasons import Code
 from abrun.recipe import Compare, Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, window_bounds
@@ -31,28 +33,24 @@ def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
     Raises ComparisonError where the reference does not know its sigma.
     """
     number, unit = primary.margin_in
-    if unit == "":
-        return Margin(number=number, unit="", text=f"±{number:g}")
-    if unit in ("level", "climb"):
-        return Margin(number=number, unit=unit, text=f"±{100 * number:g} % of the baseline's {unit}")
-    if reference is None:
-        return Margin(number=number, unit="sigma", text=f"±{number:g} sigma of the baseline")
+    if unit != "sigma" or reference is None:
+        return Margin(number=number, unit=unit, text=margin_text(number, unit))
     if not any(
         (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
         for c in reference.compare.primary
     ):
-        known = ", ".join(f"{claim.metric} over {claim.window}" for claim in reference.compare.primary)
         raise ComparisonError(
-            f"{primary.metric}: margin: got {primary.margin!r} over {primary.window!r}, of which the "
-            f"reference {reference.name!r} knows no sigma; it holds: {known}"
+            Code.SIGMA_UNKNOWN(
+                metric=primary.metric,
+                margin=primary.margin,
+                window=primary.window,
+                reference=reference.name,
+                known=[f"{claim.metric} over {claim.window}" for claim in reference.compare.primary],
+            )
         )
     runs = [run for run in reference.runs if not run.name.rerun]
-    margin = _of_sigma(number, primary, runs, f"the reference {reference.name!r}")
-    return Margin(
-        number=margin,
-        unit="",
-        text=f"±{margin:.3g} ({number:g} x the lower bound of sigma of {reference.name})",
-    )
+    margin = number * _sigma_bound(primary, runs, {"reference": reference.name})
+    return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
 def frozen_claims(experiment: Experiment, arm: str) -> Compare:
@@ -65,22 +63,19 @@ def frozen_claims(experiment: Experiment, arm: str) -> Compare:
     for primary in experiment.compare.primary:
         number, unit = primary.margin_in if primary.margin is not None else (0.0, "")
         if unit == "sigma":
-            margin = _of_sigma(number, primary, runs, f"arm {arm} of {experiment.name}")
+            margin = number * _sigma_bound(primary, runs, {"arm": arm, "experiment": experiment.name})
             primary = primary.model_copy(update={"margin": float(f"{margin:.3g}")})
         kept.append(primary)
     return experiment.compare.model_copy(update={"primary": kept})
 
 
-def _of_sigma(number: float, primary: Primary, runs: list[RecordedRun], whose: str) -> float:
-    """Sigmas as a margin in units of the transformed metric."""
+def _sigma_bound(primary: Primary, runs: list[RecordedRun], whose: dict[str, str]) -> float:
+    """Return the lower bound of the runs' sigma in units of the transformed metric."""
     values = window_summaries(runs, primary)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(
-            f"{primary.metric}: margin: got {primary.margin!r}, and {whose} has no spread over seeds to "
-            "measure it in; give an absolute margin"
-        )
-    return number * sigma_lower_bound(sigma, len(values))
+        raise ComparisonError(Code.NO_SPREAD(metric=primary.metric, margin=primary.margin, whose=whose))
+    return sigma_lower_bound(sigma, len(values))
 
 
 def window_summaries(runs: list[RecordedRun], primary: Primary) -> Array:

@@ -7,38 +7,43 @@ times, and what depends on the kernels that a driver compiles, so that a reader 
 from collections.abc import Iterator, Sequence
 
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun
+from abrun.reasons import Code, Reason
 from abrun.recipe.precision import precision_difference
 
 APART_S = 3600.0  # between the end of one run and the start of the other
-KEYS = {"hosts": "other hosts", "drivers": "other drivers"}
+KEYS = ("hosts", "drivers")
 
 
-def placement_notes(experiment: Experiment) -> Iterator[str]:
-    """A sentence for each way in which pairs were placed differently; none against a reference."""
+def placement_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield each way in which pairs were placed differently; none against a reference."""
     if experiment.regression:
         return
     for arm in experiment.treatments:
         pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
-        for key, what in KEYS.items():
+        for key in KEYS:
             found = [(pair.seed, _values(pair.baseline, key), _values(pair.treatment, key)) for pair in pairs]
             differing = [each for each in found if each[1] and each[2] and each[1] != each[2]]
             if differing:
                 seed, left, right = differing[0]
-                yield (
-                    f"{len(differing)} of {len(pairs)} pairs of {arm} ran on {what} than their baseline "
-                    f"(seed {seed}: {right} against {left}): times compare with care"
+                yield Code.OTHER_MACHINES(
+                    kind=key,
+                    arm=arm,
+                    num_differing=len(differing),
+                    num_pairs=len(pairs),
+                    seed=seed,
+                    value=right,
+                    baseline=left,
                 )
         apart = [(pair.seed, gap_s) for pair in pairs if (gap_s := _gap_s(pair)) > APART_S]
         if apart:
             seed, gap_s = max(apart, key=lambda one: one[1])
-            yield (
-                f"{len(apart)} of {len(pairs)} pairs of {arm} ran hours apart (seed {seed}: "
-                f"{gap_s / 3600:.1f} h between its runs): times compare with care"
+            yield Code.HOURS_APART(
+                arm=arm, num_apart=len(apart), num_pairs=len(pairs), seed=seed, gap_s=gap_s
             )
 
 
-def precision_notes(experiment: Experiment) -> Iterator[str]:
-    """A sentence for each treatment whose LM head or logits had another precision than the baseline's."""
+def precision_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield each treatment whose LM head or logits had another precision than the baseline's."""
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
         recorded = [_precision(runs) for runs in (sides.baselines, sides.treatments)]

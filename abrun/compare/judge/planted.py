@@ -6,12 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.step_one import share_of_scale
-from abrun.compare.judge.verdict import ArmVerdict, Verdict, certified, judge
+from abrun.compare.judge.results import PrimaryResult
+from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
 from abrun.compare.read.experiment import Experiment, Pair
+from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault, units
+from abrun.reasons import Code, Reason
+from abrun.recipe import LIBRARY, ONE_ULP, Fault, PlantedFault
 
 Evidence = Literal["step one", "guard", "claim", "nothing"]
 
@@ -29,9 +30,10 @@ class FaultFound:
     metric: str | None  # that of the step or of the claim, or the guard's name
     step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
     num_pairs: int  # or runs of each arm, where they are not paired
-    figures: str  # of what caught it, beside the limit; of one not caught, what the first claim found
-    reason: str  # the verdict's first sentence
-    advice: str | None  # of one not caught: what could show it
+    # Of what caught it, beside the limit; of one not caught, what the first claim found, if anything
+    figures: Reason | None
+    reason: Reason  # the verdict's first
+    advice: Reason | None  # of one not caught: what could show it
 
     @property
     def caught(self) -> bool:
@@ -94,21 +96,27 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         figures=figures,
         advice=_advice(fault, planted.amount, judged, _num_steps(experiment)) if missed else None,
         reason=next(
-            (one for one in judged.reasons if one.startswith(f"{caught_by}: {metric} ")),
-            judged.reasons[0] if judged.reasons else "",
+            (one for one in judged.reasons if one.code is Code.STEP_ONE_DIFFERS and one["metric"] == metric),
+            judged.reasons[0],
         ),
     )
 
 
-def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str | None, int | None, str]:
+def _evidence(
+    judged: ArmVerdict, experiment: Experiment
+) -> tuple[Evidence, str | None, int | None, Reason | None]:
     """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
     if judged.verdict != "MISMATCH":
-        return "nothing", None, None, _figures(judged.primaries[0]) if judged.primaries else ""
+        return "nothing", None, None, _figures(judged.primaries[0]) if judged.primaries else None
     differing = [one for one in judged.step_one if one.result == "fail"]
     if differing:
         worst = max(differing, key=lambda one: one.deviation / one.tolerance)
-        share = share_of_scale(worst.deviation, worst.scale, worst.scale_from)
-        figures = f"deviates by {share}, tolerance {worst.tolerance:.2g}"
+        figures = Code.FOUND_BY_STEP_ONE(
+            deviation=worst.deviation,
+            scale=worst.scale,
+            scale_from=worst.scale_from,
+            tolerance=worst.tolerance,
+        )
         return "step one", worst.metric, worst.step, figures
     failing = next((one for one in judged.guards if one.result == "fail"), None)
     if failing is not None:
@@ -116,46 +124,50 @@ def _evidence(judged: ArmVerdict, experiment: Experiment) -> tuple[Evidence, str
         is_error = failing.guard.startswith("token_mult")
         step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
         known = failing.value is not None and failing.limit is not None
-        figures = f"{failing.value:.3g}, limit {failing.limit:.3g}" if known else failing.text
+        figures = Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if known else failing.reason
         return "guard", failing.guard, step, figures
-    claim = next(one for one in judged.primaries if one.result == "different")
-    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(claim)
+    differing = next(result for result in judged.primaries if result.result == "different")
+    claim = differing.claim
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(differing)
 
 
-def _figures(claim: PrimaryResult) -> str:
-    """What a claim found, beside what it allows."""
-    if claim.limited is not None:
-        return f"{claim.metric} is {claim.limited:.3g}, {claim.margin_text}"
-    if claim.mean_difference is None:
-        return ""
-    found = f"{claim.metric} moves by {claim.mean_difference:+.2g}"
-    return f"{found}, bound {certified(claim)}, margin {claim.margin_text}"
+def _figures(result: PrimaryResult) -> Reason | None:
+    """Return what a claim found, beside what it allows; None: nothing."""
+    claim, estimate = result.claim, result.estimate
+    if estimate.limited is not None:
+        return Code.LIMITED_METRIC(metric=claim.metric, value=estimate.limited, limit=claim.margin_text)
+    if estimate.mean_difference is None:
+        return None
+    return Code.MOVED_METRIC(
+        metric=claim.metric,
+        difference=estimate.mean_difference,
+        bound=certified_text(estimate.certified_bound, estimate.certified_number, claim.margin_unit),
+        margin=claim.margin_text,
+    )
 
 
-def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> str:
-    """What a larger experiment, or a larger fault, could show."""
-    counted = units(paired=judged.num_runs is None)
-    ways = [f"a smaller margin and more {counted}"]
-    if judged.verdict == "INCONCLUSIVE":
-        ways = [f"more than {min(judged.num_runs) if judged.num_runs else judged.num_pairs} {counted}"]
+def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> Reason:
+    """Return what a larger experiment, or a larger fault, could show."""
+    num_pairs = min(judged.num_runs) if judged.num_runs else judged.num_pairs
     unsure = [one.metric for one in judged.step_one if one.result == "open"]
-    if unsure:
-        ways = [f"policy.dtype: float32, where rounding is no reason for {unsure[0]} at step one"]
     within = [
         one
         for one in judged.step_one
         if one.aa_deviation is not None and one.aa_deviation < one.deviation <= one.tolerance
     ]
-    if within:
-        most = max(within, key=lambda one: one.deviation)
-        ways.append(
-            f"compare.step_one_tolerance below {most.deviation:.2g} ({most.metric} deviates so far at step "
-            f"one, and in its reruns by {most.aa_deviation:.2g})"
-        )
-    if fault.size is not None and (fault.most is None or amount < fault.most):
-        most = "" if fault.most is None else f" (at most {fault.most:g})"
-        ways.append(f"a size above {amount:g}{most}")
-    return f"{', '.join(ways)}, more than {num_steps} steps, or a claim where it shows: {fault.shows}"
+    worst = max(within, key=lambda one: one.deviation, default=None)
+    can_grow = fault.size is not None and (fault.most is None or amount < fault.most)
+    return Code.FAULT_MISSED(
+        num_pairs=num_pairs if judged.verdict == "INCONCLUSIVE" else None,
+        paired=judged.num_runs is None,
+        rounded_metric=unsure[0] if unsure else None,
+        tolerance=worst
+        and {"metric": worst.metric, "deviation": worst.deviation, "aa_deviation": worst.aa_deviation},
+        amount=amount if can_grow else None,
+        most=fault.most,
+        num_steps=num_steps,
+        shows=fault.shows,
+    )
 
 
 def _num_steps(experiment: Experiment) -> int:

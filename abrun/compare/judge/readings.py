@@ -7,7 +7,7 @@ from abrun.compare.read.claim_tests import ClaimTest, claim_test_of
 from abrun.compare.read.experiment import Experiment
 from abrun.equivalence import ALPHA
 from abrun.looks import level_of_readings
-from abrun.recipe import units
+from abrun.reasons import Code, Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,16 @@ def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTe
     )
 
 
-def reading_sentences(readings: Readings, *, paired: bool, arms: int) -> Iterator[str]:
-    """Say how often the runs were compared; nothing where it was once."""
-    mark = f"{readings.arm}: " if arms > 1 else ""
+def reading_notes(readings: Readings, *, paired: bool, arms: int) -> Iterator[Reason]:
+    """Yield how often the runs were compared; nothing where it was once."""
+    arm = readings.arm if arms > 1 else None
     if readings.false_match is not None:
-        *others, last = map(str, readings.num_pairs)
-        yield (
-            f"{mark}these runs were read {len(readings.num_pairs)} times, at {', '.join(others)} and {last} "
-            f"{units(paired=paired)}: taking the first match errs in {readings.false_match:.2g} of "
-            f"experiments at the margin, not in {ALPHA:g}; judge fresh seeds alone"
+        yield Code.READ_SEVERAL_TIMES(
+            arm=arm,
+            num_pairs=readings.num_pairs,
+            paired=paired,
+            false_match=readings.false_match,
+            level=ALPHA,
         )
     if readings.num_comparisons > 1:
-        yield (
-            f"{mark}{readings.num_comparisons} comparisons of these runs with different claims or looks: the "
-            "level holds for one that was declared in advance (simulated: of 20 windows some one matches "
-            "falsely in 0.08 to 0.29 of experiments)"
-        )
+        yield Code.SEVERAL_COMPARISONS(arm=arm, num_comparisons=readings.num_comparisons)

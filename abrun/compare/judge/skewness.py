@@ -10,17 +10,17 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from abrun.equivalence import sd_in_steps
+from abrun.reasons import Code, Reason
 
-ARMS: tuple[str, str] = ("the baseline's runs are", "the treatment's runs are")
-DIFFERENCES = "the differences are"
+ARMS: tuple[str, str] = ("baseline", "treatment")  # names of samples
+DIFFERENCES, VALUES = "differences", "values"
 HARMLESS = 0.1  # of a margin: what a single value may be off without a warning, were all others the same
-FAR_OFF = {1: "one is far from all others", 2: "two are far from all others, on one side"}
 _SAMPLES = 40_000  # of normal values
 
 
 def skew_warning(
     samples: Mapping[str, ArrayLike], *, step: float, least: float, level: float = 0.05
-) -> str | None:
+) -> Reason | None:
     """Name a sample that is skewed beyond what normal samples are by chance, `level` of the time for each.
 
     Values that move in steps too wide to tell (see `skewness`) are warned of where one value is far off (see
@@ -31,11 +31,8 @@ def skew_warning(
         measured = skewness(values) if num == 1 else None
         p_value = measured[1] if measured else far_off(values, step, least, num)
         if p_value is not None and p_value < level:
-            how = f"skewness {measured[0]:+.2g}" if measured else FAR_OFF[num]
-            return (
-                f"{name} skewed ({how}, p = {p_value:.2g} of normal ones), which the t-test assumes they are "
-                "not: it may err more often than it says"
-            )
+            how = (measured[0], None) if measured else (None, num)
+            return Code.SKEWED(sample=name, skewness=how[0], num_far=how[1], p=p_value)
     return None
 
 

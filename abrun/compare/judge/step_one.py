@@ -1,7 +1,6 @@
 """T1: the first step, before any treated update can have had an effect, must be the same."""
 
 import math
-import shlex
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from abrun.metric_names import (
     STEP_ONE,
     TOKEN_MULT_PROB_ERROR,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import Compare
 from abrun.series import Array
 from abrun.store import started_after
@@ -305,32 +305,20 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
     return tost.p_beyond < alpha
 
 
-def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> str:
-    """Why nothing is read of the first step of runs that abrun did not launch."""
+def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
+    """Return why nothing is read of the first step of runs that abrun did not launch."""
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
-        return "the runs share no step"
+        return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
     apart = next((both for both in firsts if both[0] != both[1]), None)
     if apart:
-        return (
-            f"the arms begin at different steps, the baseline at {apart[0]} and the treatment at {apart[1]}"
-        )
+        return Code.FIRST_STEPS_DIFFER(baseline=apart[0], treatment=apart[1])
     first = max((first for first, _ in firsts), default=0)
     if first > 1:
-        return f"the first recorded step is {first}, after updates were made"
+        return Code.FIRST_STEP_LATE(step=first)
     if any(
         all(name in run.metrics for pair in pairs for run in (pair.baseline, pair.treatment))
         for name in STEP_ONE
     ):
-        return "what both arms record at their first step is no finite number"
-    return f"no reward, loss, gradient norm or entropy is recorded in both arms{named_otherwise(recorded)}"
-
-
-def named_otherwise(recorded: Sequence[str]) -> str:
-    """How to say which of the recorded metrics is one of step one's."""
-    for own, word in (("train/reward", "reward"), ("train/loss", "loss"), ("train/grad_norm", "grad_norm")):
-        found = next((name for name in recorded if word in name.lower().replace("-", "_")), None)
-        if found and found != own:
-            return f"; map its name: --alias {shlex.quote(f'{own}={found}')}"
-    names = ", ".join(list(recorded)[:5])
-    return f"; map names with --alias (recorded: {names})" if names else "; map names with --alias"
+        return Code.FIRST_STEP_NOT_FINITE()
+    return Code.FIRST_STEP_NOT_RECORDED(recorded=recorded)

@@ -15,6 +15,7 @@ from abrun.metric_names import (
     direction,
     unit_of,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
 from abrun.series import Array
 
@@ -28,17 +29,16 @@ def transformed(values: Array, transform: Transform, metric: str) -> Array:
         return values
     problem = outside_domain(values, transform)
     if problem:
-        raise ComparisonError(f"{metric}: {problem}: declare `transform: identity` for this metric")
+        raise ComparisonError(Code.METRIC_OUTSIDE_DOMAIN(metric=metric, problem=problem))
     return np.log(_positive(values, transform))
 
 
-def outside_domain(values: Array, transform: Transform) -> str | None:
+def outside_domain(values: Array, transform: Transform) -> Reason | None:
     """Which value a transform cannot take; None: it takes them all. (NaN is a matter of its own.)"""
     outside = values[_positive(values, transform) <= 0] if transform != "identity" else values[:0]
     if not outside.size:
         return None
-    allowed = "at least 1" if transform == "log_excess" else "above 0"
-    return f"transform {transform!r} got the value {outside.flat[0]:.6g}; it takes values {allowed}"
+    return Code.OUTSIDE_DOMAIN(transform=transform, value=outside.flat[0])
 
 
 def comparable(values: Array, transform: Transform) -> Array:
@@ -58,13 +58,6 @@ def _positive(values: Array, transform: Transform) -> Array:
 def reduced(values: Array, metric: str) -> Array:
     """One number a row: the summary of a window's steps (last axis)."""
     return np.median(values, axis=-1) if default_reduction(metric) == "median" else np.mean(values, axis=-1)
-
-
-def difference_unit(transform: Transform) -> str:
-    """How a difference of transformed values is read."""
-    return {"identity": "", "log": " (log ratio)", "log_excess": " (log ratio of the excess over 1)"}[
-        transform
-    ]
 
 
 def summaries(values: Array, primary: Primary) -> Array:

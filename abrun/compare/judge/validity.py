@@ -29,19 +29,19 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import Primary, can_change_numbers
 from abrun.redaction import in_yaml
 from abrun.series import Array, Steps, shared_steps, window_bounds
 
-UNPAIRED_HINT = "--unpaired compares them as independent runs, of other seeds (Welch)"
 MOST_NAMED = 12
 OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
     experiment: Experiment, arm: str, num_pairs: int, primaries: Sequence[Primary]
-) -> list[str]:
-    """One sentence for each thing that makes this arm and the baseline incomparable; empty: comparable.
+) -> list[Reason]:
+    """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
 
     Of the pairs, the first `num_pairs` must have ended. A treatment that failed where its baseline finished
     is not among the reasons: that is a result (see guards).
@@ -68,14 +68,13 @@ def invalid_reasons(
     ]
 
 
-def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[str]:
+def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Reason]:
     """The same of independent arms: prompts and initial weights may differ from run to run."""
     sides = experiment.sides(arm)
     finished = sides.finished.runs
     return [
         *(
-            f"{run} failed ({run.failure}): without its failures the baseline looks better than it is; "
-            "mend the cause"
+            Code.UNPAIRED_BASELINE_FAILED(run=str(run), failure=run.failure)
             for run in sides.baselines
             if run.status == "failed"
         ),
@@ -91,7 +90,7 @@ def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary
 
 def _unlike_metrics(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield what finished runs lack at the steps where claims and guards read them."""
     yield from _other_steps(experiment, [run for run in finished if not run.thinned], primaries)
     yield from _other_windows(experiment, finished, primaries)
@@ -137,12 +136,17 @@ def coverage(sides: Sides) -> Coverage:
     return Coverage(shared_steps=len(shared), all_steps=len(everything))
 
 
-def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
+def _unpaired(experiment: Experiment, arm: str) -> Iterator[Reason]:
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
-    apart = "" if experiment.launched_compare_sha256 else f"; {UNPAIRED_HINT}"
+    can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
-        both = f"{experiment.baseline} ({_seeds(baseline)}) and {arm} ({_seeds(treatment)})"
-        yield f"no seed is in both {both}{apart}"
+        yield Code.NO_SHARED_SEED(
+            baseline=experiment.baseline,
+            baseline_seeds=sorted(baseline),
+            arm=arm,
+            arm_seeds=sorted(treatment),
+            can_unpair=can_unpair,
+        )
         return
     for without, seeds in (
         (arm, sorted(baseline.keys() - treatment.keys())),
@@ -150,45 +154,37 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:
     ):
         if not seeds or (experiment.regression and without == arm):
             continue  # a later run may have fewer seeds than the reference
-        noun, them = ("seed", "it") if len(seeds) == 1 else ("seeds", "them")
-        listed = ", ".join(map(str, seeds))
-        yield f"unpaired {noun} {listed}: {without} has no run of {them}; every seed needs both arms{apart}"
+        yield Code.UNPAIRED_SEEDS(seeds=seeds, arm=without, can_unpair=can_unpair)
 
 
-def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[str]:
+def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[Reason]:
     failed: dict[tuple[bool, str], list[RecordedRun]] = {}
     for run in baselines:
         if run.status == "failed":
             failed.setdefault((run.name.rerun > 0, run.failure), []).append(run)
     for (is_rerun, failure), runs in failed.items():
-        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
         # No pair lacks a rerun. But step one may end in a mismatch by the noise floor, and one of those that
         # survived alone is smaller than the declared one.
-        cost = (
-            "without this control the noise floor of step one and of the divergence rests on fewer baseline "
-            "reruns than declared, those that did not fail"
-            if is_rerun
-            else "without its baseline a seed says nothing about the treatment"
-        )
-        yield f"{runs[0]}{more} failed ({failure}): {cost}; mend the cause and launch with --resume"
+        failed_runs = [str(run) for run in runs]
+        if is_rerun:
+            yield Code.RERUN_FAILED(runs=failed_runs, failure=failure)
+        else:
+            yield Code.BASELINE_FAILED(runs=failed_runs, failure=failure)
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
-            advice = "" if run.forbidden else ": mend or remove what is damaged there"
-            yield f"{run} cannot be read ({run.failure}){advice}"
+            yield Code.RUN_UNREADABLE(run=str(run), problem=run.failure, forbidden=run.forbidden)
         elif not run.finished and run.status != "failed":
-            state = "its directory is missing" if run.status == "missing" else run.status
-            yield f"{run} is not finished ({state}): launch with --resume"
+            yield Code.RUN_NOT_FINISHED(run=str(run), status=run.status)
 
 
-def _mistaken(runs: Sequence[RecordedRun]) -> Iterator[str]:
+def _mistaken(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
     for run in runs:
         planned = {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
         if run.status != "missing" and run.identity is not None and run.identity != planned:
-            states = ", ".join(f"{key} {value}" for key, value in run.identity.items())
-            yield f"{run}: its config.json is that of another run ({states}): run directories were exchanged"
+            yield Code.RUNS_EXCHANGED(run=str(run), identity=run.identity)
 
 
-def _copies(runs: Sequence[RecordedRun]) -> Iterator[str]:
+def _copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
     """Runs may repeat each other's numbers, but not their seconds. (A reference is a copy by intention.)"""
     earlier: list[RecordedRun] = []
     for run in runs:
@@ -196,7 +192,7 @@ def _copies(runs: Sequence[RecordedRun]) -> Iterator[str]:
             continue
         original = next((other for other in earlier if _repeats(run, other)), None)
         if original:
-            yield f"{run} is a copy of {original}: every number is the same, seconds included"
+            yield Code.RUN_COPIED(run=str(run), original=str(original))
         earlier.append(run)
 
 
@@ -224,7 +220,7 @@ def _same_to_float32(values: Array, others: Array) -> bool:
 
 def _config_differences(
     experiment: Experiment, arm: str, pairs: Sequence[Pair], reruns: Sequence[RecordedRun]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Each run's resolved configuration against one baseline's: the declared treatment, and nothing else."""
     if not pairs:
         return
@@ -237,7 +233,7 @@ def _config_differences(
 
 def _undeclared_values(
     experiment: Experiment, arm: str, baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Compare each run's configuration with that of the first baseline that has one."""
     reference = next((run for run in baselines if run.config), baselines[0])
     declared = {key: values[1] for key, values in differences(experiment, arm).items()}
@@ -256,22 +252,23 @@ def _declares_other_weights(declared: Iterable[str]) -> bool:
     )
 
 
-def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[str]:
+def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[Reason]:
     if run.status in ("missing", "unreadable") or reference.config is None:
         return  # already said: not finished
     if run.config is None:
-        yield f"{run}: config.json is missing: whether the treatment is all that differs is unknown"
+        yield Code.CONFIG_MISSING(run=str(run))
         return
     config, of_reference = _compared(run), _compared(reference)
     for key in sorted({*config, *of_reference}):
         got, expected = config.get(key), declared.get(key, of_reference.get(key))
         if got != expected and expected is not ...:
-            here, there = in_yaml(got), in_yaml(expected)
+            value, other = in_yaml(got), in_yaml(expected)
             if key in declared:
-                yield f"{run}: config {key} is {here}, not {there} as the treatment declares"
+                yield Code.CONFIG_NOT_AS_DECLARED(run=str(run), key=key, value=value, declared=other)
             else:
-                outside = "outside the declared treatment"
-                yield f"{run}: config {key} is {here}, but {there} in {reference}: {outside}"
+                yield Code.CONFIG_DIFFERS(
+                    run=str(run), key=key, value=value, expected=other, reference=str(reference)
+                )
 
 
 def _compared(run: RecordedRun) -> Mapping[str, Any]:
@@ -281,15 +278,15 @@ def _compared(run: RecordedRun) -> Mapping[str, Any]:
     return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
 
 
-def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[str]:
+def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[Reason]:
     """Where nothing was declared: keys that neither follow the arm, nor the seed, nor name the run."""
     for key, values in _config_values(pairs).items():
         if _kind(values) == "mixed":
-            shown = ", ".join(
-                f"{pair.baseline} {in_yaml(a)} / {pair.treatment} {in_yaml(b)}"
+            of_runs = [
+                [(str(pair.baseline), in_yaml(a)), (str(pair.treatment), in_yaml(b))]
                 for pair, (a, b) in zip(pairs, values, strict=True)
-            )
-            yield f"config {key} differs within an arm, and not by seed: {shown[:300]}"
+            ]
+            yield Code.CONFIG_MIXED(key=key, values=of_runs, paired=True)
 
 
 def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
@@ -311,7 +308,7 @@ def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatme
     return "run" if len(set(flat)) == len(flat) else "mixed"
 
 
-def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) -> Iterator[str]:
+def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
     """Declared: each run against one baseline's. Else: keys that neither follow the arm nor name the run."""
     if experiment.treatment_diff is not None:
         yield from _undeclared_values(experiment, arm, sides.baselines, sides.treatments)
@@ -321,8 +318,8 @@ def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) ->
         constant = all(value == left[0] for value in left) and all(value == right[0] for value in right)
         distinct = all(len({repr(value) for value in of}) == len(of) for of in (left, right))
         if not (constant or distinct):
-            shown = ", ".join(f"{run} {text}" for run, text in zip(sides.runs, texts, strict=True))
-            yield f"config {key} differs within an arm, and not from run to run: {shown[:300]}"
+            of_runs = [[(str(run), text)] for run, text in zip(sides.runs, texts, strict=True)]
+            yield Code.CONFIG_MIXED(key=key, values=of_runs, paired=False)
 
 
 def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
@@ -341,7 +338,7 @@ def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
     return several and constant and left[0] != right[0]
 
 
-def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
+def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
     """Versions and devices must not differ from run to run, except against a reference."""
     if experiment.regression or not sides.baselines:
         return
@@ -354,24 +351,22 @@ def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[str]:
     for run in sides.runs[1:]:
         for key in keys:
             if None not in ((one.environment or {}).get(key) for one in (first, run)):
-                yield from environment_difference(first, run, key, ENVIRONMENT[key])
+                yield from environment_difference(first, run, key)
 
 
-def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[str]:
+def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[Reason]:
     """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
     treatment, other packages belong to it.
     """
     declared, treated = differences(experiment, arm), treated_keys(experiment)
-    keys = {key: what for key, what in ENVIRONMENT.items() if key not in treated}
+    keys = [key for key in ENVIRONMENT if key not in treated]
     if not experiment.regression:
         if any(key in OTHER_TRAINER for key in declared):
-            keys = {"devices": ENVIRONMENT["devices"]}
+            keys = ["devices"]
         both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
         yield from within_arms(both, treated)
-    if _declares_other_weights(declared):
-        keys.pop(INITIAL_WEIGHTS, None)
-    if "checkpoint.start_from" in declared:
-        keys.pop(STARTED_FROM, None)
+    by_treatment = {INITIAL_WEIGHTS} if _declares_other_weights(declared) else set[str]()
+    by_treatment |= {STARTED_FROM} if "checkpoint.start_from" in declared else set()
     for pair in pairs:
         for run in (pair.treatment, *pair.reruns):
             for one in (pair.baseline, run):
@@ -380,22 +375,24 @@ def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[P
                     and one.environment is None
                     and experiment.treatment_diff is not None
                 ):
-                    yield f"{one}: environment.json is missing: versions, devices and prompts are unknown"
+                    yield Code.ENVIRONMENT_MISSING(run=str(one))
             if pair.baseline.environment is None or run.environment is None:
                 continue
-            for key, what in keys.items():
+            for key in keys:
                 unsaid = None in (pair.baseline.environment.get(key), run.environment.get(key))
-                if unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS):
+                if key in by_treatment or (
+                    unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS)
+                ):
                     continue  # a framework, or an older version, that does not say: among the not tested
-                yield from environment_difference(pair.baseline, run, key, what)
+                yield from environment_difference(pair.baseline, run, key)
 
 
 def _other_steps(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
     if apart := no_shared_step(finished):
-        yield f"step grids differ: {apart}"
+        yield apart
         return
     windows: dict[str, tuple[int, int] | None] = {}
     trained_here = any((run.config or {}).get("trainer.type") == "abrun" for run in finished)
@@ -412,7 +409,7 @@ def _other_steps(
 
 def _other_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
     for primary in primaries if experiment.regression else ():
         grid = experiment.steps_of(primary.metric)
@@ -424,16 +421,18 @@ def _other_windows(
             steps = union(run.series(primary.metric).steps for run in finished if run.thinned == thinned)
             held[thinned] = steps[(first <= steps) & (steps <= last)]
         if not np.array_equal(held[True], held[False]):
-            yield (
-                f"step grids differ: of steps {first}-{last} of {primary.metric} the reference holds "
-                f"{len(held[True])}, the later runs {len(held[False])}: train as long, and log as often, or "
-                "freeze the reference with this claim, whose window it then keeps whole"
+            yield Code.REFERENCE_STEPS_DIFFER(
+                metric=primary.metric,
+                first=first,
+                last=last,
+                num_reference=len(held[True]),
+                num_later=len(held[False]),
             )
 
 
 def _missing_metrics(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     guards = experiment.compare.guards
     of_whole_runs = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
     needed = {one.metric: "primary" for one in primaries if one.metric not in of_whole_runs}
@@ -444,34 +443,39 @@ def _missing_metrics(
     for metric, role in needed.items():
         everything = union(run.series(metric).steps for run in finished)
         if finished and not len(everything):
-            why = finished[0].unread_text(metric) or mistaken_alias(finished[0], metric)
-            yield f"missing metric: no run recorded {metric} ({role}){why}"
+            yield _missing(metric, role, None, None, finished[0])
             continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
-                yield f"missing metric: {run} did not record {metric} ({role}){run.unread_text(metric)}"
+                yield _missing(metric, role, run, None, run)
             elif role == "guard" and not run.thinned:
                 absent = lacking(run, metric, shared_steps(everything, run.steps))
                 if len(absent):
-                    at = f"at step {absent[0]}{run.unread_text(metric)}"
-                    yield f"missing metric: {run} did not record {metric} ({role}) {at}"
+                    yield _missing(metric, role, run, int(absent[0]), run)
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
-        yield f"missing metric: not every run recorded memory/<phase>/{' or '.join(PEAK_MEMORY)} (guard)"
+        yield Code.PEAK_MEMORY_MISSING(counters=" or ".join(PEAK_MEMORY))
 
 
-def mistaken_alias(run: RecordedRun, metric: str) -> str:
-    """The end of a sentence where a recipe's alias names another metric than those logged; else nothing."""
-    theirs = (run.config or {}).get(f"trainer.aliases.{metric}")
-    if theirs is None:
-        return ""
-    logged = ", ".join(sorted(run.metrics)[:MOST_NAMED])
-    return f": trainer.aliases calls it {str(theirs)!r}; logged: {logged}"
+def _missing(
+    metric: str, role: str, run: RecordedRun | None, step: int | None, example: RecordedRun
+) -> Reason:
+    """Return that a run, or every run (None), lacks a metric. An example says what its log has instead."""
+    named = (example.config or {}).get(f"trainer.aliases.{metric}")
+    alias = {"name": str(named), "logged": sorted(example.metrics)[:MOST_NAMED]}
+    return Code.METRIC_MISSING(
+        metric=metric,
+        role=role,
+        run=None if run is None else str(run),
+        step=step,
+        unread=example.unread.get(metric),
+        alias=None if named is None else alias,
+    )
 
 
 def _baseline_not_a_number(
     experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     for primary in primaries:
         grid = experiment.steps_of(primary.metric)
         if not len(grid):
@@ -481,8 +485,4 @@ def _baseline_not_a_number(
             step = run.first_non_finite(primary.metric, first, last)
             if step is not None:
                 value = run.series(primary.metric).at(step)
-                yield f"{run}: {primary.metric} is {value} at step {step} in the baseline itself"
-
-
-def _seeds(runs: Mapping[int, RecordedRun]) -> str:
-    return f"seeds {', '.join(map(str, sorted(runs)))}" if runs else "no runs"
+                yield Code.BASELINE_NOT_FINITE(run=str(run), metric=primary.metric, value=value, step=step)

@@ -1,53 +1,38 @@
 """From evidence to a verdict and the sentences that carry it (verdict.md, rules 6 and 9)."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from abrun.compare.judge.by_prompt import ByPrompt, by_prompt
-from abrun.compare.judge.claims import SHARED, PrimaryResult, judge_primary, setting_text, with_holm
+from abrun.compare.judge.claims import judge_primary, with_holm
 from abrun.compare.judge.description import (
     Description,
-    description_sentences,
+    description_reasons,
     descriptions,
-    nothing_shared,
+    no_shared_metric,
     num_metrics,
 )
 from abrun.compare.judge.divergence import Divergence, divergence
 from abrun.compare.judge.final_weights import FinalWeights, final_weights
 from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
-from abrun.compare.judge.limits import judge_limit, limit_sentence
+from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scale, step_one
-from abrun.compare.judge.summaries import difference_unit
-from abrun.compare.judge.untested import counted, not_tested, step_one_unread
+from abrun.compare.judge.outcomes import outcome
+from abrun.compare.judge.results import PrimaryResult
+from abrun.compare.judge.step_one import StepOne, step_one
+from abrun.compare.judge.untested import not_tested, step_one_unread
 from abrun.compare.judge.validity import Coverage, coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
-from abrun.equivalence import ALPHA, bound_text
+from abrun.equivalence import ALPHA
 from abrun.looks import levels_of_looks
-from abrun.recipe import Primary, units
+from abrun.reasons import Code, Reason
+from abrun.recipe import Primary
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
-_OPEN_GUARDS = {
-    "baseline too": "the baseline breaks the limit as well",
-    "open": "beyond the limit, which seeds alone may have done",
-}
-_ONE_EACH = (
-    "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
-)
-_NOT_DECLARED = (
-    "no primary metric is declared: step one and the guards pass, which does not show that the arms "
-    "converge alike; declare compare.primary with a margin"
-)
-_NO_CLAIM = (
-    "no verdict: no claim says which difference would be accepted (--primary METRIC:WINDOW:MARGIN), so this "
-    "is a description and does not test whether the arms converge alike"
-)
-AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
+_OPEN_GUARDS = ("baseline too", "open")
 _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
@@ -68,8 +53,8 @@ class ArmVerdict:
 
     arm: str
     verdict: Verdict
-    reasons: list[str]
-    not_tested: list[str]
+    reasons: list[Reason]
+    not_tested: list[Reason]
     num_pairs: int  # finished pairs, of
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
@@ -190,7 +175,7 @@ def judge_arm(
     pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, sides)
-    windows = [(result.metric, result.steps) for result in results if result.steps]
+    windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     tests = look.alpha_guards / num_tests(compare)
     excused = pairs if sides.paired else opposed(sides)
     guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
@@ -243,31 +228,31 @@ def _as_described(
     sides: Sides,
     described: Sequence[Description],
     verdict: Verdict,
-    reasons: Sequence[str],
-) -> tuple[Verdict, list[str]]:
+    reasons: Sequence[Reason],
+) -> tuple[Verdict, list[Reason]]:
     """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
     if experiment.launched_compare_sha256 is None:
-        instead = _NO_CLAIM if described else nothing_shared(sides)
-        reasons = [instead if reason == _NOT_DECLARED else reason for reason in reasons]
+        instead = Code.NO_CLAIM() if described else no_shared_metric(sides)
+        reasons = [instead if reason.code == Code.NO_PRIMARY else reason for reason in reasons]
     one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
-        verdict, reasons = "INCONCLUSIVE", [_ONE_EACH, *reasons]
+        verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
     if described and verdict == "INCONCLUSIVE":
-        reasons = [*description_sentences(described, experiment.baseline), *reasons]
+        reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
 
 
 def decide(
-    invalid: Sequence[str],
+    invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
     primaries: Sequence[PrimaryResult],
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
-    apart: str | None = None,
+    apart: Reason | None = None,
     has_recipe: bool = True,
-) -> tuple[Verdict, list[str]]:
+) -> tuple[Verdict, list[Reason]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
 
     `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
@@ -276,168 +261,47 @@ def decide(
         return "INVALID", _shortened(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [f"step grids differ: {apart}" if apart else _no_first_step(recorded)]
-    sentence = partial(primary_sentence, has_recipe=has_recipe)
+        return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
+    outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in primaries]
     wrong = [
-        *(_step_one_sentence(one) for one in first_steps if one.result == "fail"),
-        *(f"guard {guard.guard} fails: {guard.text}" for guard in guards if guard.result == "fail"),
-        *(sentence(one) for one in primaries if one.result == "different"),
+        *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
+        *(
+            Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
+            for guard in guards
+            if guard.result == "fail"
+        ),
+        *(reason for result, reason in outcomes if result.result == "different"),
     ]
     if wrong:
         return "MISMATCH", wrong
     open_questions = [
+        *(Code.STEP_ONE_OPEN(**_deviation(first)) for first in first_steps if first.result == "open"),
         *(
-            f"{_step_one_sentence(one)}: rounding raises it, as a fault does, and no ground for a match"
-            for one in first_steps
-            if one.result == "open"
-        ),
-        *(
-            f"guard {guard.guard}: {guard.text}: {_OPEN_GUARDS[guard.result]}, and no ground for a match"
+            Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
             for guard in guards
             if guard.result in _OPEN_GUARDS
         ),
-        *(sentence(one) for one in primaries if one.result not in ("equivalent", "holds")),
+        *(reason for result, reason in outcomes if result.result not in ("equivalent", "holds")),
     ]
     if not primaries:
-        open_questions.append(_NOT_DECLARED)
+        open_questions.append(Code.NO_PRIMARY())
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    return "MATCH", [sentence(one) for one in primaries]
-
-
-def _no_first_step(recorded: Sequence[str]) -> str:
-    return (
-        "missing metric: no step-one metric (reward, loss, gradient norm, ...) is recorded in both arms at "
-        f"step 0 or 1, so step one cannot be read{named_otherwise(recorded)}; or say --no-step-one"
-    )
+    return "MATCH", [reason for _, reason in outcomes]
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
 
 
-def primary_sentence(result: PrimaryResult, *, has_recipe: bool = True) -> str:
-    """One claim's outcome, in words that promise no more than was tested."""
-    unit = difference_unit(result.transform)
-    margin = f"{result.margin_text}{unit if result.margin_unit == '' else ''}"
-    if result.problem and result.result != "different":
-        seen = f"; recorded is a difference, {result.detected.text}" if result.detected else ""
-        return f"{result.metric}: not tested over {result.window}: {result.problem}{seen}"
-    if result.test in ("limit", "ratio limit", "exact"):
-        return limit_sentence(result, has_recipe=has_recipe)
-    if result.mean_difference is None or result.interval is None or result.steps is None:
-        if result.num_runs is not None:
-            return f"{result.metric}: not tested: equivalence needs two runs of each arm, or more"
-        return (
-            f"{result.metric}: {counted(result.num_pairs, 'usable pair')}; equivalence needs the spread over "
-            "at least two: only step one, the guards and the divergence were looked at"
-        )
-    where = setting_text(result, has_recipe=has_recipe)
-    level = f"{100 * (1 - 2 * result.alpha):.3g} %"
-    interval = f"{level} interval [{result.interval[0]:.3g}, {result.interval[1]:.3g}]"
-    bound = f"certified bound {certified(result)}"
-    warning = f"; {result.warning}" if result.warning else ""
-    if result.result == "equivalent":
-        yet = f", and {result.detected.text}{unit};" if result.detected else ""
-        return (
-            f"{result.metric}: equivalent within {margin}{yet} at {100 * (1 - result.alpha):.3g} % "
-            f"confidence over {where} ({bound}{_jointly(result)}){warning}"
-        )
-    agreement = f", {result.detected.agreement}" if result.detected else ""
-    if result.result == "different":
-        return (
-            f"{result.metric}: differs by {result.mean_difference:+.3g}{unit}, beyond {margin}, over {where}"
-            f"{agreement} ({interval}; Holm-corrected p = {result.p_beyond_holm:.2g} of a true difference "
-            f"within the margin){warning}"
-        )
-    found = f"mean difference {result.mean_difference:+.3g}{unit}, {interval}, {bound} against {margin}"
-    spread = _spread(result)
-    if result.detected:
-        p = 1.0 if result.p_difference_holm is None else result.p_difference_holm
-        detected = "was detected" if p < result.alpha_difference else "is likely"
-        return (
-            f"{result.metric}: a difference {detected} over {where} (Holm p = {p:.2g}){agreement}, and "
-            f"whether it stays within the margin is open: {found}; {spread}, "
-            f"{_pairs_for_the_observed(result)}{warning}"
-        )
-    return (
-        f"{result.metric}: not decided over {where}: {found}; {spread}, "
-        f"power now {_percent(result.power_now)}, {_needed(result)}"
-        f"{warning}"
-    )
+def _deviation(first: StepOne) -> dict[str, Any]:
+    """Return the values of a reason that names a first step."""
+    names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
+    return {name: getattr(first, name) for name in (*names, "tolerance", "tolerance_from")}
 
 
-def _spread(result: PrimaryResult) -> str:
-    if result.num_runs is not None:
-        return f"sd of a run of each arm {result.sd_difference:.3g}"
-    correlation = "undefined" if result.pair_correlation is None else f"{result.pair_correlation:.2f}"
-    return f"s_d {result.sd_difference:.3g}, pair correlation {correlation}"
-
-
-def _needed(result: PrimaryResult) -> str:
-    if result.num_runs is None:
-        return f"pairs needed for 80 % power {_pairs_needed(result)}"
-    paired = (
-        f"pairing by seed would need about {_or_many(result.pairs_if_shared)} at a correlation of {SHARED}"
-    )
-    return f"runs of each arm needed for 80 % power {_pairs_needed(result)}; {paired}"
-
-
-def _jointly(result: PrimaryResult) -> str:
-    """The bound that holds for all claims at once, where that is another."""
-    if result.certified_jointly is None or result.certified_jointly == result.certified_bound:
-        return ""
-    return f", {bound_text(result.certified_jointly)} jointly with the other claims'"
-
-
-def _pairs_for_the_observed(result: PrimaryResult) -> str:
-    """What more pairs would bring if the true difference is the observed one."""
-    if result.margin_unit == "sigma":
-        return _needed(result)
-    pairs = units(paired=result.num_runs is None)
-    assert result.margin is not None and result.mean_difference is not None
-    if abs(result.mean_difference) >= result.margin:
-        return f"no number of {pairs} shows equivalence if the true difference is the observed one"
-    needed = _or_many(result.pairs_needed_observed)
-    return f"{pairs} needed for 80 % power {needed}, if the true difference is the observed one"
-
-
-def certified(result: PrimaryResult) -> str:
-    """The smallest margin that would have passed, in the margin's own unit."""
-    number = result.certified_bound if result.certified_number is None else result.certified_number
-    if number is None:
-        return "-"
-    if result.margin_unit in ("level", "climb") and result.certified_number is not None:
-        return f"{bound_text(100 * number)}%{' of climb' * (result.margin_unit == 'climb')}"
-    return f"{bound_text(number)}{' sigma' * (result.margin_unit == 'sigma')}"
-
-
-def _step_one_sentence(one: StepOne) -> str:
-    share = share_of_scale(one.deviation, one.scale, one.scale_from)
-    return (
-        f"step one: {one.metric} is {one.baseline:.6g} in the baseline and {one.treatment:.6g} in the "
-        f"treatment at step {one.step} (seed {one.seed}): a deviation by {share}, tolerance "
-        f"{one.tolerance:.2g} ({one.tolerance_from})"
-    )
-
-
-def _pairs_needed(result: PrimaryResult) -> str:
-    if result.pairs_needed_range is None:
-        return "unknown"
-    low, high = (_or_many(count) for count in result.pairs_needed_range)
-    return f"{_or_many(result.pairs_needed)} ({low} to {high}) {AT_OBSERVED}, if the arms are truly equal"
-
-
-def _or_many(count: int | None) -> str:
-    return "more than 1000" if count is None else str(count)
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.0f} %"
-
-
-def _shortened(sentences: Sequence[str]) -> list[str]:
+def _shortened(reasons: Sequence[Reason]) -> list[Reason]:
     """The first few; one mistake often shows in every run and every key."""
-    unique = list(Counter(sentences))
+    unique = list(dict.fromkeys(reasons))
     more = len(unique) - _SHOWN_FAULTS
-    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], f"and {more} more of this kind"]
+    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], Code.MORE_FAULTS(num=more)]

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
-from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.code import MOST_NAMED, code_notes
+from abrun.compare.judge.code import code_notes
 from abrun.compare.judge.description import Description
 from abrun.compare.judge.divergence import Divergence
 from abrun.compare.judge.final_weights import FinalWeights
@@ -16,7 +15,8 @@ from abrun.compare.judge.guards import Guard, Saving
 from abrun.compare.judge.ledger import ledger_notes
 from abrun.compare.judge.placement import placement_notes, precision_notes
 from abrun.compare.judge.planted import Sensitivity, sensitivity
-from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
+from abrun.compare.judge.readings import Readings, count_readings, reading_notes
+from abrun.compare.judge.results import Claim, Estimate, Power, PrimaryResult
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.validity import Coverage
@@ -25,12 +25,11 @@ from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
 from abrun.errors import StoreError
 from abrun.messages import records
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.store import read_as, read_json
 
 SCHEMA_VERSION = 5
-READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -42,6 +41,7 @@ _EVIDENCE = (
     "by_prompt",
     "savings",
 )
+_PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -51,8 +51,8 @@ class ArmSection:
     """What belongs to one treatment as a whole."""
 
     verdict: Verdict
-    reasons: list[str]
-    not_tested: list[str]
+    reasons: list[Reason]
+    not_tested: list[Reason]
     num_pairs: int
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
@@ -79,7 +79,7 @@ class VerdictFile:
     baseline: str
     verdict: Verdict
     exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
-    reasons: list[str]
+    reasons: list[Reason]
     post_hoc: bool
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
@@ -94,10 +94,10 @@ class VerdictFile:
     arms: dict[str, ArmSection]
     readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
     spent: Spent | None  # of what was planned; None: no looks were declared
-    not_tested: list[str]
-    guessed: list[str]  # of runs that abrun did not launch: what names and columns were taken for
+    not_tested: list[Reason]
+    guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
     # What launch and reading had to decide, pairs that were placed differently, arms of other precision
-    notes: list[str]
+    notes: list[Reason]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
     sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
@@ -107,7 +107,7 @@ class VerdictFile:
 def verdict_file(
     experiment: Experiment,
     arms: Sequence[ArmVerdict],
-    post_hoc: str | None,
+    post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
     """`post_hoc` says why the comparison was not declared before the runs; None where it was.
@@ -118,7 +118,7 @@ def verdict_file(
     shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
         *(
-            f"{arm.arm}: {reason}"
+            Code.OF_ARM(arm=arm.arm, reason=reason)
             for arm in arms
             if arm.verdict == verdict
             for reason in arm.reasons
@@ -139,7 +139,7 @@ def verdict_file(
             *reasons,
             *experiment.left_out,
             *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
-            *([f"post hoc: {post_hoc}"] if post_hoc else []),
+            *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
             *other_code[:MOST_IN_BOX],
         ],
@@ -153,7 +153,7 @@ def verdict_file(
         },
         readings=readings,
         spent=spent(experiment, arms),
-        not_tested=list(dict.fromkeys(sentence for arm in arms for sentence in arm.not_tested)),
+        not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
             *other_code,
@@ -170,15 +170,14 @@ def verdict_file(
     )
 
 
-def _notes_of_runs(experiment: Experiment) -> Iterator[str]:
+def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
     """Yield each note of the runs' logs once, with the runs that it is on."""
-    names: dict[str, list[str]] = {}
+    names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
             names.setdefault(note, []).append(str(run))
     for note, runs in names.items():
-        more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
-        yield f"{', '.join(runs[:MOST_NAMED])}{more}: {note}"
+        yield Code.NOTE_OF_RUNS(runs=runs, note=note)
 
 
 def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
@@ -191,13 +190,13 @@ def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: str | None, num_arms: int
-) -> list[str]:
+    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+) -> list[Reason]:
     """Return the notes on comparisons made before; none where the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
         return []
     paired = experiment.compare.paired
-    return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
+    return [note for one in readings for note in reading_notes(one, paired=paired, arms=num_arms)]
 
 
 def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
@@ -209,18 +208,41 @@ def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    return records.as_json(content)
+    rows = records.as_json(content)
+    rows["primaries"] = [row_of_claim(result) for result in rows["primaries"]]
+    return rows
+
+
+def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
+    """Return the values of all treatments' reasons with one of these codes."""
+    reasons = (reason for section in content.arms.values() for reason in section.reasons)
+    return [reason.values for reason in reasons if reason.code in codes]
+
+
+def row_of_claim(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a claim's parts side by side, and its warnings as one text."""
+    parts = {key: value for part in _PARTS for key, value in result.pop(part).items()}
+    warning = "; ".join(result.pop("warnings")) or None
+    return {"arm": result.pop("arm"), **parts, "warning": warning, **result}
+
+
+def _parts_of_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what `row_of_claim` made a row of."""
+    rest = {**row, "warnings": row.get("warning") or []}
+    rest.pop("warning", None)
+    parts = {
+        part: {name: rest.pop(name) for name in record.__dataclass_fields__ if name in rest}
+        for part, record in _PARTS.items()
+    }
+    return rest | parts
 
 
 def read_verdict_file(path: Path) -> VerdictFile:
-    """Read a verdict.json of one of READABLE_VERSIONS. Raises StoreError for any other file."""
+    """Read a verdict.json of this schema version. Raises StoreError for any other file."""
     content = read_json(path)
     version = content.get("schema_version")
-    if version not in READABLE_VERSIONS:
-        versions = ", ".join(map(str, READABLE_VERSIONS))
-        raise StoreError(f"{path}: got schema_version {shortened(version)}; this version reads {versions}")
-    if version == 3:  # no readings; distances of final weights are estimates from samples that can mislead
-        content = {"readings": [], **content, "final_weights": []}
+    if version != SCHEMA_VERSION:
+        raise StoreError(Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION))
     return verdict_file_of(content, path)
 
 
@@ -229,11 +251,13 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(VerdictFile).validate_python(records.with_reasons(content))
+        restored = records.with_reasons(content)
+        restored["primaries"] = [_parts_of_row(row) for row in restored["primaries"]]
+        return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise StoreError(f"{path}: {place}: {first['msg']}; compare the runs again") from None
+        raise StoreError(Code.VERDICT_DAMAGED(path=path, field=place, problem=first["msg"])) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +278,22 @@ def json_schema() -> dict[str, Any]:
 
     schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
     schema = _with_numbers_of_the_store(schema)
+    _flatten_claims(schema["$defs"])
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _flatten_claims(records_of: dict[str, Any]) -> None:
+    """Change the schema of a claim's result to that of its row."""
+    result = records_of["PrimaryResult"]
+    for part in _PARTS:
+        properties = records_of.pop(part.capitalize())
+        del result["properties"][part]
+        result["properties"] |= properties["properties"]
+        result["required"] = [*result["required"], *properties.get("required", ())]
+    del result["properties"]["warnings"]
+    result["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    result["required"].remove("claim")
 
 
 def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from abrun.compare.judge.summaries import direction_in, outside_domain, reduced,
 from abrun.compare.read.experiment import Sides, stack
 from abrun.equivalence import ALPHA, p_above, paired, welch
 from abrun.metric_names import Transform, find
+from abrun.reasons import Code, Reason
 from abrun.series import Array, Steps
 
 COPIED = 0.99  # correlation of two runs' step changes; distinct seeds of the evidence reach 0.76
@@ -91,7 +92,7 @@ def smoothness(values: Array) -> float | None:
 
 def curve_warnings(
     sides: Sides, metric: str, transform: Transform, bounds: tuple[int, int], margin: float, *, holds: bool
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield what a window hides: a running mean; of a claim that holds, collapse and earlier differences."""
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
@@ -99,11 +100,7 @@ def curve_warnings(
         return
     smooth = smoothness(values)
     if smooth is not None and smooth > SMOOTHED:
-        yield (
-            f"changes of {metric} from step to step correlate by {smooth:.2f} with the previous ones, as "
-            "those of a running mean do, or of a curve almost without noise; if it is a running mean, which "
-            "shows a change late, compare the raw log"
-        )
+        yield Code.RUNNING_MEAN(metric=metric, correlation=smooth)
     if not holds or len(steps) < 2 * NUM_BLOCKS:
         return
     scaled = transformed(values, transform, metric)
@@ -135,7 +132,7 @@ def _collapse(
     bounds: tuple[int, int],
     margin: float,
     direction: int | None,
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield an arm's level in the window and its best eighth, if that is shown to be better by the margin.
 
     One-sided t-tests over seeds at 5 %, shared by the eighths up to the window's end. The level is that of
@@ -157,15 +154,12 @@ def _collapse(
         best = max(shown, key=lambda block: float(lost[:, block].mean()))
         inside = _blocks(num_steps)[best]
         level, highest = (float(values[:, of].mean()) for of in (late, inside))
-        yield (
-            f"the {arm}'s level in the window is {level:.3g}, its best {highest:.3g} "
-            f"(steps {steps[inside[0]]}-{steps[inside[-1]]})"
-        )
+        yield Code.COLLAPSED(arm=arm, level=level, best=highest, steps=[steps[inside[0]], steps[inside[-1]]])
 
 
 def _differing_blocks(
     steps: Steps, left: Array, right: Array, margin: float, *, is_paired: bool
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     """Yield the eighths of training whose levels are shown to differ by more than the margin, 5 % in all."""
     differences = right.mean(axis=0) - left.mean(axis=0)
     shown = []
@@ -178,6 +172,6 @@ def _differing_blocks(
         blocks = _blocks(len(steps))
         most = max(shown, key=lambda block: abs(float(differences[block])))
         where = [f"{steps[blocks[block][0]]}-{steps[blocks[block][-1]]}" for block in shown]
-        largest = f"most by {differences[most]:+.3g} in {where[shown.index(most)]}"
-        found = largest if len(shown) > 1 else f"by {differences[most]:+.3g}"
-        yield f"the arms differ by more than the margin in steps {', '.join(where)} ({found})"
+        yield Code.DIFFERS_EARLIER(
+            blocks=where, largest=where[shown.index(most)], difference=differences[most]
+        )

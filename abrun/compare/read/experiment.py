@@ -14,12 +14,11 @@ from abrun.extras import is_imported
 from abrun.layout import RunName
 from abrun.logs.log import listed
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
+from abrun.reasons import Code, Reason
 from abrun.recipe import ONE_ULP, Compare, PlantedFault, Primary
 from abrun.series import NO_SERIES, Array, Series, Steps, shared_steps
 from abrun.store import Status
 from abrun.store.metrics import ValidationRow
-
-_SHOWN_GRIDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +49,8 @@ class RecordedRun:
     device: Literal["GPU", "CPU core"] = "CPU core"
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
-    notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+    # What reading it had to decide: a torn line left out, a step recorded twice, a seed that is not known
+    notes: tuple[str | Reason, ...] = ()
     # metric -> where its source has text in the place of a number
     unread: Mapping[str, str] = field(default_factory=dict)
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
@@ -88,10 +88,6 @@ class RecordedRun:
     def series(self, metric: str) -> Series:
         """Empty where the metric was never recorded."""
         return self.metrics.get(metric, NO_SERIES)
-
-    def unread_text(self, metric: str) -> str:
-        """Return the end of a sentence where a metric has text in the place of a number, or nothing."""
-        return f": {self.unread[metric]}" if metric in self.unread else ""
 
     def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
         """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
@@ -186,16 +182,18 @@ class Experiment:
     )
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
-    decided: tuple[str, ...] = ()  # what the recipe left to its launch, a line each with the reason
+    decided: tuple[Reason, ...] = ()  # what the recipe left to its launch, a line each with the reason
     reference: Reference | None = None
     # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
     planted: Mapping[str, PlantedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
-    guessed: tuple[str, ...] = ()  # of runs that abrun did not launch: what names and columns were taken for
+    guessed: tuple[
+        Reason, ...
+    ] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
     asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
-    left_out: tuple[str, ...] = ()  # a sentence on each run, or part of one, that does not count
+    left_out: tuple[Reason, ...] = ()  # each run, or part of one, that does not count
     versions_differ: bool = False  # declared: the treatment is other versions of Python and packages
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
 
@@ -308,22 +306,21 @@ def union(grids: Iterable[Steps]) -> Steps:
     return steps[np.append(True, np.diff(steps) > 0)]
 
 
-def no_shared_step(runs: Sequence[RecordedRun]) -> str | None:
-    """What to say of runs of which no step is in all; None where one is, or a run has none at all."""
+def no_shared_step(runs: Sequence[RecordedRun]) -> Reason | None:
+    """Return that no step is in all of the runs; None where one is, or a run has none at all."""
     steps = [run.steps for run in runs]
     grids = {its.tobytes(): its for its in steps}.values()  # most often one
     if not (grids and all(map(len, grids))) or len(shared_steps(*grids)):
         return None
-    having: dict[str, list[RecordedRun]] = {}
+    runs_of: dict[tuple[int, int, int], list[str]] = {}
     for run, its in zip(runs, steps, strict=True):
-        having.setdefault(f"{len(its)} steps, {its[0]}-{its[-1]}", []).append(run)
-    said = [
-        f"{of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {grid}"
-        for grid, of in [*having.items()][:_SHOWN_GRIDS]
-    ]
-    more = len(having) - len(said)
-    said += [f"{more} other grids"] * (more > 0)
-    return f"the runs share no step ({'; '.join(said)}): log them at the same steps"
+        runs_of.setdefault((len(its), int(its[0]), int(its[-1])), []).append(str(run))
+    return Code.NO_SHARED_STEP(
+        grids=[
+            {"runs": of_grid, "num_steps": num_steps, "first": first, "last": last}
+            for (num_steps, first, last), of_grid in runs_of.items()
+        ]
+    )
 
 
 def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
@@ -356,16 +353,18 @@ def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> 
             metric = ending[0]
         claim = primary.model_copy(update={"metric": metric}) if metric in known else primary
         if claim in found:
-            raise ComparisonError(f"--primary: got a claim on {primary.metric!r} twice; every claim once")
+            raise ComparisonError(Code.CLAIM_TWICE(metric=primary.metric))
         found.append(claim)
         if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
-                raise ComparisonError(
-                    f"--primary: got metric {primary.metric!r}, which no run recorded as numbers: {unread[0]}"
-                )
+                raise ComparisonError(Code.CLAIM_ON_TEXT(metric=primary.metric, unread=unread[0]))
             close = difflib.get_close_matches(primary.metric, known, n=1)
-            meant = "".join(f"did you mean {name!r}? " for name in close)
-            hint = f"{meant}recorded are: {listed(list(known), 12)}"
-            raise ComparisonError(f"--primary: got metric {primary.metric!r}, which no run recorded; {hint}")
+            raise ComparisonError(
+                Code.CLAIM_NOT_RECORDED(
+                    metric=primary.metric,
+                    close=close[0] if close else None,
+                    recorded=listed(list(known), 12),
+                )
+            )
     return found

@@ -17,6 +17,7 @@ from abrun.logs.aliases import Aliases, Renamed, apply_to_all, parse, recognised
 from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
 from abrun.logs.log import listed, printable
 from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
+from abrun.reasons import Code, Reason
 from abrun.recipe import BASELINE, Compare
 from abrun.regular_files import exists, is_directory
 
@@ -90,14 +91,19 @@ def foreign_experiment(logs: ForeignLogs, reading: Reading) -> Experiment:
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     read_as = [guess for log in by_name.values() for guess in log.guesses]
-    said = [*read_as, *found.said, *of_baseline, *renamed.guessed]
+    guessed = [
+        *(Code.LOG_READ_AS(guess=guess) for guess in read_as),
+        *found.guessed,
+        *of_baseline,
+        *(Code.LOG_READ_AS(guess=guess) for guess in renamed.guessed),
+    ]
     return Experiment(
         name=_experiment_name(read.named, arms),
         arms=arms,
         compare=Compare(paired=paired),
         runs={run: _run(run, by_name[run], numbered=not found.seeds_known) for run in ordered},
         seeds_known=found.seeds_known,
-        guessed=tuple(dict.fromkeys(said)),
+        guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
         left_out=(*left_out, *restarted(by_name)),
         versions_differ=reading.versions_differ,
@@ -135,7 +141,7 @@ def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
         environment=log.environment,
         metrics=log.metrics,
         code=log.code,
-        notes=(*log.notes, f"numbered, its seed is not known: {log.place}") if numbered else log.notes,
+        notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if numbered else log.notes,
         unread=log.unread,
         dropped=log.dropped,
     )
@@ -157,7 +163,7 @@ def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     try:
         names = _names(sources, unpaired=not paired, may_guess=may_guess)
         known = paired or names == _names_by_seed(sources)
-        found = Guess(names=names, paired=paired, seeds_known=known, said=[])
+        found = Guess(names=names, paired=paired, seeds_known=known, guessed=[])
     except ComparisonError:
         guess = _guessed(sources) if may_guess else None
         if guess is None:
@@ -169,14 +175,14 @@ def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     arms = dict.fromkeys(run.arm for run in selected)
     seeds = [{run.seed for run in selected if run.arm == arm} for arm in arms]
     if paired and may_guess and len(seeds) > 1 and not set.intersection(*seeds):
-        said = "runs are independent: the arms have no seed in common"
-        return replace(found, paired=False, said=[said])
+        return replace(found, paired=False, guessed=[Code.ARMS_SHARE_NO_SEED()])
     by_themselves = all(log.identity for log in sources.logs)
     if by_themselves or sources.pattern is not None or len(names) == len(seeds):
         return found
     first, log = names[0], sources.logs[0]
-    shown = f"'{printable(log.name)}': {printable(first.arm)}, seed {first.seed}"
-    return replace(found, said=[f"arms and seeds from names such as {shown}"] if known else [])
+    how = f"names such as '{printable(log.name)}'"
+    named = Code.SEEDS_FROM(how=how, arm=printable(first.arm), seed=first.seed)
+    return replace(found, guessed=[named] if known else [])
 
 
 def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
@@ -198,10 +204,9 @@ def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
             return named
     (folder,) = folders
     if len(logs) > 1 and not told_by_numbers(logs):
+        names = listed([log.name for log in logs])
         raise ComparisonError(
-            f"arms: got {printable(folder)}, whose {len(logs)} runs name their seeds, no arms, and more that "
-            f"differs ({listed([log.name for log in logs])}); where all are of one arm, name it: "
-            f"ARM={printable(folder)}"
+            Code.MORE_THAN_SEEDS_DIFFERS(folder=printable(folder), num_runs=len(logs), names=names)
         )
     return [(_arm_of(folder), source) for _, source in named]
 
@@ -213,11 +218,8 @@ def _refuse_one_arm(sources: Sources) -> None:
     except ComparisonError:
         return
     runs = {run for run in names if sources.selects(run) and not run.rerun}
-    source, s = printable(sources.named[0][1]), "s" * (len(runs) != 1)
-    raise ComparisonError(
-        f"arms: {source} holds one arm of {len(runs)} seed{s}; give the other arm's folder "
-        f"(abrun compare {source} OTHER), or --reference FILE"
-    )
+    source = printable(sources.named[0][1])
+    raise ComparisonError(Code.SOURCE_OF_ONE_ARM(source=source, num_seeds=len(runs)))
 
 
 def _guessed(sources: Sources) -> Guess | None:
@@ -233,8 +235,7 @@ def _guessed(sources: Sources) -> Guess | None:
     arm_of_logs = [arm for arm, of in zip(arms, sources.logs_of, strict=True) for _ in of]
     guess = guess_runs(logs, arm_of_logs, sources.selects)
     if guess is not None and len(logs) == num_sources and not sources.has_arms:
-        said = f"each of the {num_sources} sources is an arm; where they are seeds of one, name their folder"
-        guess = replace(guess, said=[said, *guess.said])
+        guess = replace(guess, guessed=[Code.SOURCES_ARE_ARMS(num_sources=num_sources), *guess.guessed])
     return guess
 
 
@@ -251,10 +252,7 @@ def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list
     logs, pattern, selects = sources.logs, sources.pattern, sources.selects
     says_both = pattern is not None and names_both(pattern)
     if says_both and sources.has_arms:
-        raise ComparisonError(
-            f"--pattern: got {pattern!r} and sources with a name; allowed: one of them to say the arm; "
-            "leave out {arm} or the names"
-        )
+        raise ComparisonError(Code.ARM_NAMED_TWICE(pattern=pattern))
     by_runs = all(log.identity for log in logs) or says_both or len(sources.named) == 1
     if by_runs and not sources.has_arms:
         return name_runs(logs, pattern, unpaired=unpaired, selects=selects)
@@ -307,10 +305,7 @@ def _arms_of(sources: Sources) -> list[str]:
         if len(set(apart)) == len(apart):
             return apart
     both = [source for arm, (_, source) in zip(arms, sources.named, strict=True) if arm == twice]
-    raise ComparisonError(
-        f"sources: got {listed(both)}, which would all be the arm {twice!r}; "
-        f"name them, such as baseline={printable(both[0])}"
-    )
+    raise ComparisonError(Code.SOURCES_OF_ONE_NAME(sources=listed(both), arm=twice, first=printable(both[0])))
 
 
 def _arm_of(source: str) -> str:
@@ -324,19 +319,16 @@ def _arm_of(source: str) -> str:
 
 def _arms(
     runs: Mapping[RunName, Log], reading: Reading, *, several: bool
-) -> tuple[tuple[str, ...], list[str]]:
+) -> tuple[tuple[str, ...], list[Reason]]:
     """The arms, the baseline first, and what of that is guessed."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not reading.alone:
-        raise ComparisonError(
-            f"arms: got only {listed(arms)}, of {len(runs)} runs; a comparison needs two: add a source, "
-            "or say how arms are named, such as --pattern '{arm}-s{seed}'"
-        )
+        raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=listed(arms), num_runs=len(runs)))
     guessed = []
     if baseline is not None:
         if baseline not in arms:
-            raise ComparisonError(f"--baseline: got '{printable(baseline)}'; allowed: {listed(arms)}")
+            raise ComparisonError(Code.UNKNOWN_BASELINE(baseline=printable(baseline), arms=listed(arms)))
         first = baseline
     elif BASELINE in arms:
         first = BASELINE
@@ -345,7 +337,7 @@ def _arms(
     else:
         first = guess_baseline(arms)
         others = listed([arm for arm in arms if arm != first])
-        guessed = [f"the baseline is {first!r} (--baseline says otherwise: {others})"]
+        guessed = [Code.BASELINE_GUESSED(baseline=first, others=others)]
     return (first, *(arm for arm in arms if arm != first)), guessed
 
 
@@ -356,12 +348,11 @@ def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> N
         for log in logs:
             first, place = held.setdefault((_file_of(log.place), log.run_id), (number, log.place))
             if (first, place) != (number, log.place):
-                both = f"got {listed([sources[first], source])}, which both hold {printable(log.place)}"
                 if first == number:
-                    both = f"{printable(place)} and {printable(log.place)} are one file"
-                raise ComparisonError(
-                    f"sources: {both}; a run compared with itself always agrees: give each arm its own runs"
-                )
+                    places = f"{printable(place)} and {printable(log.place)}"
+                    raise ComparisonError(Code.RUN_GIVEN_TWICE(places=places))
+                both = listed([sources[first], source])
+                raise ComparisonError(Code.RUN_IN_TWO_SOURCES(sources=both, place=printable(log.place)))
 
 
 def _refuse_experiments_as_arms(sources: Sources) -> None:
@@ -376,8 +367,9 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
             folder = Path(logs[0].place).parent
             one = f"the folder of one, such as {folder}" if is_directory(Path(source)) else "the runs of one"
             raise ComparisonError(
-                f"sources: got {printable(source)}, which holds the runs of several arms ({listed(arms)}); "
-                f"name {printable(one)}"
+                Code.SOURCE_OF_SEVERAL_ARMS(
+                    source=printable(source), arms=listed(arms), example=printable(one)
+                )
             )
 
 
@@ -397,10 +389,12 @@ def _refuse_several_arms(sources: Sources) -> None:
             shared = next(
                 (at for at, both in enumerate(zip(first, end, strict=False)) if len({*both}) > 1), 0
             )
-            arms = listed(list(names_of))
             raise ComparisonError(
-                f"sources: {printable(source)} holds the runs of several arms ({arms}); leave out all but "
-                f"one, such as --exclude {shlex.quote(f'{first[:shared]}*')}, or give it alone"
+                Code.SOURCE_OF_ARMS_AND_SEEDS(
+                    source=printable(source),
+                    arms=listed(list(names_of)),
+                    pattern=shlex.quote(f"{first[:shared]}*"),
+                )
             )
 
 
@@ -419,20 +413,16 @@ def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) ->
         logs = [log for run, log in runs.items() if run.arm == arm]
         if any(log.metrics or log.status != "unknown" for log in logs):
             continue
-        first, s = logs[0], "s" * (len(logs) > 1)
-        empty = first.notes[0] if first.notes else "no metric has a number in it"
-        needed = "name files that hold a metric's numbers, by step"
-        why = next(iter(first.unread.values()), f"{first.place}: {empty}; {needed}")
-        raise ComparisonError(f"arms: got {arm!r}, without a number in {len(logs)} run{s}: {why}")
+        first = logs[0]
+        note = first.notes[0] if first.notes else Code.NOTHING_NUMERIC()
+        why = next(iter(first.unread.values()), Code.NO_NUMBERS(place=first.place, note=note))
+        raise ComparisonError(Code.ARM_WITHOUT_NUMBERS(arm=arm, num_runs=len(logs), why=why))
 
 
 def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
     other = next((run for run in runs if run.rerun and run.arm != baseline), None)
     if other is not None:
-        raise ComparisonError(
-            f"{other}: a same-seed rerun (-aa) of another arm than the baseline {baseline!r}; "
-            "only the baseline's show the noise floor: leave it out"
-        )
+        raise ComparisonError(Code.RERUN_OF_TREATMENT(run=str(other), baseline=baseline))
 
 
 def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:

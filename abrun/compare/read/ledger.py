@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from abrun.errors import ComparisonError
 from abrun.metric_names import Transform
+from abrun.reasons import Code
 from abrun.recipe.claims import Spending
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -90,24 +91,15 @@ def ledger_in(content: Mapping[str, Any], path: str) -> Ledger | None:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ComparisonError(f"{path}: ledger.{where}: {first['msg']}; restore the file") from None
+        raise ComparisonError(Code.LEDGER_NOT_READ(path=path, where=where, problem=first["msg"])) from None
     previous = anchor_sha256(content)
     for number, (entry, raw) in enumerate(
         zip(ledger.entries, content["ledger"].get("entries", ()), strict=True), 1
     ):
         if entry.previous != previous:
-            before = (
-                f"entry {number - 1}" if number > 1 else "the frozen runs, or the ledger's budget or rule"
-            )
-            raise ComparisonError(
-                f"{path}: ledger: {before} is not what entry {number} was added to: the file was edited; "
-                "restore it (git log shows it)"
-            )
+            raise ComparisonError(Code.LEDGER_LINK_EDITED(path=path, entry=number))
         if entry.sha256 != entry_sha256(raw):
-            raise ComparisonError(
-                f"{path}: ledger: entry {number} is not what was written: the file was edited; restore it "
-                "(git log shows it)"
-            )
+            raise ComparisonError(Code.LEDGER_ENTRY_EDITED(path=path, entry=number))
         previous = entry.sha256
     return ledger
 

@@ -22,6 +22,7 @@ from abrun.compare.read.ledger import Ledger, appended, ledger_in
 from abrun.errors import ComparisonError, StoreError
 from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.plan import RunName, compare_hash
+from abrun.reasons import Code
 from abrun.recipe import Compare
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import is_file
@@ -49,16 +50,16 @@ def freeze(
     the file is anything but a reference.
     """
     if arm not in experiment.arms:
-        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.arms))
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
-    if len(experiment.arm(arm)) < 2:
+    num_seeds = len(experiment.arm(arm))
+    if num_seeds < 2:
         raise ComparisonError(
-            f"{experiment.name}: arm {arm} has {len(experiment.arm(arm))} seed; a reference needs the spread "
-            "over at least two: launch more seeds"
+            Code.REFERENCE_NEEDS_SEEDS(experiment=experiment.name, arm=arm, num_seeds=num_seeds)
         )
     for run in runs:
         if not run.finished:
-            raise ComparisonError(f"{run} is not finished ({run.status}); a reference needs whole runs")
+            raise ComparisonError(Code.REFERENCE_NEEDS_WHOLE_RUNS(run=str(run), status=run.status))
     compare = (claims or experiment.compare).model_copy(update={"looks": [], "reference": None})
     grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.primary}
     content = {
@@ -86,7 +87,7 @@ def freeze(
         write_file(path, _text(content).encode(), mode=0o666)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
-        raise ComparisonError(f"--output: {path} cannot be written: {reason}; choose another file") from None
+        raise ComparisonError(Code.REFERENCE_NOT_WRITTEN(path=path, problem=reason)) from None
     return replaced
 
 
@@ -110,14 +111,9 @@ def _replaced(path: Path) -> Reference | None:
     try:
         there = load_reference(path)
     except (ComparisonError, StoreError):
-        raise ComparisonError(
-            f"--output: {path} exists and is no reference that abrun reads; choose another file"
-        ) from None
+        raise ComparisonError(Code.OUTPUT_NOT_A_REFERENCE(path=path)) from None
     if there.ledger and there.ledger.entries:
-        raise ComparisonError(
-            f"--output: {path} has a ledger (entries: {len(there.ledger.entries)}), which would be lost; "
-            "choose another file"
-        )
+        raise ComparisonError(Code.OUTPUT_HAS_LEDGER(path=path, num_entries=len(there.ledger.entries)))
     return there
 
 
@@ -141,17 +137,14 @@ def _lines(rows: Sequence[Any]) -> str:
 def load_reference(path: Path) -> Reference:
     """Raises ComparisonError where the file is none, or another version's."""
     if not is_file(path):
-        raise ComparisonError(f"reference: got {str(path)!r}, no such file; abrun freeze makes one")
+        raise ComparisonError(Code.NO_REFERENCE_FILE(path=path))
     content = read_json(path)
     if "recipe" in content:
-        raise ComparisonError(
-            f"{path}: got an experiment's own file; a reference is frozen from its runs: "
-            f"abrun freeze {shlex.quote(str(path.parent))} --output reference.json"
-        )
+        raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path.parent))))
     if content.get("schema_version") != _SCHEMA_VERSION or "runs" not in content:
+        version = shortened(content.get("schema_version"))
         raise ComparisonError(
-            f"{path}: got schema_version {shortened(content.get('schema_version'))}; a reference of version "
-            f"{_SCHEMA_VERSION} is expected: make it with abrun freeze"
+            Code.OTHER_REFERENCE_VERSION(path=path, version=version, expected=_SCHEMA_VERSION)
         )
     try:
         compare = Compare.model_validate(content["compare"])
@@ -166,7 +159,7 @@ def load_reference(path: Path) -> Reference:
             declared_s=None if content.get("declared_s") is None else float(content["declared_s"]),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ComparisonError(f"{path}: not a reference: {_line(error)}; make it with abrun freeze") from None
+        raise ComparisonError(Code.NOT_A_REFERENCE(path=path, problem=_line(error))) from None
 
 
 def against_reference(experiment: Experiment, reference: Reference, arm: str) -> Experiment:
@@ -175,7 +168,7 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
     Configuration keys that the reference does not hold (paths, for instance) are not compared.
     """
     if arm not in experiment.arms:
-        raise ComparisonError(f"--arm: got {arm!r}; allowed: {', '.join(experiment.arms)}")
+        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.arms))
     known = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
     for name, run in experiment.runs.items():

@@ -1,4 +1,4 @@
-"""How runs are found and selected, and the sentences on those that are left out of a comparison."""
+"""How runs are found and selected, and which are left out of a comparison."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from abrun.logs import Log
 from abrun.logs.log import listed, printable
 from abrun.logs.starts import join_starts
 from abrun.metric_names import STEP_ONE
+from abrun.reasons import Code, Reason
 
-MAX_LISTED = 4
+MAX_SEEDS_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,7 @@ class Reading:
         """An experiment of the store says all this itself: an option would be without effect."""
         for option, value in self.given.items():
             raise ComparisonError(
-                f"{option}: got {value!r} for {directory}, an experiment, whose arms, seeds and metrics "
-                "are recorded; drop it, or name the folders of the arms"
+                Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
             )
 
 
@@ -90,8 +90,8 @@ class Selection:
 
     def apply(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
-    ) -> tuple[dict[RunName, Log], list[str]]:
-        """Return the selected runs, each of all its starts, and a sentence on each thing left out.
+    ) -> tuple[dict[RunName, Log], list[Reason]]:
+        """Return the selected runs, each of all its starts, and each thing left out.
 
         Where runs are paired, an excluded run takes its seed's other runs with it. `excluded`: logs that have
         been left out before they were named. Raises ComparisonError where nothing is left.
@@ -112,28 +112,25 @@ class Selection:
             self.refuse_nothing(logs_of.keys())
         runs = {run: _whole(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
-        lines = [*self._left_out_by_seeds(logs_of, end)]
+        left_out = self._left_out_by_seeds(logs_of, end)
         out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
         out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
-        also = f", and with them {', '.join(map(str, partners))}" if partners else ""
-        lines += [f"left out by --exclude: {', '.join(out)}{also}"] if out else []
-        lines += [line for log in runs.values() for line in log.left_out]
-        return runs, lines
+        if out:
+            left_out.append(Code.EXCLUDED(runs=out, partners=[str(run) for run in partners]))
+        left_out += [reason for log in runs.values() for reason in log.left_out]
+        return runs, left_out
 
     def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
         """Raise ComparisonError: the options leave no run of these."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
-            raise ComparisonError(
-                f"--exclude: got {listed(list(self.exclude))}, which leaves no run to compare; drop one"
-            )
-        there = ", ".join(str(seed) for seed in sorted({run.seed for run in runs})[:20])
-        asked = ", ".join(map(str, self.seeds))
-        raise ComparisonError(f"--seeds: got {asked}, of which there is no run; there are {there}")
+            raise ComparisonError(Code.ALL_EXCLUDED(patterns=listed(list(self.exclude))))
+        seeds = sorted({run.seed for run in runs})[:MAX_SEEDS_LISTED]
+        raise ComparisonError(Code.SEEDS_NOT_RECORDED(seeds=self.seeds, recorded=seeds))
 
     def _in_seeds(self, run: RunName) -> bool:
         return self.seeds is None or run.seed in self.seeds
 
-    def _left_out_by_seeds(self, logs_of: Mapping[RunName, Sequence[Log]], end: int) -> list[str]:
+    def _left_out_by_seeds(self, logs_of: Mapping[RunName, Sequence[Log]], end: int) -> list[Reason]:
         seeds = sorted({run.seed for run in logs_of if not self._in_seeds(run)})
         if not seeds:
             return []
@@ -142,33 +139,25 @@ class Selection:
             for run, logs in logs_of.items()
             if not self._in_seeds(run) and (text := _ending(_whole(run, logs), end))
         ]
-        more = f" and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
-        endings = f" ({', '.join(broken[:MAX_LISTED])}{more})" if broken else ""
-        noun = "seed" if len(seeds) == 1 else "seeds"
-        return [f"left out by --seeds: {noun} {', '.join(map(str, seeds))}{endings}"]
+        return [Code.SEEDS_LEFT_OUT(seeds=seeds, broken=broken)]
 
     def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
         for pattern in self.exclude:
             one = Selection(exclude=(pattern,))
             if not any(map(one.excludes, excluded)) and all(map(one.selects, runs)):
                 names = listed(list(dict.fromkeys(map(str, runs))), 8)
-                raise ComparisonError(
-                    f"--exclude: got '{printable(pattern)}', which no run matches; there are {names}"
-                )
+                raise ComparisonError(Code.EXCLUDES_NOTHING(pattern=printable(pattern), runs=names))
 
 
-def restarted(runs: Mapping[RunName, Log]) -> list[str]:
-    """Return a sentence on the runs whose step counter begins anew, or none."""
+def restarted(runs: Mapping[RunName, Log]) -> list[Reason]:
+    """Return a reason on the runs whose step counter begins anew, or none."""
     found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
     if not found:
         return []
-    run, log, count = found[0]
+    _, log, count = found[0]
     steps = max(len(series) for series in log.metrics.values() if series.recounted == count)
-    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return [
-        f"the step counter begins anew in {run}{others} ({count} of {steps} steps are there twice): the last "
-        "values count, and step one of such a run is not read"
-    ]
+    runs_anew = [str(run) for run, _, _ in found]
+    return [Code.COUNTER_RESTARTED(runs=runs_anew, num_repeated=count, num_steps=steps)]
 
 
 def _called(log: Log) -> str:

@@ -10,6 +10,7 @@ from abrun.compare.read.foreign import ForeignLogs, foreign_experiment, read_for
 from abrun.compare.read.selection import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.errors import ComparisonError
+from abrun.reasons import Code
 from abrun.recipe import Primary
 from abrun.recipe.claims import can_be_looks
 from abrun.regular_files import exists
@@ -73,23 +74,15 @@ def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
     """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
     given, looks = reading.given["--looks"], reading.looks
     if not can_be_looks(looks):
-        raise ComparisonError(
-            f"--looks: got {given}; allowed: two or more numbers of pairs going up from 2, as 3,5,8"
-        )
+        raise ComparisonError(Code.LOOKS_REFUSED(looks=given))
     if reading.alone:
-        raise ComparisonError(f"--looks: got {given} for a reference, which is compared once; drop it")
+        raise ComparisonError(Code.LOOKS_AT_REFERENCE(looks=given))
     if not experiment.compare.paired:
-        raise ComparisonError(
-            f"--looks: got {given} for runs that are not paired; give both arms the same seeds, or drop it"
-        )
+        raise ComparisonError(Code.LOOKS_UNPAIRED(looks=given))
     num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
     if num_pairs < looks[0]:
-        raise ComparisonError(
-            f"--looks: got {given} for {num_pairs} pairs, of which none is taken; train more for the first"
-        )
+        raise ComparisonError(Code.LOOKS_TOO_LATE(looks=given, num_pairs=num_pairs))
     if num_pairs > looks[-1]:
-        raise ComparisonError(
-            f"--looks: got {given} for {num_pairs} pairs; the last look takes all: choose pairs with --seeds"
-        )
+        raise ComparisonError(Code.LOOKS_TOO_EARLY(looks=given, num_pairs=num_pairs))
     compare = experiment.compare.model_copy(update={"looks": list(looks)})
     return replace(experiment, compare=compare)

@@ -11,6 +11,7 @@ from abrun.compare.read.reference import load_reference
 from abrun.errors import RecipeError, StoreError
 from abrun.layout import RunName
 from abrun.plan import decisions
+from abrun.reasons import Code
 from abrun.recipe import BASELINE, dotted, stored_recipe, stored_run
 from abrun.redaction import printable, shown, shown_tree
 from abrun.regular_files import is_directory
@@ -62,7 +63,9 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         treatment_diff=shown_tree(content["treatment_diff"]),
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
-        decided=tuple(map(shown, decisions(content.get("decided", {})))),
+        decided=tuple(
+            Code.DECIDED_AT_LAUNCH(decision=shown(line)) for line in decisions(content.get("decided", {}))
+        ),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
         runs={name: run for name, run in loaded.items() if name.arm not in planted},
         planted=planted,

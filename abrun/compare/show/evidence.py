@@ -10,7 +10,6 @@ import numpy as np
 from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.description import Description
-from abrun.compare.judge.direction import difference_text
 from abrun.compare.judge.divergence import Divergence, UlpGrowth
 from abrun.compare.judge.final_weights import FinalWeights
 from abrun.compare.judge.guards import Guard, Saving
@@ -19,7 +18,9 @@ from abrun.compare.judge.step_one import StepOne, share_of_scale
 from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict_file import ArmSection, VerdictFile, of_arm
 from abrun.compare.read.reference import ARM as REFERENCE
-from abrun.compare.show.planted import sentence
+from abrun.compare.show.planted import caught_sentence
+from abrun.messages import sentence, sentences
+from abrun.messages.numbers import difference_text
 from abrun.power import StepNoise
 from abrun.redaction import in_yaml
 
@@ -62,14 +63,14 @@ def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
     if content.spent:
         yield "spent", spent_sentence(content.spent)
     if content.sensitivity:
-        yield "sensitivity", sentence(content.sensitivity, paired=content.paired)
+        yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
     if content.not_tested:
-        yield "not tested", "; ".join(content.not_tested)
+        yield "not tested", "; ".join(sentences(content.not_tested))
     for guess in content.guessed:
-        yield "guessed", guess
+        yield "guessed", sentence(guess)
     if content.notes:
         more = f"; and {len(content.notes) - 3} more" if len(content.notes) > 3 else ""
-        yield "notes", "; ".join(content.notes[:3]) + more
+        yield "notes", "; ".join(sentences(content.notes[:3])) + more
 
 
 def _shared_steps(content: VerdictFile, coverage: Coverage) -> str:
@@ -233,42 +234,42 @@ def levels(content: VerdictFile) -> list[Levels]:
     for index, claim in enumerate(content.primaries):
         means = _means(claim, baseline)
         if means:
-            steps = f", steps {claim.steps[0]}-{claim.steps[1]}" if claim.steps else ""
-            noise = step_noise_text(claim.step_noise)
+            steps = f", steps {claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else ""
+            noise = step_noise_text(claim.estimate.step_noise)
             beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
-            where = f"{claim.metric}{steps}"
+            where = f"{claim.claim.metric}{steps}"
             found.append(Levels(claim=index, arm=claim.arm, where=where, means=means, beside=beside))
     return found
 
 
 def _means(claim: PrimaryResult, baseline: str) -> str | None:
-    base, treatment, interval = claim.baseline_mean, claim.treatment_mean, claim.interval
+    base, treatment, interval = claim.estimate.baseline_mean, claim.estimate.treatment_mean, claim.estimate.interval
     if base is None or treatment is None or interval is None:
         return None
     difference = treatment - base
-    if claim.unused_seeds and claim.mean_difference is not None:
-        difference = claim.mean_difference
-    confidence = f"{100 * (1 - 2 * claim.alpha):.3g} %"
-    if claim.transform == "identity":
-        of = "difference" if claim.num_runs else "paired difference"
-        if claim.unused_seeds:
+    if claim.claim.unused_seeds and claim.estimate.mean_difference is not None:
+        difference = claim.estimate.mean_difference
+    confidence = f"{100 * (1 - 2 * claim.claim.alpha):.3g} %"
+    if claim.claim.transform == "identity":
+        of = "difference" if claim.claim.num_runs else "paired difference"
+        if claim.claim.unused_seeds:
             of = f"paired difference {treatment - base:+.3g}, with the reference's other seeds"
         apart = f"{difference_text(difference, interval)} ({confidence} interval{_wider(claim)})"
         return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level(base, claim)}, {claim.arm} {_level(treatment, claim)}"
-    of = " of the excess over 1" if claim.transform == "log_excess" else ""
+    of = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
     return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
 
 
 def _wider(claim: PrimaryResult) -> str:
     """Say where the steps in which a metric moves make an interval wider than its differences do."""
-    error, sds, sizes = claim.standard_error, [claim.sd_difference], [claim.num_pairs]
-    if claim.num_runs:
-        sds, sizes = [claim.baseline_sd, claim.treatment_sd], claim.num_runs
+    error, sds, sizes = claim.estimate.standard_error, [claim.estimate.sd_difference], [claim.claim.num_pairs]
+    if claim.claim.num_runs:
+        sds, sizes = [claim.estimate.baseline_sd, claim.estimate.treatment_sd], claim.claim.num_runs
     known = [sd for sd in sds if sd is not None]
-    if error is None or len(known) < len(sds) or claim.unused_seeds:
+    if error is None or len(known) < len(sds) or claim.claim.unused_seeds:
         return ""
     of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known, sizes, strict=True)))
     is_wider = error > (1 + 1e-9) * of_spread
@@ -277,15 +278,15 @@ def _wider(claim: PrimaryResult) -> str:
 
 def _level(mean: float, claim: PrimaryResult) -> str:
     with np.errstate(over="ignore"):
-        return f"{np.exp(mean) + (claim.transform == 'log_excess'):.4g}"
+        return f"{np.exp(mean) + (claim.claim.transform == 'log_excess'):.4g}"
 
 
 def _margin(claim: PrimaryResult) -> str | None:
     """What the margin is a share of; on the scale of logarithms it is a factor by itself."""
-    margin, base, climb = claim.margin, claim.baseline_mean, claim.climb
+    margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
         return None
-    if claim.transform != "identity":
+    if claim.claim.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])
         return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
@@ -315,10 +316,10 @@ def step_noise_text(noise: StepNoise | None) -> Iterator[str]:
 
 
 def _spread(claim: PrimaryResult) -> str | None:
-    seeds, paired, of_treatment = claim.baseline_sd, claim.sd_difference, claim.treatment_sd
+    seeds, paired, of_treatment = claim.estimate.baseline_sd, claim.estimate.sd_difference, claim.estimate.treatment_sd
     if seeds is None or paired is None:
         return None
-    if claim.num_runs:
+    if claim.claim.num_runs:
         return f"sd over the baseline's runs {seeds:.2g}, unpaired"
     unpaired = 0.0 if of_treatment is None else math.hypot(seeds, of_treatment)  # None: of an older record
     rounding = 1e-6 * unpaired  # of which no such factor says anything
@@ -332,7 +333,7 @@ def _spread(claim: PrimaryResult) -> str | None:
 def by_prompt_facts(one: ByPrompt) -> list[str]:
     """Return what validation by prompt says, a clause a fact."""
     if one.problem:
-        return [one.problem]
+        return [sentence(one.problem)]
     last = one.by_step[-1]
     counted = (
         f"{one.metric} {last.baseline:.3f} and {last.treatment:.3f} at step {last.step}, where "

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from abrun.compare.judge.claims import PrimaryResult
-from abrun.compare.judge.verdict import AT_OBSERVED
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.verdict_file import VerdictFile
 from abrun.compare.read.experiment import Experiment
+from abrun.messages.numbers import AT_OBSERVED
 from abrun.plan import compare_hash
 from abrun.recipe import primary_option, units
 
@@ -73,16 +73,16 @@ def declared_options(experiment: Experiment, num_pairs: int | None = None) -> st
 def pairs_that_decide(content: VerdictFile, undecided: Sequence[PrimaryResult]) -> tuple[str, int | None]:
     """A sentence on how many fresh pairs decide the claims, and their number; None: no such number."""
     counted = units(paired=content.paired)
-    needed = [one.pairs_needed for one in undecided if one.pairs_needed is not None]
+    needed = [one.power.pairs_needed for one in undecided if one.power.pairs_needed is not None]
     if any(map(beyond_margin, undecided)):
         return f"No number of {counted} shows this margin if the observed difference is the true one", None
-    if any(one.limited is not None for one in undecided):
+    if any(one.estimate.limited is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
-        return text, 4 * max(undecided[0].num_runs or [undecided[0].num_pairs])
+        return text, 4 * max(undecided[0].claim.num_runs or [undecided[0].claim.num_pairs])
     if len(needed) < len(undecided):
         return f"This margin takes more than 1000 {counted}", None
     text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
-    observed = [one.pairs_needed_observed for one in undecided if one.pairs_needed_observed is not None]
+    observed = [one.power.pairs_needed_observed for one in undecided if one.power.pairs_needed_observed is not None]
     if len(observed) == len(undecided) and max(observed) > max(needed):
         text += f" ({max(observed)}, if they differ as they do here)"
     return text, max(needed)
@@ -90,11 +90,11 @@ def pairs_that_decide(content: VerdictFile, undecided: Sequence[PrimaryResult]) 
 
 def beyond_margin(claim: PrimaryResult) -> bool:
     """Return whether a difference was detected, and the observed one is no smaller than the margin."""
-    if claim.interval is None or claim.mean_difference is None or claim.margin is None:
+    if claim.estimate.interval is None or claim.estimate.mean_difference is None or claim.claim.margin is None:
         return False
-    low, high = claim.interval
-    is_detected = claim.margin_unit != "sigma" and not low <= 0 <= high
-    return is_detected and abs(claim.mean_difference) >= claim.margin
+    low, high = claim.estimate.interval
+    is_detected = claim.claim.margin_unit != "sigma" and not low <= 0 <= high
+    return is_detected and abs(claim.estimate.mean_difference) >= claim.claim.margin
 
 
 def in_stages(fresh: NextStep, num_pairs: int) -> NextStep | None:

@@ -3,8 +3,9 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.compare.judge.ledger import ledger_sentence
+from abrun.compare.judge.ledger import ledger_state
 from abrun.compare.read.experiment import Reference
+from abrun.messages import sentence
 from abrun.present.tables import Table, columns
 from abrun.redaction import in_yaml, printable
 
@@ -28,5 +29,5 @@ def ledger_shown(reference: Reference) -> RenderableType:
         )
         rows.append(cells)
     titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
-    sentence = Text(printable(ledger_sentence(reference)), style="bold")
-    return Group(Table(columns(*titles, fold=True), rows), sentence) if rows else sentence
+    state = Text(printable(sentence(ledger_state(reference))), style="bold")
+    return Group(Table(columns(*titles, fold=True), rows), state) if rows else state

@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.guards import Guard
 from abrun.compare.judge.machines import versions_follow_arms
 from abrun.compare.judge.step_one import StepOne
-from abrun.compare.judge.verdict import AT_OBSERVED
-from abrun.compare.judge.verdict_file import VerdictFile
+from abrun.compare.judge.verdict_file import VerdictFile, values_of
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
 from abrun.compare.show.fresh_pairs import (
@@ -34,8 +33,11 @@ from abrun.compare.show.fresh_pairs import (
 )
 from abrun.compare.show.pasted import AGAIN, UNPAIRED, WITHOUT_CLAIMS, filled, folder_of, name_of
 from abrun.errors import StoreError
+from abrun.messages import sentence
+from abrun.messages.numbers import AT_OBSERVED, agreement_text
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
+from abrun.reasons import Code
 from abrun.recipe import Primary, units
 from abrun.redaction import shown
 
@@ -150,7 +152,7 @@ def _inconclusive(experiment: Experiment, content: VerdictFile) -> Iterator[Next
     if problems:
         yield _longer(experiment, "These runs could not have shown it (see the reasons)")
     if unsettled:
-        num_pairs = max((one.pairs_needed or 0 for one in undecided), default=0) or None
+        num_pairs = max((one.power.pairs_needed or 0 for one in undecided), default=0) or None
         yield from _rounding_or_fault(experiment, content.step_one, num_pairs)
     if undecided:
         yield from _more_pairs(experiment, content, undecided)
@@ -230,7 +232,7 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
     """Of launched runs without a claim, which no number of seeds decides."""
     sides = experiment.sides(experiment.treatments[0]).finished
     if min(sides.sizes) and (empty := no_signal(sides, REWARD, may_repeat=True)):
-        yield _longer(experiment, f"These runs could show nothing: {empty}")
+        yield _longer(experiment, f"These runs could show nothing: {sentence(empty)}")
         return
     found = claimable(experiment)
     if found is None:
@@ -291,7 +293,7 @@ def _inconclusive_of_others(experiment: Experiment, content: VerdictFile) -> Ite
 
 def _fresh_pairs_of_others(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """More runs for an open claim: fresh ones judged alone, as a test repeated on the same runs errs more."""
-    undecided = [one for one in content.primaries if one.result == "undecided" and one.interval]
+    undecided = [one for one in content.primaries if one.result == "undecided" and one.estimate.interval]
     text, count = pairs_that_decide(content, undecided) if undecided else ("Fresh seeds decide", None)
     if count is None and undecided:
         yield NextStep(
@@ -358,11 +360,11 @@ def _claim_to_make(experiment: Experiment, content: VerdictFile) -> NextStep:
 
 def _margin_offered(found: Description) -> str:
     """Say where the margin comes from, and which difference is seen: a wide margin would let it pass."""
-    offered = f"here {found.margin_is}"
+    offered = f"here {sentence(found.margin_is)}"
     if found.detected is None:
         return offered
     seen = found.detected
-    offered += f"; but the difference seen is {seen.difference:+.3g}, {seen.direction} {seen.where}"
+    offered += f"; but the difference seen is {seen.difference:+.3g}, {agreement_text(asdict(seen))}"
     if (
         found.certified_bound is not None
         and found.margin is not None
@@ -374,7 +376,7 @@ def _margin_offered(found: Description) -> str:
 
 def _other_claims(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """In the place of those that these runs cannot show, however many seeds there are."""
-    cannot = {(one.metric, one.window) for one in content.primaries if one.problem}
+    cannot = {(one.claim.metric, one.claim.window) for one in content.primaries if one.problem}
     claims = [one for one in experiment.compare.primary if (one.metric, one.window) not in cannot]
     text = "Leave out what these runs cannot show"
     if not cannot:
@@ -409,7 +411,8 @@ def _invalid(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]
             yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         shared = sorted(set.intersection(*of_arms)) if of_arms else []
-        apart = any("seed" in reason and "--unpaired" in reason for reason in content.reasons)
+        unpaired = values_of(content, Code.NO_SHARED_SEED, Code.UNPAIRED_SEEDS)
+        apart = any(values["can_unpair"] for values in unpaired)
         if apart and shared:
             seeds = ",".join(map(str, shared))
             yield NextStep(
@@ -436,7 +439,7 @@ def _invalid(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
         yield NextStep(text="Continue the runs that did not finish", command=_resumed(experiment))
     else:
-        missing = any("(primary)" in reason for reason in content.reasons)
+        missing = any(values["role"] == "primary" for values in values_of(content, Code.METRIC_MISSING))
         if missing and not experiment.regression:
             reread = [*_read_with_another_alias(experiment)]
             # A launch with the wrong alias would end its runs again

@@ -14,9 +14,10 @@ from scipy import special
 
 from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.summaries import comparable, difference_unit, reduced
+from abrun.compare.judge.summaries import comparable, reduced
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.equivalence import paired, welch
+from abrun.messages.numbers import difference_unit
 from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
 from abrun.series import Array, Steps
 
@@ -112,7 +113,7 @@ def panel(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) 
         unit=unit,
         steps=union(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
-        windows=tuple(sorted({claim.steps for claim in claims if claim.steps})),
+        windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
         differences=tuple(_differences(experiment, metric, claims)),
     )
 
@@ -156,12 +157,12 @@ def _differences(
     experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]
 ) -> Iterator[Difference]:
     wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
-        (claim.arm, claim.transform) for claim in claims if claim.arm in experiment.arms
+        (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
     )
     for arm, transform in wanted:
         pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
         sides = experiment.sides(arm).finished
-        about = [one for one in claims if (one.arm, one.transform) == (arm, transform)]
+        about = [one for one in claims if (one.arm, one.claim.transform) == (arm, transform)]
         if min(sides.sizes):
             yield _difference(sides, pairs, metric, arm, experiment.arms.index(arm), transform, about)
 
@@ -231,15 +232,15 @@ def _windows(
 
 def _claim(claim: PrimaryResult) -> Claim | None:
     """None where there is no margin zone to draw."""
-    if not claim.steps or claim.margin is None:
+    if not claim.claim.steps or claim.claim.margin is None:
         return None
-    interval = claim.interval
+    interval = claim.estimate.interval
     return Claim(
-        steps=(claim.steps[0], claim.steps[1]),
-        margin=claim.margin,
-        margin_text=claim.margin_text,
+        steps=(claim.claim.steps[0], claim.claim.steps[1]),
+        margin=claim.claim.margin,
+        margin_text=claim.claim.margin_text,
         interval=(interval[0], interval[1]) if interval else None,
-        level=1 - 2 * claim.alpha,
+        level=1 - 2 * claim.claim.alpha,
     )
 
 

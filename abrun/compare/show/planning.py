@@ -35,22 +35,23 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
-    known = [result for result in results if result.sd_difference is not None]
+    known = [result for result in results if result.estimate.sd_difference is not None]
     if not known:
         return None
-    widest = max(known, key=lambda result: result.sd_difference or 0.0)
-    sd = widest.sd_difference if widest.sd_at_margin is None else widest.sd_at_margin
+    widest = max(known, key=lambda result: result.estimate.sd_difference or 0.0)
+    tested, estimate = widest.claim, widest.estimate
+    sd = estimate.sd_difference if estimate.sd_at_margin is None else estimate.sd_at_margin
     assert sd is not None
-    count = min(widest.num_runs) if widest.num_runs else widest.num_pairs
+    count = min(tested.num_runs) if tested.num_runs else tested.num_pairs
     return Spread(
-        sigma=widest.baseline_sd,
-        correlation=widest.pair_correlation or 0.0,
+        sigma=estimate.baseline_sd,
+        correlation=estimate.pair_correlation or 0.0,
         sd_difference=sd,
         num_pairs=count,
-        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
-        level=widest.baseline_mean,
-        climb=widest.climb,
-        step_noise=widest.step_noise,
+        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(tested.steps)}",
+        level=estimate.baseline_mean,
+        climb=estimate.climb,
+        step_noise=estimate.step_noise,
     )
 
 

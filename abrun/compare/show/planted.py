@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.compare.judge.planted import FaultFound, Sensitivity
 from abrun.compare.read.experiment import Experiment
+from abrun.messages import sentence
+from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escaped
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
@@ -27,13 +29,13 @@ def write_sensitivity(
     `not_planted`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, {**asdict(found), "not_planted": dict(not_planted)}, mode=PUBLIC)
+    write_json(folder / FILE, {**as_json(found), "not_planted": dict(not_planted)}, mode=PUBLIC)
     page = "\n".join(_page(found, not_planted, name, compare)) + "\n"
     write_file(folder / PAGE, page.encode(), mode=PUBLIC)
     return folder / PAGE
 
 
-def sentence(content: Sensitivity, *, paired: bool) -> str:
+def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
     """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
     if not content.num_judged:
         planted = _count(len(content.faults), "planted fault")
@@ -66,7 +68,7 @@ def advice(content: Sensitivity) -> Iterator[str]:
     """For each fault that was not caught, what could show it."""
     for one in content.faults:
         if one.advice is not None:
-            yield f"{_with_size(one)} could be seen by {one.advice}"
+            yield f"{_with_size(one)} could be seen by {sentence(one.advice)}"
 
 
 def columns(*, paired: bool) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ def rows(content: Sensitivity) -> list[tuple[str, ...]]:
             one.verdict,
             _evidence(one),
             "-" if one.step is None else str(one.step),
-            one.figures or "-",
+            sentence(one.figures) if one.figures else "-",
             str(one.num_pairs),
         )
         for one in content.faults
@@ -99,7 +101,7 @@ def _page(content: Sensitivity, not_planted: Mapping[str, str], name: str, compa
     declared = ", ".join(claims) or "none"
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
-    yield f"It {escaped(sentence(content, paired=compare.paired))}."
+    yield f"It {escaped(caught_sentence(content, paired=compare.paired))}."
     yield ""
     yield (
         "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
@@ -168,7 +170,7 @@ def _count(number: int, noun: str) -> str:
 
 def _evidence(one: FaultFound) -> str:
     if one.verdict == "INVALID":
-        return f"not judged: {one.reason}"
+        return f"not judged: {sentence(one.reason)}"
     if one.caught_by == "nothing":
         return "nothing"
     return f"{one.caught_by}: {one.metric}" if one.metric else one.caught_by

@@ -10,19 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.description import Description
-from abrun.compare.judge.direction import difference_text
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.claim_tests import STAMP, ClaimTest, claim_tests_in
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
 from abrun.compare.show.next_step import NextStep
-from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
+from abrun.messages.numbers import beside_limit, bound_text, difference_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
+from abrun.messages import sentence, sentences
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
@@ -172,8 +172,8 @@ def _draw_claims(
 
     with style():
         yield from _save(plots.forest(experiment, content.primaries), output / "claims", images)
-    for stem, metric in slugs(claim.metric for claim in content.primaries).items():
-        of_metric = [claim for claim in content.primaries if claim.metric == metric]
+    for stem, metric in slugs(claim.claim.metric for claim in content.primaries).items():
+        of_metric = [claim for claim in content.primaries if claim.claim.metric == metric]
         with style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
 
@@ -218,7 +218,7 @@ def markdown(content: VerdictFile, beside: Context, images: Sequence[str]) -> st
     lines = [
         f"# {escaped(_headline(content))}",
         "",
-        *(f"- {escaped(reason)}" for reason in content.reasons),
+        *(f"- {escaped(sentence(reason))}" for reason in content.reasons),
         "",
         *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
     ]
@@ -264,7 +264,7 @@ def _compared(content: VerdictFile) -> str:
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
-    tested = [one.alpha for one in content.primaries if one.test != "exact"]
+    tested = [one.claim.alpha for one in content.primaries if one.claim.test != "exact"]
     text = f"differences are {roles[0]} minus {roles[1]}"
     if not tested:
         return text
@@ -320,9 +320,9 @@ def _headline(content: VerdictFile) -> str:
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = 100 * (1 - 2 * max(one.alpha for one in content.primaries))
+    level = 100 * (1 - 2 * max(one.claim.alpha for one in content.primaries))
     counted = "pairs" if content.paired else "runs"
-    tested = {one.test for one in content.primaries if one.test != "exact"}
+    tested = {one.claim.test for one in content.primaries if one.claim.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tested or tested - levels.keys())
     kinds += [name for test, name in levels.items() if test in tested]
@@ -331,31 +331,31 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 
 def claim_cells(one: PrimaryResult) -> list[str]:
-    steps = f"{one.steps[0]}-{one.steps[1]}" if one.steps else one.window
+    steps = f"{one.claim.steps[0]}-{one.claim.steps[1]}" if one.claim.steps else one.claim.window
     difference = "-"
-    if one.interval and one.mean_difference is not None:
-        difference = difference_text(one.mean_difference, one.interval)
-    bound = "-" if one.certified_bound is None else bound_text(one.certified_bound)
-    if one.margin_unit and one.certified_number is not None:
-        number = one.certified_number
+    if one.estimate.interval and one.estimate.mean_difference is not None:
+        difference = difference_text(one.estimate.mean_difference, one.estimate.interval)
+    bound = "-" if one.estimate.certified_bound is None else bound_text(one.estimate.certified_bound)
+    if one.claim.margin_unit and one.estimate.certified_number is not None:
+        number = one.estimate.certified_number
         bound = (
-            f"{bound_text(number)} sigma" if one.margin_unit == "sigma" else f"{bound_text(100 * number)}%"
+            f"{bound_text(number)} sigma" if one.claim.margin_unit == "sigma" else f"{bound_text(100 * number)}%"
         )
-    if one.limited is not None:
-        found = (one.limited, *(one.limited_interval or ()))
-        middle, *ends = (beside_limit(value, one.margin_number) for value in found)
+    if one.estimate.limited is not None:
+        found = (one.estimate.limited, *(one.estimate.limited_interval or ()))
+        middle, *ends = (beside_limit(value, one.claim.margin_number) for value in found)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    limited = one.limited is not None  # a limit says in its own words what it is of
-    scale = "" if limited or one.transform == "identity" else f" ({one.transform.replace('_', ' ')})"
-    metric = f"{one.metric}{scale}"
-    counted = "{} and {}".format(*one.num_runs) if one.num_runs else str(one.num_pairs)
-    return [metric, steps, counted, difference, one.margin_text, bound, outcome(one)]
+    limited = one.estimate.limited is not None  # a limit says in its own words what it is of
+    scale = "" if limited or one.claim.transform == "identity" else f" ({one.claim.transform.replace('_', ' ')})"
+    metric = f"{one.claim.metric}{scale}"
+    counted = "{} and {}".format(*one.claim.num_runs) if one.claim.num_runs else str(one.claim.num_pairs)
+    return [metric, steps, counted, difference, one.claim.margin_text, bound, outcome(one)]
 
 
 def outcome(one: PrimaryResult) -> str:
     """A claim's result in the words of its kind: a limit is broken, and not different."""
     broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
-    return broken.get(one.test, one.result) if one.result == "different" else one.result
+    return broken.get(one.claim.test, one.result) if one.result == "different" else one.result
 
 
 # --- terminal ---
@@ -376,7 +376,7 @@ def terminal_summary(
     from rich.text import Text
 
     color = COLORS[content.verdict]
-    why = Text("\n".join(map(shown, content.reasons)))
+    why = Text("\n".join(map(shown, sentences(content.reasons))))
     parts: list[RenderableType] = [
         Panel(
             why,
@@ -391,7 +391,7 @@ def terminal_summary(
     for table in tables:
         parts += [table.rich(padding=(0, 1)), Text("")]
     facts = [
-        (label, "\n".join(map(shown, content.not_tested if label == "not tested" else [text])))
+        (label, "\n".join(map(shown, sentences(content.not_tested) if label == "not tested" else [text])))
         for label, text in evidence(content)
     ]
     facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]

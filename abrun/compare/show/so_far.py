@@ -3,15 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from abrun.compare.judge.claims import PrimaryResult, judge_primary
+from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.margins import resolved_margin
-from abrun.compare.judge.summaries import difference_unit
+from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.reference import against_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.equivalence import ALPHA
 from abrun.errors import AbrunError
+from abrun.messages.numbers import difference_unit, interval_level_text
 
 
 def so_far(experiment_dir: Path) -> list[str]:
@@ -42,27 +43,28 @@ def _lines(experiment: Experiment) -> Iterator[str]:
                 found = judge_primary(arm, sides, claim, resolved_margin(claim, experiment.reference), grid)
             said = _said(found)
             if said:
-                counted = f"{found.num_pairs} of {planned} pairs"
-                if found.num_runs:
-                    counted = "{} and {} unpaired runs".format(*found.num_runs)
-                yield f"{f'{arm}, ' if several else ''}{found.metric}: {counted} so far, {said}"
+                counted = f"{found.claim.num_pairs} of {planned} pairs"
+                if found.claim.num_runs:
+                    counted = "{} and {} unpaired runs".format(*found.claim.num_runs)
+                yield f"{f'{arm}, ' if several else ''}{claim.metric}: {counted} so far, {said}"
 
 
 def _said(found: PrimaryResult) -> str | None:
     """Difference, interval and margin, or what is limited; None before there is an interval."""
-    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
-    if found.limited is not None and found.limited_interval is not None:
-        low, high = found.limited_interval
-        return f"{found.limited:.4g} [{low:.4g}, {high:.4g}] ({level}), limit {found.margin_text}"
-    if found.mean_difference is None or found.interval is None:
+    claim, estimate = found.claim, found.estimate
+    level = interval_level_text(claim.alpha)
+    if estimate.limited is not None and estimate.limited_interval is not None:
+        low, high = estimate.limited_interval
+        return f"{estimate.limited:.4g} [{low:.4g}, {high:.4g}] ({level}), limit {claim.margin_text}"
+    if estimate.mean_difference is None or estimate.interval is None:
         return None
-    low, high = found.interval
+    low, high = estimate.interval
     place = ""
-    if found.margin is not None:
+    if claim.margin is not None:
         inside, outside = (
-            -found.margin < low and high < found.margin,
-            low > found.margin or high < -found.margin,
+            -claim.margin < low and high < claim.margin,
+            low > claim.margin or high < -claim.margin,
         )
         place = ": inside" if inside else ": outside" if outside else ": not decided"
-    interval = f"[{low:.3g}, {high:.3g}]{difference_unit(found.transform)} ({level})"
-    return f"difference {found.mean_difference:+.3g} {interval}, margin {found.margin_text}{place}"
+    interval = f"[{low:.3g}, {high:.3g}]{difference_unit(claim.transform)} ({level})"
+    return f"difference {estimate.mean_difference:+.3g} {interval}, margin {claim.margin_text}{place}"

@@ -59,7 +59,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context |
     """
     claims = content.primaries
     recorded = dict.fromkeys(experiment.metrics())
-    claimed = {claim.metric: None for claim in claims if claim.metric in recorded}
+    claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
     means: list[bytes] = []
@@ -107,7 +107,7 @@ def _chart_blocks(
     blocks: list[str] = []
     most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(metrics)))
     for index, metric in enumerate(metrics):
-        about = [claim for claim in claims if claim.metric == metric]
+        about = [claim for claim in claims if claim.claim.metric == metric]
         chart = _json(charts.chart(experiment, metric, about, most_values))
         max_bytes -= len(chart)
         if max_bytes < 0:
