@@ -4,11 +4,11 @@ A file for each room holds a table from code to message. A message is a template
 where a sentence needs more than a template; its remedy, if it has one, follows after a semicolon.
 """
 
-from abrun.messages import verdicts
+from abrun.messages import endings, verdicts
 from abrun.messages.message import Message
 from abrun.reasons import Code, Reason
 
-MESSAGES: dict[Code, Message] = {**verdicts.MESSAGES}
+MESSAGES: dict[Code, Message] = {**verdicts.MESSAGES, **endings.MESSAGES}
 
 
 def sentence(reason: Reason) -> str:
