@@ -104,7 +104,6 @@ class Code(StrEnum):
     WARM_START_FAILED = auto()
     FAILED_ALIKE = auto()
     RUN_DIRECTORY_GONE = auto()
-    NOT_KILLABLE = auto()
     COMMAND_NOT_STARTED = auto()
     ALIAS_NOT_LOGGED = auto()
     NO_METRICS = auto()

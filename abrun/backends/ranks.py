@@ -220,14 +220,15 @@ def _meet(timeout: timedelta) -> Store:
     torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(
-            address,
-            port,
-            int(os.environ["WORLD_SIZE"]),
-            is_master=listening is not None or (rank == 0 and not torchruns),
-            timeout=MEETING_TIMEOUT,
-            master_listen_fd=None if listening is None else int(listening),
-        )
+        with progress.waiting_for_ranks():
+            store = TCPStore(
+                address,
+                port,
+                int(os.environ["WORLD_SIZE"]),
+                is_master=listening is not None or (rank == 0 and not torchruns),
+                timeout=MEETING_TIMEOUT,
+                master_listen_fd=None if listening is None else int(listening),
+            )
     except DistError as error:
         said = " ".join(str(error).split())[:300]
         raise LaunchError(Code.RANKS_NOT_FOUND(rank=rank, address=f"{address}:{port}", error=said)) from None

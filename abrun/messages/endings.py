@@ -157,9 +157,6 @@ MESSAGES = {
     Code.WARM_START_FAILED: Message("the warm start in {directory} {status}"),
     Code.FAILED_ALIKE: Message("{run} and {num_more} more, of several seeds, failed alike at their start"),
     Code.RUN_DIRECTORY_GONE: Message("{directory} is gone"),
-    Code.NOT_KILLABLE: Message(
-        "processes of an earlier launch cannot be killed ({pids:list})", remedy="end them"
-    ),
     Code.COMMAND_NOT_STARTED: Message(
         "trainer.argv: got {command:repr}, which cannot be started: {error}",
         remedy="give the path of an executable file",

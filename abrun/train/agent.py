@@ -393,19 +393,18 @@ class _Watch(threading.Thread):
     def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
         places = progress.places(self._scratch, signs)
-        waits = {rank: is_waiting(place) for rank, place in places.items()}
+        waits = {rank: signs[rank].waits or is_in_torch(place) for rank, place in places.items()}
         return [
             SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].doing, waits=waits[rank])
             for rank in sorted(signs, key=lambda rank: (waits[rank], signs[rank].time_s))
         ]
 
 
-def is_waiting(place: progress.Place) -> bool:
-    """Return True if a rank is in the installed torch, as one that waits for the others is."""
+def is_in_torch(place: progress.Place) -> bool:
+    """Return True if a rank is in the installed torch, as one is that waits for the others."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
-    is_in_torch = any(Path(place.file).is_relative_to(folder) for folder in folders)
-    return is_in_torch or place.function == "_meet"  # of abrun.backends.ranks
+    return any(Path(place.file).is_relative_to(folder) for folder in folders)
 
 
 if __name__ == "__main__":

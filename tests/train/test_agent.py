@@ -391,7 +391,7 @@ def test_a_rank_that_waits_for_its_turn_uses_up_none_of_its_time(
     with progress.lines(tmp_path, range(1)) as lines:
 
         def says(doing: str) -> None:
-            os.pwrite(lines[0], f"{os.getpid()} {time.monotonic():.3f} inf {doing}".ljust(200).encode(), 0)
+            os.pwrite(lines[0], f"{os.getpid()} {time.monotonic():.3f} inf 0 {doing}".ljust(200).encode(), 0)
 
         says(progress.WAITING)
         watch = agents._Watch(requests, asked, tmp_path, lines, notes)
