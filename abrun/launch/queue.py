@@ -9,6 +9,7 @@ from pathlib import Path
 from abrun.errors import LaunchError, StoreError
 from abrun.launch.engine import Started
 from abrun.launch.experiment import warm_start_dir, write_run
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName
 from abrun.processes import Process, end_all, processes_of
 from abrun.reasons import Code, Reason
@@ -90,7 +91,7 @@ class Job:
             self.lock.close()
             raise
         if note:
-            say(f"{self.label}: {note}")
+            say(f"{self.label}: {sentence(note)}")
         write_run(self.run.path, WARM_STARTS, WARM_START, self.config)
         return True
 

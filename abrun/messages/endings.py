@@ -91,6 +91,17 @@ def _job_ended(job: str, state: str) -> str:
     return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
 
 
+def _launched_by_another(path: str, owner: str, pid: int | None, may_take_over: bool) -> str:
+    how = "stop it there" if pid is None else f"stop it with: kill {pid}"
+    instead = ", or claim its place with --take-over" if may_take_over else ""
+    return f"{path}: {owner} launches this; wait for it, {how}{instead}"
+
+
+def _lock_taken_over(owner: str, is_gone: bool, as_asked: bool) -> str:
+    why = "which is gone" if is_gone else "as asked" if as_asked else "which shows no life"
+    return f"took over the lock of {owner}, {why}"
+
+
 MESSAGES = {
     Code.FOREIGN_TEXT: Message("{text}"),
     Code.EXIT_CODE: Message(_exit_code, meaning="exit code N, with the last line that the process printed"),
@@ -135,6 +146,17 @@ MESSAGES = {
     Code.RUN_REMOVED: Message(
         "{directory}: was removed while job {job} runs", remedy="--resume makes it anew"
     ),
+    Code.ATTEMPT_REMOVED: Message("{path}: was removed; attempt {attempt} stops"),
+    Code.ATTEMPT_FENCED: Message("{path}: attempt {newest} owns this run now; attempt {attempt} stops"),
+    Code.LAUNCHED_BY_ANOTHER: Message(
+        _launched_by_another, meaning="another launcher, which lives, owns the directory"
+    ),
+    Code.LAUNCHER_BEGINS: Message("{path}: another launcher begins here just now"),
+    Code.LAUNCHER_FASTER: Message("{path}: another launcher was faster"),
+    Code.LOCK_TAKEN_OVER: Message(
+        _lock_taken_over, meaning="the lock of a launcher that is gone or silent, or as asked, was taken over"
+    ),
+    Code.TAKEN_OVER: Message("{path}: {owner} has taken this over; this one stops its runs"),
     Code.NO_TEMPORARY_FILES: Message(
         "temporary files: {error}", remedy="free some space there, or set TMPDIR"
     ),

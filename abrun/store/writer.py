@@ -152,11 +152,9 @@ class RunWriter:
         """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
         newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
-            raise FencedError(f"{self.path}: was removed; attempt {self.attempt} stops")
+            raise FencedError(Code.ATTEMPT_REMOVED(path=self.path, attempt=self.attempt))
         if newest != self.attempt:
-            raise FencedError(
-                f"{self.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"
-            )
+            raise FencedError(Code.ATTEMPT_FENCED(path=self.path, newest=newest, attempt=self.attempt))
 
     def _end_attempt(self, status: Status, reason: Reason | str | None, exit_code: int) -> None:
         self.check_fence()
