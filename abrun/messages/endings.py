@@ -82,9 +82,9 @@ def _alias_not_logged(
     return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {shown}{hint}"
 
 
-def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str]) -> str:
+def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str], log: str) -> str:
     why = problem or "; ".join(notes) or "it holds no numbers"
-    return f"no metrics: trainer.metrics: {format} at {path}: {why}"
+    return f"no metrics: trainer.metrics: {format} at {path}: {why}; mend format or path, or look into {log}"
 
 
 def _job_ended(job: str, state: str) -> str:
@@ -189,7 +189,6 @@ MESSAGES = {
     Code.NO_METRICS: Message(
         _no_metrics,
         meaning="a command ended and its log holds no metrics",
-        remedy="mend format or path, or look into {log}",
     ),
     Code.METRICS_UNREADABLE: Message("metrics: {problem}"),
     Code.METRICS_LOST_ROWS: Message(
