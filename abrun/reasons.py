@@ -116,6 +116,7 @@ class Code(StrEnum):
     NO_METRICS = auto()
     METRICS_UNREADABLE = auto()
     METRICS_LOST_ROWS = auto()
+    METRICS_LEAD_TO_RUN_FILE = auto()
 
     # Preflight checks
 

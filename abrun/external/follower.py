@@ -102,7 +102,8 @@ class Follower:
         self._seen = files
         try:
             if self._run.is_own(self._path):  # a link may lead there; the recipe's path does not
-                raise StoreError(f"{self._path}: leads to a file of abrun's: {os.path.realpath(self._path)}")
+                target = os.path.realpath(self._path)
+                raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
             rows = self._read()
         except AbrunError as error:  # half a file, perhaps, and whole the next time
             self.problem = reason_of(error)

@@ -191,6 +191,7 @@ MESSAGES = {
         meaning="a command ended and its log holds no metrics",
     ),
     Code.METRICS_UNREADABLE: Message("metrics: {problem}"),
+    Code.METRICS_LEAD_TO_RUN_FILE: Message("{path}: leads to a file of abrun's: {target}"),
     Code.METRICS_LOST_ROWS: Message(
         "{path}: lost its rows up to step {step} while the command ran: train again with --resume, without "
         "the trainer's checkpoints if it would go on from them"
