@@ -303,12 +303,12 @@ def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
 )
 def test_a_record_without_a_known_code_is_read_by_its_text(tmp_path: Path, code: dict | None) -> None:
     attempt = {"status": "failed", "message": "killed by SIGKILL", "message_code": code}
-    run = RunDir(make_run(tmp_path, **{"attempts/0001": attempt}))
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0001": attempt}))
     assert run.state(NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
 
 
 def test_a_damaged_record_says_so(tmp_path: Path) -> None:
-    run = RunDir(make_run(tmp_path, **{"attempts/0002": {"status": "failed", "message": "why"}}))
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0002": {"status": "failed", "message": "why"}}))
     (run.path / "attempts" / "0001.json").write_text("{")
     run.mend_records()
     assert [recorded_reason(attempt) for attempt in run.attempts()] == [
