@@ -92,6 +92,8 @@ class Code(StrEnum):
     ATTEMPT_FENCED = auto()
     LAUNCHED_BY_ANOTHER = auto()
     LAUNCHER_BEGINS = auto()
+    FILE_LOCKED = auto()
+    FOLDER_LOCKED = auto()
     LAUNCHER_FASTER = auto()
     LOCK_TAKEN_OVER = auto()
     TAKEN_OVER = auto()

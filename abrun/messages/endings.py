@@ -151,6 +151,10 @@ MESSAGES = {
     Code.LAUNCHED_BY_ANOTHER: Message(
         _launched_by_another, meaning="another launcher, which lives, owns the directory"
     ),
+    Code.FILE_LOCKED: Message("{path}: another process changes it: {problem}"),
+    Code.FOLDER_LOCKED: Message(
+        "{folder}: another {command} is at work there", remedy="wait for it, or give another --output"
+    ),
     Code.LAUNCHER_BEGINS: Message("{path}: another launcher begins here just now"),
     Code.LAUNCHER_FASTER: Message("{path}: another launcher was faster"),
     Code.LOCK_TAKEN_OVER: Message(

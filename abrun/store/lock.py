@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from abrun.errors import StoreError
+from abrun.errors import StoreError, reason_of
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.regular_files import read_regular
@@ -218,7 +218,8 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         except Locked as error:
             if time.monotonic() > until:
-                raise Locked(f"{path}: another process changes it: {error}", alive=error.alive) from None
+                reason = Code.FILE_LOCKED(path=path, problem=reason_of(error))
+                raise Locked(reason, alive=error.alive) from None
             time.sleep(POLL_S / 10)
     try:
         yield
@@ -238,10 +239,7 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _kernel_lock(lock) is False:
-            raise Locked(
-                f"{folder}: another {command} is at work there; wait for it, or give another --output",
-                alive=True,
-            )
+            raise Locked(Code.FOLDER_LOCKED(folder=folder, command=command), alive=True)
         yield
     finally:
         os.close(lock)
