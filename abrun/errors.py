@@ -19,6 +19,11 @@ class AbrunError(Exception):
         return sentence(self.reason) if self.reason else str(self.args[0])
 
 
+def reason_of(error: AbrunError) -> Reason:
+    """Return why something was refused; a plain message is a reason without a code of its own."""
+    return error.reason or Code.FOREIGN_TEXT(text=str(error))
+
+
 class RecipeError(AbrunError):
     """A recipe, an override or a plan that cannot be run as written."""
 

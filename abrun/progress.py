@@ -36,6 +36,8 @@ class _Line:
         self.file: int | None = None
         self.doing = ""
         self.usual = False  # whether what this rank does now is a part of every step
+        self.waits = False  # for the other ranks, where no code of torch shows it
+        self.beat_s = 0.0  # the last sign of life
         self.stepped_s: float | None = None
         self.steps_s = deque[float](maxlen=LAST_STEPS)
 
@@ -81,10 +83,27 @@ def beat(doing: str | None = None, *, usual: bool = True) -> None:
     """
     if doing:
         _line.doing, _line.usual = doing, usual
+    _line.beat_s = time.monotonic()
+    _write_line()
+
+
+@contextlib.contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Say that this rank waits for the others, which gives no sign of life."""
+    _line.waits = True
+    _write_line()
+    try:
+        yield
+    finally:
+        _line.waits = False
+        _write_line()
+
+
+def _write_line() -> None:
     if _line.file is None:
         return
     patience_s = patience(_line.steps_s) if _line.usual else math.inf
-    text = f"{os.getpid()} {time.monotonic():.3f} {patience_s:.1f} {_line.doing}"
+    text = f"{os.getpid()} {_line.beat_s:.3f} {patience_s:.1f} {_line.waits:d} {_line.doing}"
     with contextlib.suppress(OSError):  # such as a full disk
         os.pwrite(_line.file, text.encode()[:_LINE].ljust(_LINE), 0)
 
@@ -119,6 +138,7 @@ class Sign(NamedTuple):
     pid: int
     time_s: float  # of time.monotonic, which the processes of a host share
     patience_s: float  # of silence from then on, after which it seems to hang
+    waits: bool  # for the other ranks
     doing: str
 
 
@@ -127,8 +147,8 @@ def signs(lines: Mapping[int, int]) -> dict[int, Sign]:
     found = {}
     for rank, file in lines.items():
         try:
-            pid, time_s, patience_s, doing = os.pread(file, _LINE, 0).decode().split(" ", 3)
-            found[rank] = Sign(int(pid), float(time_s), float(patience_s), doing.strip())
+            pid, time_s, patience_s, waits, doing = os.pread(file, _LINE, 0).decode().split(" ", 4)
+            found[rank] = Sign(int(pid), float(time_s), float(patience_s), waits == "1", doing.strip())
         except (OSError, ValueError):
             continue
     return found

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from abrun.processes import STARVED, ending_of, is_wordless, start
+from abrun.messages import sentence
+from abrun.processes import ending_of, is_wordless, start
+from abrun.reasons import Code, Reason
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -85,7 +87,7 @@ from abrun.processes import ending_of, oom_kills, start
 import signal
 before = oom_kills()
 eater = start([sys.executable, "-c", sys.argv[1]], {}, dies_by=signal.SIGKILL)
-print(ending_of(eater.wait(), "", before, eater.pid))
+print(ending_of(eater.wait(), "", before, eater.pid).code)
 """
 
 
@@ -110,17 +112,17 @@ def small_group() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("does", "expected"),
     [
-        ("x = [bytearray(1 << 20) for _ in range(300)]", f"killed by SIGKILL{STARVED}"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("x = [bytearray(1 << 20) for _ in range(300)]", Code.OUT_OF_MEMORY_KILLED),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Code.KILLED),
         (  # another one of the same group was starved, and this one killed by hand
             "import os, signal, subprocess, sys; subprocess.run([sys.executable, '-c', "
             "'x = [bytearray(1 << 20) for _ in range(300)]']); os.kill(os.getpid(), signal.SIGKILL)",
-            "killed by SIGKILL",
+            Code.KILLED,
         ),
     ],
 )
 def test_a_process_that_the_kernel_starved_is_told_from_one_that_was_killed(
-    small_group: Path, does: str, expected: str
+    small_group: Path, does: str, expected: Code
 ) -> None:
     if "subprocess" in does and not os.access("/dev/kmsg", os.R_OK):
         pytest.skip("the kernel's log cannot be read")
@@ -144,25 +146,37 @@ def test_a_process_that_the_kernel_starved_is_told_from_one_that_was_killed(
     ],
 )
 def test_slurm_says_that_memory_ran_out(printed: str, starved: bool) -> None:
-    assert (STARVED in ending_of(-9, f"step 3\n{printed}\n", None)) is starved
-    assert (STARVED in ending_of(137, f"step 3\n{printed}\n", None)) is starved
-    assert STARVED not in ending_of(1, printed, None)
+    killed, exited = Code.KILLED(signal="SIGKILL"), Code.EXIT_CODE(exit_code=137, last_line=None)
+    if starved:
+        killed = Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None)
+        exited = Code.OUT_OF_MEMORY_KILLED(signal=None, exit_code=137)
+    assert ending_of(-9, f"step 3\n{printed}\n", None) == killed
+    assert ending_of(137, f"step 3\n{printed}\n", None) == exited
+    assert ending_of(1, printed, None).code == Code.EXIT_CODE
+    assert not (starved and is_wordless(killed))
 
 
 @pytest.mark.parametrize(
-    ("printed", "ending", "wordless"),
+    ("printed", "last_line"),
     [
-        ("", "exit code 1", True),
-        ("loading\nno config.yaml here  \n\n", "exit code 1 (no config.yaml here)", False),
-        ("  0%\r 50%\rlost the socket\r\n", "exit code 1 (lost the socket)", False),
-        ("ValueError: no\ncleaning up", "exit code 1 (ValueError: no)", False),
+        ("", None),
+        ("loading\nno config.yaml here  \n\n", "no config.yaml here"),
+        ("  0%\r 50%\rlost the socket\r\n", "lost the socket"),
+        ("ValueError: no\ncleaning up", "ValueError: no"),
     ],
 )
-def test_an_end_is_told_with_the_last_words_before_it(printed: str, ending: str, wordless: bool) -> None:
-    assert (ending_of(1, printed, None), is_wordless(ending)) == (ending, wordless)
-    assert (
-        is_wordless(f"rank 1 of 2 (on h): {ending}; rank 0 of 2 (on g): killed by SIGABRT; see x") is wordless
-    )
+def test_an_end_is_told_with_the_last_words_before_it(printed: str, last_line: str | None, snapshot) -> None:
+    ending = ending_of(1, printed, None)
+    assert ending == Code.EXIT_CODE(exit_code=1, last_line=last_line)
+    ranks = [_rank_failed(ending), _rank_failed(Code.KILLED(signal="SIGABRT"))]
+    several = Code.SEE_LOG(ending=Code.SEVERAL_ERRORS(errors=ranks, out_of_memory=False), log="x")
+    assert (is_wordless(ending), is_wordless(several)) == (last_line is None,) * 2
+    assert not is_wordless(Code.SEVERAL_ERRORS(errors=ranks, out_of_memory=True))
+    snapshot(sentence(several))
+
+
+def _rank_failed(cause: Reason) -> Reason:
+    return Code.RANK_FAILED(rank=1, num_ranks=2, host="h", cause=cause)
 
 
 @linux

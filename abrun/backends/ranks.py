@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from abrun import progress
 from abrun.errors import LaunchError
+from abrun.reasons import Code, Reason
 from abrun.recipe import DIMENSIONS
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a hang is noticed sooner by the agents: see abrun.train.agent
@@ -219,30 +220,28 @@ def _meet(timeout: timedelta) -> Store:
     torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(
-            address,
-            port,
-            int(os.environ["WORLD_SIZE"]),
-            is_master=listening is not None or (rank == 0 and not torchruns),
-            timeout=MEETING_TIMEOUT,
-            master_listen_fd=None if listening is None else int(listening),
-        )
+        with progress.waiting_for_ranks():
+            store = TCPStore(
+                address,
+                port,
+                int(os.environ["WORLD_SIZE"]),
+                is_master=listening is not None or (rank == 0 and not torchruns),
+                timeout=MEETING_TIMEOUT,
+                master_listen_fd=None if listening is None else int(listening),
+            )
     except DistError as error:
         said = " ".join(str(error).split())[:300]
-        raise LaunchError(f"rank {rank} does not find all others at {address}:{port}: {said}") from None
+        raise LaunchError(Code.RANKS_NOT_FOUND(rank=rank, address=f"{address}:{port}", error=said)) from None
     store.set_timeout(timeout)
     return store
 
 
-def lost_ranks(error: RuntimeError, timeout: timedelta) -> str | None:
-    """A line on a collective that failed for want of other ranks, or of the way to them; else None."""
+def lost_ranks(error: RuntimeError, timeout: timedelta) -> Reason | None:
+    """Say that a collective failed for want of other ranks, or of the way to them; None: it did not."""
     said = " ".join(str(error).split())
     if not isinstance(error, DistError) and "gloo" not in said:
         return None
     if not re.search(LOST, said):
         return None
-    waited = f" for {timeout.total_seconds():g} s" if "imed out" in said else ""
-    return (
-        f"waited in vain{waited} for other ranks, in a collective during {progress.doing() or 'the start'}: "
-        f"they ended, hang, or cannot be reached ({said[:300]})"
-    )
+    waited_s = timeout.total_seconds() if "imed out" in said else None
+    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.doing(), error=said[:300])

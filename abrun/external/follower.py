@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import AbrunError, StoreError
+from abrun.errors import AbrunError, StoreError, reason_of
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, apply
+from abrun.reasons import Code, Reason
 from abrun.recipe import MetricsLog
 from abrun.regular_files import is_file
 from abrun.store import NOT_METRICS, RunDir, TextValues
@@ -42,7 +43,7 @@ class Follower:
         self._seen: object = None
         self._next_s = 0.0
         self._longest = 0  # the last step that the log has had while it was followed
-        self.problem: str | None = None  # why the log could not be read the last time
+        self.problem: Reason | None = None  # why the log could not be read the last time
         self.notes: tuple[str, ...] = ()  # what reading it had to decide
         self.never_logged: list[str] = []  # what an alias given by hand names, and the log does not have
         self.text_values: dict[str, TextValues] = {}  # metric -> its values that are text
@@ -69,19 +70,21 @@ class Follower:
         return max(self._written, default=0)
 
     @property
-    def mistaken_alias(self) -> str | None:
-        """A line for an alias whose metric the log lacks by now; those of validations may come later."""
+    def mistaken_alias(self) -> Reason | None:
+        """An alias whose metric the log lacks by now; those of validations may come later."""
         if len(self._written) < ALIASES_BY:
             return None
         for ours, theirs in self._given.items():
             is_rare = re.search(OF_VALIDATIONS, f"{ours} {theirs}", re.IGNORECASE)
             if theirs in self.never_logged and not is_rare:
                 close = difflib.get_close_matches(theirs, self._logged, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                shown = ", ".join(self._logged[:MOST_NAMED]) + ", ..." * (len(self._logged) > MOST_NAMED)
-                return (
-                    f"trainer.aliases: {ours}: no metric {theirs!r} in {ALIASES_BY} logged steps; "
-                    f"logged: {shown}{hint}"
+                return Code.ALIAS_NOT_LOGGED(
+                    name=ours,
+                    metric=theirs,
+                    num_steps=ALIASES_BY,
+                    logged=self._logged[:MOST_NAMED],
+                    num_more=max(0, len(self._logged) - MOST_NAMED),
+                    close=close[0] if close else None,
                 )
         return None
 
@@ -99,19 +102,17 @@ class Follower:
         self._seen = files
         try:
             if self._run.is_own(self._path):  # a link may lead there; the recipe's path does not
-                raise StoreError(f"{self._path}: leads to a file of abrun's: {os.path.realpath(self._path)}")
+                target = os.path.realpath(self._path)
+                raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
             rows = self._read()
         except AbrunError as error:  # half a file, perhaps, and whole the next time
-            self.problem = str(error)
+            self.problem = reason_of(error)
             return []
         last = max(rows, default=0)
         self._longest = max(last, self._longest)
         self.problem = None
         if last < self._longest:
-            self.problem = (
-                f"{self._path}: lost its rows up to step {self._longest} while the command ran: train again "
-                "with --resume, without the trainer's checkpoints if it would go on from them"
-            )
+            self.problem = Code.METRICS_LOST_ROWS(path=self._path, step=self._longest)
         taken_s = time.monotonic() - now
         self._next_s = now + max(FIRST_PAUSE_S, taken_s / READING_SHARE)
         fresh = [

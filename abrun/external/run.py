@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from abrun.capture import capped
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, reason_of
 from abrun.external.environment import describe
 from abrun.external.follower import Follower
 from abrun.processes import (
@@ -32,6 +32,7 @@ from abrun.processes import (
     wait,
 )
 from abrun.progress import LAST_STEPS, patience
+from abrun.reasons import Code, Reason
 from abrun.recipe import CommandRunConfig, invocation, stored_run, values_of
 from abrun.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.store import FencedError, RunDir, RunRecord, RunWriter
@@ -39,6 +40,7 @@ from abrun.store import FencedError, RunDir, RunRecord, RunWriter
 POLL_S = 1.0
 GRACE_S = 30.0  # launchers wait 35 s before they kill
 PATIENCE = 10  # times the longest step so far, before a command counts as hanging
+LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124  # exit codes, as of abrun.train and its agent
 
 
@@ -62,7 +64,7 @@ def run(directory: Path) -> int:
     except FencedError:
         raise
     except AbrunError as error:
-        writer.fail(str(error), exit_code=FAILED)
+        writer.fail(reason_of(error), exit_code=FAILED)
         return FAILED
 
 
@@ -124,13 +126,13 @@ class _Run:
             return self._conclude(status)
         step = self._follower.last_step
         if ended_for:
-            exit_code = TIMED_OUT if ended_for.startswith("limits.") else FAILED
+            exit_code = TIMED_OUT if ended_for.code in LIMITS else FAILED
             writer.fail(ended_for, exit_code=exit_code, step=step)
             return exit_code
         writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first)
         return INTERRUPTED
 
-    def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, str | None]:
+    def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, Reason | None]:
         """Copy metrics while the command runs; its exit status, or else why it is ended."""
         while (status := wait(process, POLL_S, lambda: requests.first)) is None and requests.first is None:
             reap_adopted({process.pid})
@@ -140,14 +142,15 @@ class _Run:
                 return None, problem
         return status, None
 
-    def _overdue(self) -> str | None:
+    def _overdue(self) -> Reason | None:
         """Which limit the command has passed."""
         limits, now = self._config.limits, time.monotonic()
         if limits.run_s and now - self._began_s > limits.run_s:
-            return f"limits.run_s: not finished after {limits.run_s:g} s"
+            return Code.TIME_LIMIT_REACHED(limit_s=limits.run_s)
         silent_s = now - max(self._stepped_s, self._awake.since_s())
         if silent_s > max(self._config.stalled_s, PATIENCE * self._longest_step_s):
-            return f"limits.stalled_s: no step after step {self._follower.last_step} for {silent_s:.0f} s"
+            step = self._follower.last_step
+            return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
 
     @contextlib.contextmanager
@@ -157,10 +160,8 @@ class _Run:
         try:
             process = start(self._filled.argv, self._env, dies_by=signal.SIGKILL, process_group=0)
         except OSError as error:
-            raise LaunchError(
-                f"trainer.argv: got {self._filled.argv[0]!r}, which cannot be started: {error.strerror}; "
-                "give the path of an executable file"
-            ) from None
+            command = self._filled.argv[0]
+            raise LaunchError(Code.COMMAND_NOT_STARTED(command=command, error=str(error.strerror))) from None
         try:
             yield process
         finally:
@@ -200,16 +201,20 @@ class _Run:
         self._writer.finish(step, content, **({"message": "; ".join(notes)} if notes else {}))
         return 0
 
-    def _problem(self, status: int) -> str | None:
+    def _problem(self, status: int) -> Reason | None:
         """Why a command that has ended did not make a run."""
         if status:
             printed = self._here.printed(self._log_start)
-            return f"{ending_of(status, printed, self._oom_kills, self._pid)}; see {self._here.log}"
+            ending = ending_of(status, printed, self._oom_kills, self._pid)
+            return Code.SEE_LOG(ending=ending, log=self._here.log)
         if not self._follower.found:
             metrics = self._config.trainer.metrics
-            problem = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
-            return (
-                f"no metrics: trainer.metrics: {metrics.format} at {self._filled.metrics_path}: "
-                f"{problem}; mend format or path, or look into {self._here.log}"
+            return Code.NO_METRICS(
+                format=metrics.format,
+                path=self._filled.metrics_path,
+                problem=self._follower.problem,
+                notes=self._follower.notes,
+                log=self._here.log,
             )
-        return f"metrics: {self._follower.problem}" if self._follower.problem else None
+        problem = self._follower.problem
+        return Code.METRICS_UNREADABLE(problem=problem) if problem else None

@@ -9,8 +9,10 @@ from pathlib import Path
 from abrun.errors import LaunchError, StoreError
 from abrun.launch.engine import Started
 from abrun.launch.experiment import warm_start_dir, write_run
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName
 from abrun.processes import Process, end_all, processes_of
+from abrun.reasons import Code, Reason
 from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import WARM_STARTS, Lease, Locked, RunDir, Status, readable, run_dir
 
@@ -39,7 +41,7 @@ class Job:
     stopping: bool = False
     asked_s: float = 0.0  # when it was asked to stop
     status: Status = "pending"
-    failure: str | None = None  # why it failed before its first step; an exit code alone is no reason
+    failure: Reason | None = None  # why it failed before its first step; an exit code alone is no reason
     lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class Job:
             self.lock.close()
             raise
         if note:
-            say(f"{self.label}: {note}")
+            say(f"{self.label}: {sentence(note)}")
         write_run(self.run.path, WARM_STARTS, WARM_START, self.config)
         return True
 
@@ -182,24 +184,24 @@ class Queue:
             if not (job.started or job.done) and (job.needs is None or job.needs.status == "finished"):
                 yield job
 
-    def hopeless(self) -> Iterator[tuple[list[Job], str, str]]:
+    def hopeless(self) -> Iterator[tuple[list[Job], Reason, Reason | None]]:
         """What shall not start any more; because of what, and why that failed."""
         waiting: dict[Job, list[Job]] = {}
         for job in self.jobs:
             if not job.done and job.needs and job.needs.done and job.needs.status != "finished":
                 waiting.setdefault(job.needs, []).append(job)
         for need, jobs in waiting.items():
-            message = need.run.state(WARM_START).message
-            yield jobs, f"the warm start in {need.run.path} {need.status}", str(message)
+            cause = Code.WARM_START_FAILED(directory=need.run.path, status=need.status)
+            yield jobs, cause, need.run.state(WARM_START).reason
         tried = [] if self.running else self.failed_alike()
         left = [job for job in self.jobs if not job.done]
         if tried and left:
             first, num_more = tried[0], len(tried) - 1
-            why = f"{first.label} and {num_more} more, of several seeds, failed alike at their start"
-            yield left, why, str(first.run.state(WARM_START).message)
+            cause = Code.FAILED_ALIKE(run=first.label, num_more=num_more)
+            yield left, cause, first.run.state(WARM_START).reason
 
     def failed_alike(self) -> list[Job]:
-        """All runs that have ended, where they failed in the same words before their first step, whatever
+        """All runs that have ended, where they failed by the same reason before their first step, whatever
         their seed, at least one of every arm, and no other has ever taken one or waits for a warm start: what
         fails them is no single run's, nor a single arm's.
         """

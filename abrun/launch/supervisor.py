@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, reason_of
 from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
@@ -22,9 +22,9 @@ from abrun.launch.git import record_checkout
 from abrun.launch.options import LaunchOptions
 from abrun.launch.queue import Job, Queue
 from abrun.launch.requirements import untested_packages
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName
 from abrun.processes import (
-    STARVED,
     StopRequests,
     ending_of,
     is_wordless,
@@ -33,13 +33,22 @@ from abrun.processes import (
     oom_kills,
     stopping_signals,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import values_of
 from abrun.redaction import hide_secrets_of, hide_values, redacted
-from abrun.store import STOPPED, Lease, Status, run_state
+from abrun.store import Lease, Status, run_state
+from abrun.store.endings import endings
+from abrun.store.records import recorded_reason
 
 POLL_S = 0.2
 MOST_ERRORS = 3
-ALIASES = "trainer.aliases"  # begins the message of a command's run whose log lacks an aliased metric
+# Another start would take as long again, or its log would lack the same metric
+HOPELESS = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)
+# Printed errors that tell of a cause: a lost peer is an effect of it
+CAUSES = (
+    *(Code.NODE_LOST, Code.KILLED, Code.OUT_OF_MEMORY_KILLED),
+    *(Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED),
+)
 GRACE_S = 35.0  # an agent gives its ranks 30 s between SIGTERM and SIGKILL
 
 
@@ -199,11 +208,11 @@ class Supervisor:
             lock.refresh()
 
     def _start_ready(self) -> None:
-        for jobs, cause, message in self._queue.hopeless():
+        for jobs, cause, ending in self._queue.hopeless():
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            self._observer.say(f"{jobs[0].label}{more}: not started: {cause}")
+            self._observer.say(f"{jobs[0].label}{more}: not started: {sentence(cause)}")
             for job in jobs:
-                self._end_unstarted(job, f"not started: {cause}: {message}")
+                self._end_unstarted(job, Code.NOT_STARTED(cause=cause, ending=ending))
         for job in self._queue.ready():
             place = self._engine.place(job.run, job.config)
             if place is None:
@@ -212,7 +221,7 @@ class Supervisor:
                 if job.claim(self._observer.say):
                     self._start(job, place)
             except AbrunError as error:  # such as a directory that is gone: the others go on
-                self._give_up(job, str(error))
+                self._give_up(job, reason_of(error))
 
     def _start(self, job: Job, place: Place) -> None:
         job.run.begin_launch(place, self._git)
@@ -223,13 +232,13 @@ class Supervisor:
         job.status = "running"
         job.run.update_launch(pid=job.started.pid)
 
-    def _give_up(self, job: Job, why: str) -> None:
+    def _give_up(self, job: Job, why: Reason) -> None:
         """A job that has no process, or whose process cannot be recorded."""
         self._kill([job])
-        self._observer.say(f"{job.label}: {why}")
+        self._observer.say(f"{job.label}: {sentence(why)}")
         self._end_unstarted(job, why)
 
-    def _end_unstarted(self, job: Job, why: str) -> None:
+    def _end_unstarted(self, job: Job, why: Reason) -> None:
         job.status = "failed"
         job.lock.close()
         with contextlib.suppress(AbrunError):
@@ -245,25 +254,25 @@ class Supervisor:
             try:
                 self._record_end(job, status)
             except AbrunError as error:
-                self._give_up(job, str(error))
+                self._give_up(job, reason_of(error))
 
     def _record_end(self, job: Job, status: int) -> None:
         if not job.run.exists:
-            raise LaunchError(f"{job.run.path} is gone")
-        job.status, message = _ending(job, status)
+            raise LaunchError(Code.RUN_DIRECTORY_GONE(directory=job.run.path))
+        job.status, reason = _ending(job, status)
         seen: dict[str, Any] = {"exit_code": None if status < 0 else status, "signal": killed_by(status)}
-        job.run.end_launch(job.status, message, **seen)
+        job.run.end_launch(job.status, reason, **seen)
         job.lock.close()
-        # It would take as long again, or its log would lack the same metric
-        hopeless = (message or "").startswith(("limits.run_s", ALIASES))
+        code = reason and _first(reason).code
         ended = job.status == "finished" or job.stopping
         lost = job.started is not None and job.started.lost and not ended  # which is no fault of the run's
-        told = job.status == "failed" and status >= 0 and not is_wordless(str(message))
-        at_once = (message or "").startswith(ALIASES) or not job.run.heartbeat().step
-        if told and at_once and not lost:
-            job.failure = str(message).replace(str(job.run.path), "RUN_DIR")
-        if lost or (job.status == "failed" and job.may_retry and not hopeless):
-            self._observer.say(f"{job.label}: {message}: starting it again")
+        told = reason and job.status == "failed" and status >= 0 and not is_wordless(reason)
+        at_once = code == Code.ALIAS_NOT_LOGGED or not job.run.heartbeat().step
+        if reason and told and at_once and not lost:
+            path = str(job.run.path)
+            job.failure = reason.map_texts(lambda text: text.replace(path, "RUN_DIR"))
+        if lost or (job.status == "failed" and job.may_retry and code not in HOPELESS):
+            self._observer.say(f"{job.label}: {reason and sentence(reason)}: starting it again")
             job.begin_again(is_retry=not lost)
 
     def _stop_all(self) -> None:
@@ -293,31 +302,42 @@ class Supervisor:
                 job.started.stop(kill=True)
 
 
-def _ending(job: Job, status: int) -> tuple[Status, str | None]:
-    """Status and a line on why. Done means that the run says so, whatever the exit status says."""
+def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
+    """Status and why. Done means that the run says so, whatever the exit status says."""
     if job.run.finished:
         return "finished", None
     attempt, launched = job.run.attempt(), job.run.launches()[-1]
     itself = attempt.status if attempt.number > launched.attempts else None
     printed = job.run.printed(job.log_start)
     # A node that is not the first prints what it has to say; so does one on which no attempt has begun
-    errors = _errors(printed) if itself is None or job.config.cluster.nodes > 1 else []
+    to_read = itself is None or job.config.cluster.nodes > 1
+    errors = _errors(printed, endings(job.run, launched.attempts)) if to_read else []
     failed_before = itself == "failed" and (attempt.ended_s or math.inf) < job.asked_s
     if (job.stopping and not failed_before) or (itself == "interrupted" and not errors):
-        return "interrupted", STOPPED
+        return "interrupted", Code.STOPPED_BY_SIGNAL()
     if itself == "failed" and not errors:
-        return "failed", attempt.message
+        return "failed", recorded_reason(attempt)
     if errors:
-        words = "; ".join(errors[:MOST_ERRORS])
-        words += STARVED if STARVED not in words and memory_ran_out(printed) else ""
+        named = any(reason.code == Code.OUT_OF_MEMORY_KILLED for error in errors for reason in error.walk())
+        starved = not named and memory_ran_out(printed)
+        ending = Code.SEVERAL_ERRORS(errors=errors[:MOST_ERRORS], out_of_memory=starved)
     elif status:
-        words = ending_of(status, printed, job.oom_kills, job.started.pid if job.started else None)
+        ending = ending_of(status, printed, job.oom_kills, job.started.pid if job.started else None)
     else:
-        words = "ended without a result"
-    return "failed", f"{redacted(words)}; see {job.run.log}"
+        ending = Code.ENDED_WITHOUT_RESULT()
+    return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
 
 
-def _errors(printed: str) -> list[str]:
-    """What agents said last, those first that tell of a cause: a lost peer is an effect of it."""
-    found = list(dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE)))
-    return sorted(found, key=lambda line: not re.search(r"is lost|killed by|limits\.", line))
+def _errors(printed: str, noted: Collection[Reason]) -> list[Reason]:
+    """What agents said last, those first that tell of a cause. A line without a note is foreign text."""
+    known = {sentence(reason): reason for reason in noted}
+    lines = dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE))
+    errors = [known.get(line) or Code.FOREIGN_TEXT(text=line) for line in lines]
+    return sorted(errors, key=lambda error: not any(reason.code in CAUSES for reason in error.walk()))
+
+
+def _first(reason: Reason) -> Reason:
+    """The reason that a sentence begins with."""
+    if reason.code == Code.SEE_LOG:
+        return _first(reason["ending"])
+    return _first(reason["errors"][0]) if reason.code == Code.SEVERAL_ERRORS else reason

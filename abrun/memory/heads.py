@@ -21,6 +21,7 @@ from abrun.memory.history import History
 from abrun.memory.hollow import LOGPROBS, hollow_gpu
 from abrun.memory.measure import OUT_OF_MEMORY
 from abrun.memory.trace import HollowPhases
+from abrun.messages import sentence
 from abrun.train.__main__ import ran_out
 from abrun.train.phases import Phases
 
@@ -61,7 +62,7 @@ def measured(
     resident: list[Tensor] = []
     phases, history = Phases(device, lambda: resident), None
     budget.hold(phases.tracker)
-    ran_out_in = said = None
+    ran_out_in = reason = None
     try:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with phases("inputs"):
@@ -73,13 +74,13 @@ def measured(
             with history:
                 _pass(phases, *inputs, impl=impl, one_pass=one_pass)
     except (RuntimeError, MemoryError) as error:
-        said = ran_out(error)
-        if said is None:
+        reason = ran_out(error)
+        if reason is None:
             raise
         ran_out_in = phases.interrupted
     return {
         "out_of_memory": ran_out_in,
-        "said": said,
+        "said": reason and sentence(reason),
         "total_bytes": budget.total_bytes,
         "held": {"inputs": sum(tensor.untyped_storage().nbytes() for tensor in resident)},
         "device_used": {},

@@ -26,6 +26,7 @@ from abrun.launch.probe import await_turn, read_job, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
 from abrun.memory.step import num_rows, of_size
+from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
 from abrun.recipe import Dpo, OwnRunConfig, Sft
 from abrun.recipe.algorithms import PolicyGradientSettings
@@ -87,17 +88,17 @@ class Cell:
 
     def measured(self) -> dict[str, Any]:
         """What rank by rank a cell's row holds; `out_of_memory` is the phase that memory ended, or None."""
-        ran_out_in = said = None
+        ran_out_in = reason = None
         try:
             self._run()
         except (RuntimeError, MemoryError) as error:
-            said = ran_out(error)
-            if said is None:
+            reason = ran_out(error)
+            if reason is None:
                 raise
             ran_out_in = (self._setup.phases.interrupted if self._setup else None) or "weights"
         return {
             "out_of_memory": ran_out_in,
-            "said": said,
+            "said": reason and sentence(reason),
             "total_bytes": self._budget.total_bytes,
             "held": self._held,
             "device_used": self._device_used,

@@ -8,6 +8,7 @@ from abrun.messages import (
     claim_evidence,
     claims,
     comparing,
+    endings,
     guards,
     not_tested,
     notes,
@@ -28,6 +29,7 @@ MESSAGES: dict[Code, Message] = {
     **planted.MESSAGES,
     **notes.MESSAGES,
     **comparing.MESSAGES,
+    **endings.MESSAGES,
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-from abrun.messages import sentence
+from abrun.messages import MESSAGES, sentence
 from abrun.reasons import Code, Reason
 
 
@@ -29,7 +29,7 @@ def as_json(record: Any) -> Any:
         content[name] = as_json(value)
         beside = name_of_codes(name, field.type)
         if beside:
-            content[beside] = _coded(value)
+            content[beside] = coded(value)
     return content
 
 
@@ -53,6 +53,18 @@ def reason_from_json(content: Mapping[str, Any]) -> Reason:
     return Reason(Code(content["code"]), {name: _decoded(value) for name, value in content["values"].items()})
 
 
+def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason | None:
+    """Return what a record says of an ending: by its code, or else, as of an older version, by its text."""
+    try:
+        reason = reason_from_json(content or {})
+        sentence(reason)
+        if set(reason.values) == set(MESSAGES[reason.code].value_names()):
+            return reason
+    except (LookupError, TypeError, ValueError, AttributeError):  # another version's, or damaged
+        pass
+    return None if text is None else Code.FOREIGN_TEXT(text=text)
+
+
 def name_of_codes(name: str, annotation: Any) -> str | None:
     """Return the name of the entry with codes beside a field; None for a field that holds no reasons."""
     arguments = get_args(annotation)
@@ -61,13 +73,14 @@ def name_of_codes(name: str, annotation: Any) -> str | None:
     return f"{name.removesuffix('s')}_codes" if Reason in arguments else None
 
 
-def _coded(value: Any) -> Any:
+def coded(value: Any) -> Any:
+    """Return a reason as code and values, also one among lists and mappings; anything else as it is."""
     if isinstance(value, Reason):
-        return {"code": value.code.value, "values": _coded(value.values)}
+        return {"code": value.code.value, "values": coded(value.values)}
     if isinstance(value, Mapping):
-        return {key: _coded(entry) for key, entry in value.items()}
+        return {key: coded(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_coded(entry) for entry in value]
+        return [coded(entry) for entry in value]
     return value
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from abrun.reasons import Code, Reason
+
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a run has
 INSISTS_AFTER_S = 2.0
@@ -23,10 +25,6 @@ PAUSE_S = 10.0  # more than a busy machine lets a process wait
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel
 SLURM_STARVED = r"^slurmstepd: error: Detected .*oom.?kill|^srun: error: .*(Out Of Memory|OUT_OF_MEMORY)"
-STARVED = (
-    ", when memory ran out (the machine's, not a GPU's): run fewer at once (--jobs), ask Slurm for more "
-    "(launcher.sbatch.mem), or use smaller batches"
-)
 MODULE = ("-P", "-m")  # of our own processes: a module of the working directory must not shadow any
 STARTER = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
@@ -220,26 +218,35 @@ def first_cause(printed: str) -> str:
     return printed.partition("\nThe above exception was the direct cause of")[0].strip()
 
 
-def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int | None = None) -> str:
-    """A process's end in words, with the error that is the last in what it printed, or else its last line.
+def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int | None = None) -> Reason:
+    """A process's end, with the error that is the last in what it printed, or else its last line.
 
     Where the kernel has killed more for want of memory than `oom_kills` said when it started, or Slurm says
     that it has, it says so; with a `pid` only where the kernel's log, if it can be read, names that.
     """
     name = killed_by(status)
     if name == "SIGKILL" or status == shell_code(-signal.SIGKILL):  # that of a shell's child
-        starved = memory_ran_out(printed) or _counted_and_named(oom_kills_before, pid if name else None)
-        return f"{f'killed by {name}' if name else f'exit code {status}'}{STARVED if starved else ''}"
+        if memory_ran_out(printed) or _counted_and_named(oom_kills_before, pid if name else None):
+            return Code.OUT_OF_MEMORY_KILLED(signal=name, exit_code=None if name else status)
+        return Code.KILLED(signal=name) if name else Code.EXIT_CODE(exit_code=status, last_line=None)
     if name:
-        return f"killed by {name}"
+        return Code.KILLED(signal=name)
     said = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)
-    return f"exit code {status}{f' ({said[-1].strip()})' if said else ''}"
+    return Code.EXIT_CODE(exit_code=status, last_line=said[-1].strip() if said else None)
 
 
-def is_wordless(ending: str) -> bool:
-    """Whether an end is told by its exit code or signal alone: what is behind it may be anything."""
-    told = ending.partition("; see ")[0].split("; ")
-    return all(re.fullmatch(r"(rank \d+ of [^:]+: )?(exit code \d+|killed by [\w ]+)", each) for each in told)
+def is_wordless(ending: Reason) -> bool:
+    """Return True if an end is told by exit codes or signals alone: what is behind it may be anything."""
+    match ending.code:
+        case Code.SEE_LOG:
+            return is_wordless(ending["ending"])
+        case Code.RANK_FAILED:
+            return is_wordless(ending["cause"])
+        case Code.SEVERAL_ERRORS:
+            return not ending["out_of_memory"] and all(map(is_wordless, ending["errors"]))
+        case Code.EXIT_CODE:
+            return ending["last_line"] is None
+    return ending.code == Code.KILLED
 
 
 def memory_ran_out(printed: str) -> bool:

@@ -16,6 +16,7 @@
         heartbeat.json    step, time, pid                            written by the job, every step
         nodes/0000.json   whether the ranks of a node give signs,    written by the node's agent, every 15 s
                            and where they are if they do not
+        nodes/ending-*.json  how a node's part of the run ended      written by the node's agent, last
         result.json       the run is finished                        written by the job, last
         metrics.jsonl     one line a step                            appended by the job
         events.jsonl      started, resumed, checkpoint, failed, ...  appended by the job
@@ -103,7 +104,7 @@ from abrun.store.samples import Sample
 from abrun.store.saved import STATE as SAVED_STATE
 from abrun.store.saved import SavedState, saved_state
 from abrun.store.schemas import Count, Flag, Items, Seconds, Texts, checked
-from abrun.store.writer import STOPPED, FencedError, RunWriter
+from abrun.store.writer import FencedError, RunWriter
 
 __all__ = [
     "EXPERIMENT",
@@ -114,7 +115,6 @@ __all__ = [
     "REFERENCE",
     "SAVED_STATE",
     "SCHEMA_VERSION",
-    "STOPPED",
     "WARM_STARTS",
     "Attempt",
     "Count",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from abrun.errors import StoreError
+from abrun.errors import StoreError, reason_of
 from abrun.layout import EXPERIMENT, NAME, RunName
 from abrun.regular_files import is_directory, is_file
 from abrun.store.access import UnreadableError, refuse_closed
@@ -186,8 +186,9 @@ def _state(run: RunDir, name: RunName) -> RunState:
             step=0,
             num_steps=0,
             started_s=None,
-            message=str(error),
-            ending=None,
+            reason=reason_of(error),
+            exit_code=None,
+            signal=None,
         )
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from abrun.errors import StoreError
+from abrun.errors import StoreError, reason_of
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
 from abrun.regular_files import read_regular
 from abrun.store.access import UnreadableError, unreadable
 from abrun.store.files import explained, make_folder, open_in_place
@@ -36,8 +38,8 @@ ONE_WRITE = 512  # bytes: a reader sees all of it or nothing
 class Locked(StoreError):
     """Another launcher owns the directory. `alive`: beyond doubt; otherwise it is worth asking again."""
 
-    def __init__(self, message: str, *, alive: bool) -> None:
-        super().__init__(message)
+    def __init__(self, reason: Reason, *, alive: bool) -> None:
+        super().__init__(reason)
         self.alive = alive
 
 
@@ -56,7 +58,7 @@ class Lease:
         self._seen: object = None  # the owner elsewhere and its last touch, when they were last looked at
         self._seen_s = 0.0  # since when they are so, by the clock of this process
 
-    def acquire(self, *, take_over: bool = False) -> str | None:
+    def acquire(self, *, take_over: bool = False) -> Reason | None:
         """Own the directory, or raise Locked; returns a note on the owner that this one follows.
 
         Whether an owner elsewhere still lives, a later call can tell. `take_over` does not wait for that.
@@ -75,15 +77,14 @@ class Lease:
                 try:
                     self._check_mine()
                 except TakenOverError:  # nothing runs yet that would have to stop
-                    raise Locked(f"{self._path}: another launcher was faster", alive=True) from None
+                    raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True) from None
         except BaseException:
             os.close(file)
             raise
         self._file, self._next_beat_s = file, time.monotonic() + SETTLE_S
         if before is None:
             return None
-        why = "which is gone" if before.shares_kernel else "as asked" if take_over else "which shows no life"
-        return f"took over the lock of {before}, {why}"
+        return Code.LOCK_TAKEN_OVER(owner=str(before), is_gone=before.shares_kernel, as_asked=take_over)
 
     def refresh(self) -> None:
         """Keep the lease; cheap, however often it is called. Raises TakenOverError where it is lost."""
@@ -114,7 +115,7 @@ class Lease:
         content = os.pread(file, 4096, 0)
         owner = _owner_in(content)
         if replaced or (owner is None and locked is False):
-            raise Locked(f"{self._path}: another launcher begins here just now", alive=not replaced)
+            raise Locked(Code.LAUNCHER_BEGINS(path=self._path), alive=not replaced)
         if owner is None:
             return None
         alive = _lives(owner, locked)
@@ -122,9 +123,13 @@ class Lease:
             alive = False if take_over else self._touched(content, os.fstat(file).st_mtime_ns)
         if alive is False:
             return owner
-        how = f"stop it with: kill {owner.pid}" if owner.is_seen_from_here else "stop it there"
-        instead = "" if owner.shares_kernel else ", or claim its place with --take-over"
-        raise Locked(f"{self._path}: {owner} launches this; wait for it, {how}{instead}", alive=bool(alive))
+        reason = Code.LAUNCHED_BY_ANOTHER(
+            path=self._path,
+            owner=str(owner),
+            pid=owner.pid if owner.is_seen_from_here else None,
+            may_take_over=not owner.shares_kernel,
+        )
+        raise Locked(reason, alive=bool(alive))
 
     def _replaced(self, file: int) -> int:
         """Put an empty file in the place of the lock that this process holds; returns it, locked."""
@@ -132,10 +137,10 @@ class Lease:
             self._path.unlink()
             new = open_in_place(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise Locked(f"{self._path}: another launcher was faster", alive=True) from None
+            raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True) from None
         if _kernel_lock(new) is False:
             os.close(new)
-            raise Locked(f"{self._path}: another launcher was faster", alive=True)
+            raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True)
         os.close(file)
         return new
 
@@ -167,9 +172,7 @@ class Lease:
             return  # removed by hand, perhaps: nobody has taken it
         if _token_in(content) != self._token:
             owner = _owner_in(content)
-            raise TakenOverError(
-                f"{self._path}: {owner or 'another launcher'} has taken this over; this one stops its runs"
-            )
+            raise TakenOverError(Code.TAKEN_OVER(path=self._path, owner=str(owner or "another launcher")))
 
 
 @contextlib.contextmanager
@@ -195,7 +198,7 @@ def launcher_lock(
             time.sleep(POLL_S)
     try:
         if note:
-            say(note)
+            say(sentence(note))
         yield lease
     finally:
         lease.close()
@@ -215,7 +218,8 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         except Locked as error:
             if time.monotonic() > until:
-                raise Locked(f"{path}: another process changes it: {error}", alive=error.alive) from None
+                reason = Code.FILE_LOCKED(path=path, problem=reason_of(error))
+                raise Locked(reason, alive=error.alive) from None
             time.sleep(POLL_S / 10)
     try:
         yield
@@ -235,10 +239,7 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _kernel_lock(lock) is False:
-            raise Locked(
-                f"{folder}: another {command} is at work there; wait for it, or give another --output",
-                alive=True,
-            )
+            raise Locked(Code.FOLDER_LOCKED(folder=folder, command=command), alive=True)
         yield
     finally:
         os.close(lock)

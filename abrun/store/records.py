@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.messages import sentence
+from abrun.messages.records import coded, stored_reason
+from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
+from abrun.redaction import told as one_line
 from abrun.regular_files import MAX_FILE_BYTES, is_file
 from abrun.store.access import unreadable
 from abrun.store.files import read_as, read_json_or_empty, write_json
@@ -32,7 +36,7 @@ Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
 STALLED_AFTER_S = 600.0
-LOST_RECORD = "its record was damaged: how it ended is not known"
+MOST_SHOWN = 4  # ranks that hang
 NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
 LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 
@@ -57,6 +61,7 @@ class Attempt(Owner):
     number: Count = 0  # from 1; 0 is the attempt of a run that was never begun
     status: Status = "running"
     message: str | None = None
+    message_code: dict[str, Any] | None = None  # the code and values of the message; None in older records
     started_s: Seconds | None = None
     ended_s: Seconds | None = None
     exit_code: ExitCode | None = None
@@ -103,6 +108,7 @@ class Launch(Owner):
     signal: str | None = None
     status: Status = "running"
     message: str | None = None
+    message_code: dict[str, Any] | None = None
     attempts: Count = 0  # the newest when this was written: of a later one it knows nothing
     git: Git | None = None  # of this start's code, as `Launches.git` is of the last one's
 
@@ -118,12 +124,23 @@ class LastWord:
     attempt: int  # the newest
 
     @property
-    def without_end(self) -> tuple[Status, str]:
-        """Status and message where the process is gone and nobody has noted how it ended."""
+    def without_end(self) -> tuple[Status, Reason]:
+        """Status and reason where the process is gone and nobody has noted how it ended."""
         if self.launcher and self.launcher.is_gone:
-            words = "it and its launcher are gone and left no word, as after a kill; continue with --resume"
-            return "interrupted", words
-        return "failed", "its process is gone and left no word, as on a full disk"
+            return "interrupted", Code.LAUNCHER_GONE()
+        return "failed", Code.PROCESS_GONE()
+
+
+def recorded_reason(told: Launch | Attempt) -> Reason | None:
+    """Why it ended; the text of an older record, or one of another program, is a reason without a code."""
+    return stored_reason(told.message_code, told.message)
+
+
+def noted(reason: Reason | str | None) -> dict[str, Any]:
+    """Return how a record keeps why something ended: a sentence of one line without secrets, and its code."""
+    if not isinstance(reason, Reason):
+        return {"message": reason and one_line(reason), "message_code": None}
+    return {"message": one_line(sentence(reason)), "message_code": coded(reason.map_texts(one_line))}
 
 
 def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
@@ -188,34 +205,50 @@ class Node:
     ranks: Items[SilentRank] = ()
 
 
-def silence(nodes: Sequence[Node], now: float) -> str | None:
+def silence(nodes: Sequence[Node], now: float) -> Reason | None:
     """Why a run of these nodes seems to hang, with those ranks first that wait for no other; None: it works.
 
     A node that says nothing is lost. Ranks that are silent on one node alone wait for those of another.
     """
     lost = [node for node in nodes if now - node.time_s > NODE_LOST_S]
     if lost:
-        names = ", ".join(f"node {node.node} ({node.host})" for node in lost)
-        return f"no sign of life of {names} for {now - min(node.time_s for node in lost):.0f} s"
+        silent_s = now - min(node.time_s for node in lost)
+        return Code.NODES_SILENT(
+            nodes=[{"node": node.node, "host": node.host} for node in lost], silent_s=round(silent_s)
+        )
     since = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
     if len(since) < len(nodes) or not nodes:
         return None
     ranks = [(rank, node.host) for node in nodes for rank in node.ranks]
     ranks.sort(key=lambda found: (found[0].waits, found[0].rank))
-    words = [f"rank {rank.rank} (on {host}) in {rank.place} during {rank.doing}" for rank, host in ranks[:4]]
-    more = [f"and {len(ranks) - 4} more"] if len(ranks) > 4 else []
-    return f"no sign of life for {now - max(since):.0f} s: {'; '.join([*words, *more])}"
+    return ranks_silent(now - max(since), ranks)
 
 
-def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> str | None:
+def ranks_silent(
+    silent_s: float, ranks: Sequence[tuple[SilentRank, str | None]], num_unstarted: int = 0
+) -> Reason:
+    """Say of ranks, and their hosts if several, where they hang. Whole seconds: two runs may hang alike."""
+    return Code.RANKS_SILENT(
+        silent_s=round(silent_s),
+        ranks=[
+            {"rank": rank.rank, "host": host, "place": rank.place, "doing": rank.doing}
+            for rank, host in ranks[:MOST_SHOWN]
+        ],
+        num_unstarted=num_unstarted,
+        num_more=max(0, len(ranks) - MOST_SHOWN),
+    )
+
+
+def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> Reason | None:
     """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
     if nodes:
         return silence(nodes, now)
     silent_s = now - max(started_s, heartbeat.time_s)
     if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
         return None
-    step = f"no step after step {heartbeat.step}" if heartbeat.step else "no sign of life"
-    return f"{step} for {silent_s:.0f} s"
+    if heartbeat.step:
+        return Code.NO_NEW_STEP(step=heartbeat.step, silent_s=round(silent_s))
+    return Code.NO_SIGN_OF_LIFE(silent_s=round(silent_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +261,32 @@ class RunState:
     step: int
     num_steps: int
     started_s: float | None  # when it was last started
-    message: str | None  # why it failed or was interrupted, where that is known
-    ending: str | None  # `exit code 1` or `signal SIGKILL`, where the last attempt's end was seen
+    reason: Reason | None  # why it failed, was interrupted, waits or hangs, where that is known
+    exit_code: int | None  # of the last attempt, where its end was seen
+    signal: str | None  # that ended it, such as SIGKILL
+
+    @property
+    def ending(self) -> str | None:
+        """`exit code 1` or `signal SIGKILL`, where the last attempt's end was seen."""
+        if self.signal:
+            return f"signal {self.signal}"
+        return None if self.exit_code is None else f"exit code {self.exit_code}"
+
+    @property
+    def tells_ending(self) -> bool:
+        """Return True if the reason names the exit code or signal, too; foreign text is searched for it."""
+        name, value = ("signal", self.signal) if self.signal else ("exit_code", self.exit_code)
+        for reason in self.reason.walk() if self.reason else ():
+            text = str(self.ending).removeprefix("signal ")
+            if reason.values.get(name) == value or (
+                reason.code == Code.FOREIGN_TEXT and text in reason["text"]
+            ):
+                return True
+        return False
+
+    @property
+    def message(self) -> str | None:
+        return self.reason and sentence(self.reason)
 
 
 def attempt_file(folder: Path, number: int) -> Path:
@@ -265,8 +322,8 @@ def mend_attempts(folder: Path, before: int) -> None:
         with contextlib.suppress(StoreError, OSError):  # such as a folder, which resuming does without
             if number < before and not _is_attempt(path):
                 began_s = path.stat().st_mtime
-                lost = Attempt(number=number, status="failed", message=LOST_RECORD, started_s=began_s)
-                write_json(path, asdict(lost))
+                lost = Attempt(number=number, status="failed", started_s=began_s)
+                write_json(path, asdict(lost) | noted(Code.RECORD_DAMAGED()))
 
 
 def _is_attempt(path: Path) -> bool:
@@ -274,12 +331,6 @@ def _is_attempt(path: Path) -> bool:
         return path.stat().st_size > 0 and bool(read_as(Attempt, path))
     except StoreError:
         return False
-
-
-def ending_of(told: Launch | Attempt) -> str | None:
-    if isinstance(told, Launch) and told.signal:
-        return f"signal {told.signal}"
-    return None if told.exit_code is None else f"exit code {told.exit_code}"
 
 
 def started_after(environment: Mapping[str, Any] | None) -> int:

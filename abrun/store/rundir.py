@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
-from abrun.redaction import told
+from abrun.reasons import Reason
 from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
@@ -60,11 +60,12 @@ from abrun.store.records import (
     attempt_file,
     attempt_numbers,
     code_name,
-    ending_of,
     last_attempt,
     last_word,
     mend_attempts,
+    noted,
     read_attempt,
+    recorded_reason,
     started_after,
     stored_config,
     why_stalled,
@@ -179,13 +180,13 @@ class RunDir:
         launches = [*map(asdict, written.launches[:-1]), {**asdict(last), **values}]
         write_json(self.path / layout.LAUNCH, {**asdict(written), "launches": launches})
 
-    def end_launch(self, status: Status, message: str | None, **seen: Any) -> None:
+    def end_launch(self, status: Status, reason: Reason | str | None, **seen: Any) -> None:
         """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
         # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
         attempts = self.last_attempt
         for launch in self._earlier_launches().launches[-1:]:
             attempts = min(attempts, launch.attempts + 1)
-        ending = {"status": status, "message": message and told(message), "ended_s": time.time()}
+        ending = {"status": status, **noted(reason), "ended_s": time.time()}
         self.update_launch(**ending, attempts=attempts, **seen)
 
     def reopen(self, reason: str) -> None:
@@ -342,7 +343,7 @@ class RunDir:
         """What the agents of an attempt's nodes said last."""
         found = []
         refuse_closed(self.path / layout.NODES)
-        for path in sorted((self.path / layout.NODES).glob("*.json")):
+        for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
             with ignore_damage():  # as after a loss of power
                 found.append(read_as(Node, path))
         return [node for node in found if node.attempt == attempt]
@@ -414,17 +415,15 @@ class RunDir:
             if word == before:  # else it has ended with a word since its word was read
                 break
         told, attempt, started_s = word.told, word.attempt, word.started_s
-        status, message = told.status, told.message
-        if gone:
-            status, message = word.without_end
+        status, reason = word.without_end if gone else (told.status, recorded_reason(told))
         num_steps = stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            message = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
-            status = "stalled" if message else "running"
+            reason = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
+            status = "stalled" if reason else "running"
         return RunState(
             name=name,
             directory=self.path,
@@ -432,8 +431,9 @@ class RunDir:
             step=heartbeat.step,
             started_s=started_s,
             num_steps=num_steps,
-            message=message if status in ("failed", "interrupted", "stalled") else None,
-            ending=ending_of(told),
+            reason=reason if status in ("failed", "interrupted", "stalled") else None,
+            exit_code=told.exit_code,
+            signal=told.signal if isinstance(told, Launch) else None,
         )
 
     def step_attempts(self) -> dict[int, int]:

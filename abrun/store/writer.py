@@ -10,14 +10,14 @@ from typing import Any
 
 from abrun import layout
 from abrun.errors import StoreError
-from abrun.redaction import redacted, told
+from abrun.reasons import Code, Reason
+from abrun.redaction import redacted
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter, json_line
-from abrun.store.records import Attempt, Status, attempt_file, last_attempt
+from abrun.store.records import Attempt, Status, attempt_file, last_attempt, noted
 from abrun.store.samples import MOST_BYTES, Sample, row_of
 
 LOST = "was removed, replaced or cut short while the run wrote it"
-STOPPED = "stopped by a signal; continue with --resume"
 
 
 class FencedError(StoreError):
@@ -134,33 +134,30 @@ class RunWriter:
         write_json(self.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 
-    def fail(self, message: str, *, exit_code: int, **details: Any) -> None:
+    def fail(self, reason: Reason | str, *, exit_code: int, **details: Any) -> None:
         """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
-        message = told(message)
         with contextlib.suppress(StoreError):
-            self.event("failed", **details, message=message)
+            self.event("failed", **details, message=noted(reason)["message"])
         with contextlib.suppress(StoreError):
-            self._end_attempt("failed", message, exit_code)
+            self._end_attempt("failed", reason, exit_code)
 
     def interrupt(self, *, exit_code: int, **details: Any) -> None:
         """Say that the run was stopped and can go on."""
         with contextlib.suppress(StoreError):
             self.event("interrupted", **details)
         with contextlib.suppress(StoreError):
-            self._end_attempt("interrupted", STOPPED, exit_code)
+            self._end_attempt("interrupted", Code.STOPPED_BY_SIGNAL(), exit_code)
 
     def check_fence(self) -> None:
         """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
         newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
-            raise FencedError(f"{self.path}: was removed; attempt {self.attempt} stops")
+            raise FencedError(Code.ATTEMPT_REMOVED(path=self.path, attempt=self.attempt))
         if newest != self.attempt:
-            raise FencedError(
-                f"{self.path}: attempt {newest} owns this run now; attempt {self.attempt} stops"
-            )
+            raise FencedError(Code.ATTEMPT_FENCED(path=self.path, newest=newest, attempt=self.attempt))
 
-    def _end_attempt(self, status: Status, message: str | None, exit_code: int) -> None:
+    def _end_attempt(self, status: Status, reason: Reason | str | None, exit_code: int) -> None:
         self.check_fence()
-        end = {"status": status, "message": message, "ended_s": time.time(), "exit_code": exit_code}
+        end = {"status": status, **noted(reason), "ended_s": time.time(), "exit_code": exit_code}
         path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)
         write_json(path, {**asdict(self._mine), **end})

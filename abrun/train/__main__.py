@@ -9,7 +9,9 @@ from pathlib import Path
 
 from abrun import progress
 from abrun.processes.output import outlive_output
+from abrun.reasons import Code, Reason
 from abrun.train import early
+from abrun.train.failures import record_failure
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
 # As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
@@ -31,10 +33,9 @@ def main() -> int:
 
 def _train(directory: Path, driver: threading.Thread) -> int:
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
-    from abrun.errors import AbrunError, LaunchError
+    from abrun.errors import AbrunError, LaunchError, reason_of
     from abrun.store import RunDir, RunWriter
     from abrun.train.loop import Interrupted, train
 
@@ -50,10 +51,12 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         try:
             train(run, record, writer, join_ranks(record.config["cluster"], timeout))
         except (RuntimeError, MemoryError) as error:
-            told = ran_out(error) or (lost_ranks(error, timeout) if isinstance(error, RuntimeError) else None)
-            if told is None:
+            reason = ran_out(error)
+            if reason is None and isinstance(error, RuntimeError):
+                reason = lost_ranks(error, timeout)
+            if reason is None:
                 raise
-            raise LaunchError(told) from error
+            raise LaunchError(reason) from error
     except Interrupted as error:
         if writer:
             writer.interrupt(exit_code=INTERRUPTED)
@@ -61,35 +64,32 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         return INTERRUPTED
     except AbrunError as error:
         if writer:
-            writer.fail(str(error), exit_code=FAILED)
-        get_error_handler().record_exception(error)  # for the agent, who asks what failed first
+            writer.fail(reason_of(error), exit_code=FAILED)
+        record_failure(error)  # for the agent, who asks what failed first
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     dist.destroy_process_group()
     return 0
 
 
-def ran_out(error: Exception) -> str | None:
-    """A line on an error that tells of memory that was wanting, the GPU's or the machine's; else None."""
+def ran_out(error: Exception) -> Reason | None:
+    """Say that an error tells of memory that was wanting, the GPU's or the machine's; None: it does not."""
     from torch import OutOfMemoryError
 
     said = " ".join(str(error).split())
-    cure = (
-        "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or see what takes how "
-        "much with: abrun memory-profile RECIPE"
-    )
-    if isinstance(error, OutOfMemoryError) or re.search(GPU_MEMORY, said):
-        whose, cure = "a GPU", _held_by_others() or cure
-    elif isinstance(error, MemoryError) or "can't allocate memory" in said:
-        whose = "the machine"
-    else:
+    on_gpu = isinstance(error, OutOfMemoryError) or bool(re.search(GPU_MEMORY, said))
+    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in said:
         return None
-    doing, quoted = progress.doing() or "the start", said[:MOST_QUOTED] or type(error).__name__
-    return f"{whose} ran out of memory during {doing}: {cure} ({quoted})"
+    return Code.MEMORY_RAN_OUT(
+        on_gpu=on_gpu,
+        doing=progress.doing(),
+        others=_held_by_others() if on_gpu else None,
+        error=said[:MOST_QUOTED] or type(error).__name__,
+    )
 
 
-def _held_by_others() -> str | None:
-    """What to do where others hold much of this rank's GPU; None where they do not, or CUDA does not say."""
+def _held_by_others() -> dict[str, int] | None:
+    """Who holds how much of this rank's GPU where others hold much; None: they do not, or CUDA is silent."""
     import torch
 
     if not torch.cuda.is_initialized():  # a budget on CPU cores
@@ -102,10 +102,7 @@ def _held_by_others() -> str | None:
     others = total - free - own
     if others < OTHERS_SHARE * total:
         return None
-    return (
-        f"other processes hold {others / 2**30:.1f} of its {total / 2**30:.1f} GiB, this one "
-        f"{own / 2**30:.1f}: run fewer at once (--jobs), or end what else is on that GPU"
-    )
+    return {"other_bytes": others, "total_bytes": total, "own_bytes": own}
 
 
 if __name__ == "__main__":

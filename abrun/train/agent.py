@@ -9,10 +9,8 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
-import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -22,16 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from abrun import progress
 from abrun.capture import capped
-from abrun.errors import AbrunError, LaunchError, StoreError
+from abrun.errors import AbrunError, LaunchError, StoreError, reason_of
+from abrun.messages import sentence
 from abrun.processes import (
     MODULE,
-    PYTHON_ERROR,
     RUN_DIR,
     Awake,
     Child,
@@ -41,33 +37,26 @@ from abrun.processes import (
     children,
     end_all,
     end_like,
-    ending_of,
-    first_cause,
     is_wordless,
-    killed_by,
     oom_kills,
     processes_of,
     reap_adopted,
     shell_code,
     stopping_signals,
-    wait,
 )
 from abrun.processes.output import outlive_output
+from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
+from abrun.store.endings import write_ending
+from abrun.store.records import ranks_silent
+from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
-GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # of connections; the kernel allows that many
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's `record` writes why a rank fails
 SCRATCH = "abrun-ranks-"
 NEW_S = 60.0
-POLL_S = 0.1
 LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
-MOST_SHOWN = 4
-# Of a rank that NCCL has ended: which collective took too long, and how long
-WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
-LOST_OTHERS = r"LaunchError: (waited in vain|rank \d+ does not find all others)"
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 # Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits
 StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
@@ -92,10 +81,10 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):
                 notes = _Notes(run, known, asked.node, asked.nodes)
-                status, message = _watched(asked, start_rank, requests, scratch, lines, notes)
+                status, reason = _watched(asked, start_rank, requests, scratch, lines, notes)
         except LaunchError as error:
-            status, message = FAILED, str(error)
-        _conclude(run if asked.node == 0 else None, known, status, message, requests.first)
+            status, reason = FAILED, reason_of(error)
+        _conclude(run, asked.node, known, status, reason, requests.first)
     return end_like(status)
 
 
@@ -127,18 +116,18 @@ def _watched(
     scratch: Path,
     lines: Mapping[int, int],
     notes: "_Notes",
-) -> tuple[int, str | None]:
-    """The exit status of the ranks, and a line on what was wrong."""
+) -> tuple[int, Reason | None]:
+    """The exit status of the ranks, and what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
     watch = _Watch(requests, asked, scratch, lines, notes)
     watch.start()
     try:
-        status, message = _run_ranks(asked, start_rank, scratch)
+        status, reason = _run_ranks(asked, start_rank, scratch)
     finally:
         watch.done.set()
         watch.join()
         end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
-    return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, message)
+    return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
 @contextlib.contextmanager
@@ -158,7 +147,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             lines = stack.enter_context(progress.lines(folder, ranks))
         except OSError as error:
-            raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
+            raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
             with contextlib.suppress(OSError):
                 _remove_unused(other)
@@ -175,19 +164,23 @@ def _remove_unused(folder: Path) -> None:
         os.close(file)
 
 
-def _run_ranks(asked: argparse.Namespace, start_rank: StartRank, scratch: Path) -> tuple[int, str | None]:
-    """The exit status of the first rank that failed, as `subprocess` gives it, and a line on it; or 0."""
+def _run_ranks(asked: argparse.Namespace, start_rank: StartRank, scratch: Path) -> tuple[int, Reason | None]:
+    """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0."""
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
         with _started_ranks(asked, start_rank, scratch) as processes:
-            failure = _first_failure(processes, scratch)
+            failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
-        raise LaunchError(f"node {asked.node} cannot start its ranks: {error}") from None
+        raise LaunchError(Code.RANKS_NOT_STARTED(node=asked.node, error=str(error))) from None
     if failure is None:
         return 0, None
-    ranks = f"{asked.nodes * asked.ranks}" + (f" (on {socket.gethostname()})" if asked.meet else "")
-    printed = RunDir(asked.directory).printed(log_start)
-    return failure.status, f"rank {failure.rank} of {ranks}: {_words(failure, printed, oom_kills_before)}"
+    reason = Code.RANK_FAILED(
+        rank=failure.rank,
+        num_ranks=asked.nodes * asked.ranks,
+        host=socket.gethostname() if asked.meet else None,
+        cause=cause_of(failure, RunDir(asked.directory).printed(log_start), oom_kills_before),
+    )
+    return failure.status, reason
 
 
 @contextlib.contextmanager
@@ -212,7 +205,7 @@ def _started_ranks(
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
                     **_variables(asked, rank, host.strip("[]"), port, inherited.get(rank)),
-                    ERROR_FILE: str(_error_file(scratch, rank)),
+                    ERROR_FILE: str(error_file(scratch, rank)),
                 },
                 [inherited[rank]] if rank in inherited else [],
             )
@@ -250,101 +243,27 @@ def _listen(port: int, *, everywhere: bool) -> socket.socket:
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def _error_file(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank-{rank}.error"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How a rank failed."""
-
-    rank: int
-    pid: int
-    status: int  # as `subprocess` gives it
-    said: Mapping[str, Any]  # of torch's `record`; empty where it could say nothing any more
-    time_s: int
-
-    @property
-    def lost_others(self) -> bool:
-        """Whether it is the effect of another's end, by the words of abrun.backends.ranks."""
-        return bool(re.match(LOST_OTHERS, str(self.said.get("message"))))
-
-
-def _first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | None:
-    """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint.
-
-    What a rank says that has lost others is an effect, whenever it says so.
-    """
-    failures, running = dict[int, Failure](), True
-    while running and not failures:
-        time.sleep(POLL_S)
-        running = any(process.poll() is None for process in processes.values())  # and ends are noted after it
-        _note_failures(processes, scratch, failures)
-    if failures:
-        by_themselves = set(failures)
-        for process in processes.values():
-            process.terminate()
-        deadline = time.monotonic() + GRACE_S
-        for process in processes.values():
-            wait(process, deadline - time.monotonic(), lambda: False)
-        _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
-        for rank, process in processes.items():
-            process.kill()
-            if rank not in by_themselves and process.returncode == -signal.SIGTERM:
-                failures.pop(rank, None)
-    return min(failures.values(), key=lambda failure: (failure.lost_others, failure.time_s), default=None)
-
-
-def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict[int, Failure]) -> None:
-    for rank, process in processes.items():
-        status = process.poll()
-        if not status or rank in failures:
-            continue
-        said, time_s = _said(_error_file(scratch, rank)) or ({}, int(time.time()))
-        failures[rank] = Failure(rank=rank, pid=process.pid, status=status, said=said, time_s=time_s)
-
-
-def _said(error_file: Path) -> tuple[dict[str, Any], int] | None:
-    """What a rank has said of its failure, and when; None where it could not, or not to the end."""
-    try:
-        said = json.loads(error_file.read_text())["message"]
-        more = said["extraInfo"]
-        return {"message": said["message"], "py_callstack": more["py_callstack"]}, int(more["timestamp"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _words(failure: Failure, printed: str, oom_kills_before: int | None) -> str:
-    late = re.search(WATCHDOG, printed)
-    if late and killed_by(failure.status) == "SIGABRT":
-        work, waited_s = late[1], int(late[2]) / 1000
-        return f"waited in vain for {waited_s:.0f} s for other ranks, in a collective of NCCL ({work})"
-    if failure.said and not killed_by(failure.status):
-        message = " ".join(str(failure.said["message"]).split())
-        if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
-            printed = str(failure.said["py_callstack"])
-            causes = re.findall(PYTHON_ERROR, first_cause(printed), re.MULTILINE)
-            message += f" (from {causes[-1]})" if causes and causes[-1] not in message else ""
-        return message
-    return ending_of(failure.status, "", oom_kills_before, failure.pid)
-
-
-def _conclude(run: RunDir | None, known: int, status: int, message: str | None, asked: int | None) -> None:
+def _conclude(
+    run: RunDir, node: int, known: int, status: int, reason: Reason | None, asked: int | None
+) -> None:
     """How the ranks ended, in the words of an attempt that has begun and died without any.
 
-    One that took too long notes itself that it was interrupted. A node that is not the first only prints it.
+    One that took too long notes itself that it was interrupted. A node that is not the first only prints it,
+    and notes it for the launcher.
     """
-    if message and asked is None:
-        print(f"error: {message}", file=sys.stderr)
-    if run is None:
+    if reason and asked is None:
+        print(f"error: {sentence(reason)}", file=sys.stderr)
+        with contextlib.suppress(AbrunError):  # a full disk: the line is there
+            write_ending(run, f"node-{node:04d}", known, reason)
+    if node > 0:
         return
     try:
         writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
         if writer and asked:
             writer.interrupt(exit_code=shell_code(status), signal=asked)
-        elif writer and message:
-            see = f"; see {run.log}" if is_wordless(message) else ""
-            writer.fail(message + see, exit_code=shell_code(status))
+        elif writer and reason:
+            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_wordless(reason) else reason
+            writer.fail(ending, exit_code=shell_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -414,7 +333,7 @@ class _Watch(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
-        self.ended_because: str | None = None
+        self.ended_because: Reason | None = None
         self._requests = requests
         self._limits = asked
         self._scratch, self._lines = scratch, lines
@@ -430,7 +349,7 @@ class _Watch(threading.Thread):
             if any(sign.doing == progress.WAITING for sign in signs.values()):
                 self._began_s = now
             if not self.ended_because and now - self._began_s > self._limits.run_s:
-                self.ended_because = f"limits.run_s: not finished after {self._limits.run_s:g} s"
+                self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first is not None:
                 self._ask_to_stop(now)
             hanging = self._hanging(now, signs)
@@ -446,7 +365,7 @@ class _Watch(threading.Thread):
                 os.kill(pid, signal.SIGTERM)
             self._told.add(pid)
 
-    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> str | None:
+    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> Reason | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other.
 
         Of a run on several nodes those of the others, too: while one of them works, these wait for it.
@@ -465,34 +384,27 @@ class _Watch(threading.Thread):
         others = self._notes.others()
         if any(note.silent_s <= limit_s for note in others):
             return None
-        found = [(rank, "") for rank in self._where(signs)]
-        found += [(rank, f" (on {note.host})") for note in others for rank in note.ranks]
+        found: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._where(signs)]
+        found += [(rank, note.host) for note in others for rank in note.ranks]
         found.sort(key=lambda each: each[0].waits)
-        words = [
-            f"rank {rank.rank}{on} in {rank.place} during {rank.doing}" for rank, on in found[:MOST_SHOWN]
-        ]
-        if not begun:
-            words.append(f"{self._limits.ranks - len(signs)} rank(s) that never came to their first line")
-        if len(found) > MOST_SHOWN:
-            words.append(f"and {len(found) - MOST_SHOWN} more")
-        return f"limits.stalled_s: no sign of life for {silent_s:.0f} s: {'; '.join(words)}"
+        silence = ranks_silent(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
+        return Code.STALL_LIMIT_REACHED(silence=silence)
 
     def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
         places = progress.places(self._scratch, signs)
-        waits = {rank: is_waiting(place) for rank, place in places.items()}
+        waits = {rank: signs[rank].waits or is_in_torch(place) for rank, place in places.items()}
         return [
             SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].doing, waits=waits[rank])
             for rank in sorted(signs, key=lambda rank: (waits[rank], signs[rank].time_s))
         ]
 
 
-def is_waiting(place: progress.Place) -> bool:
-    """Return True if a rank is in the installed torch, as one that waits for the others is."""
+def is_in_torch(place: progress.Place) -> bool:
+    """Return True if a rank is in the installed torch, as one is that waits for the others."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
-    is_in_torch = any(Path(place.file).is_relative_to(folder) for folder in folders)
-    return is_in_torch or place.function == "_meet"  # of abrun.backends.ranks
+    return any(Path(place.file).is_relative_to(folder) for folder in folders)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
+from abrun.messages import sentence
 from abrun.processes import MODULE, below, end_all, ending_of, oom_kills
 from abrun.store import RunDir
 
@@ -67,7 +68,8 @@ class WandbMirror:
             return
         self.poll()
         if code < 0:
-            self._say(f"its process was {ending_of(code, '', self._oom_kills, process.pid)}; {again}")
+            ending = ending_of(code, "", self._oom_kills, process.pid)
+            self._say(f"its process was {sentence(ending)}; {again}")
 
     def _read(self, output: IO[str]) -> None:
         for line in output:

@@ -13,6 +13,7 @@ from rich.text import Text
 from abrun import store
 from abrun.errors import StoreError
 from abrun.present.tables import Table, columns
+from abrun.messages.records import coded
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun, time_left_s
@@ -120,6 +121,7 @@ def _runs_json(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
             "num_steps": run.state.num_steps,
             "started_s": run.state.started_s,
             "message": run.state.message,
+            "message_code": coded(run.state.reason),
             "step_time_s": run.step_time_s,
             "eta_s": run.eta_s,
             "peak_memory_bytes": run.peak_bytes,

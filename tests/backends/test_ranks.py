@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 
 from abrun import progress
+from abrun.backends import ranks as ranks_module
 from abrun.backends.ranks import _meet, lost_ranks, make_ranks
-from abrun.train.agent import is_waiting
+from abrun.reasons import Code, Reason
+from abrun.train.agent import is_in_torch
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -90,7 +93,7 @@ def test_experts_are_shared_by_ranks_with_other_tokens_each() -> None:
             assert group == expected[rank] and copies == 4 // replica // size
 
 
-def _wait_in_vain(rank: int, world_size: int) -> str | None:
+def _wait_in_vain(rank: int, world_size: int) -> Reason | str | None:
     group: Any = dist.new_group(timeout=SECOND)
     progress.beat("logprobs")
     if rank == 1:
@@ -104,9 +107,8 @@ def _wait_in_vain(rank: int, world_size: int) -> str | None:
 
 
 def test_a_collective_that_waits_too_long_says_where_and_how_long() -> None:
-    said, _ = run_ranks(_wait_in_vain, 2)
-    begins = "waited in vain for 1 s for other ranks, in a collective during logprobs: they ended, hang, or"
-    assert said.startswith(begins), said
+    reason, _ = run_ranks(_wait_in_vain, 2)
+    assert (reason.code, reason["waited_s"], reason["doing"]) == (Code.RANKS_LOST, 1.0, "logprobs")
 
 
 def test_other_errors_are_not_taken_for_lost_ranks() -> None:
@@ -121,7 +123,7 @@ def test_other_errors_are_not_taken_for_lost_ranks() -> None:
     lost = lost_ranks(
         RuntimeError("[gloo/pair.cc:9] Connection closed by peer [10.0.0.1]:9"), timedelta(seconds=1)
     )
-    assert lost and lost.startswith("waited in vain for other ranks")
+    assert lost and (lost.code, lost["waited_s"]) == (Code.RANKS_LOST, None)
 
 
 @pytest.mark.parametrize("by_agent", [True, False])
@@ -148,8 +150,25 @@ def test_the_first_rank_serves_the_store_unless_torchrun_does(
     assert not by_agent or not os.get_inheritable(inherited)
 
 
-def test_a_rank_that_meets_the_others_waits_for_them() -> None:
-    assert is_waiting(progress.Place(_meet.__name__, "/home/me/abrun/backends/ranks.py", 1))
+def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signs: list[progress.Sign] = []
+    with progress.lines(tmp_path, range(1)) as lines:
+        monkeypatch.setattr(progress._line, "file", lines[0])
+
+        def meet(*_: object, **__: object) -> Mock:
+            signs.append(progress.signs(lines)[0])
+            return Mock()
+
+        monkeypatch.setattr(ranks_module, "TCPStore", meet)
+        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        progress.beat("starting")
+        _meet(SECOND)
+        signs.append(progress.signs(lines)[0])
+    assert [sign.waits for sign in signs] == [True, False]
+    assert signs[0].time_s == signs[1].time_s, "waiting is no sign of life"
 
 
 @pytest.mark.parametrize(
@@ -168,4 +187,4 @@ def test_a_rank_waits_in_the_installed_torch_alone(tmp_path: Path, file: str, wa
     stack.write_text(f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in wait\n')
     place = progress._place(stack)
     assert str(place) == f"wait ({'/'.join(file.split('/')[-3:])}:7)"
-    assert is_waiting(place) == waits
+    assert is_in_torch(place) == waits

@@ -28,11 +28,14 @@ from abrun.launch import Outcome, supervisor
 from abrun.launch.command import external
 from abrun.launch.experiment import write_run
 from abrun.memory.sweep import Variant
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Awake, below, processes_of
+from abrun.reasons import Code, Reason
 from abrun.recipe import BASELINE, Compare, MetricsLog, load_recipe
 from abrun.recipe.claims import parse_primary
 from abrun.recipe.reading import Loader
+from abrun.store.records import recorded_reason
 from abrun.watch import ExperimentReader
 from tests.launch.fakes import FAKE, run_to_end
 
@@ -192,16 +195,20 @@ def test_the_commit_of_run_folders_is_read(tmp_path: Path) -> None:
     ]
 
 
-def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path) -> None:
+def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path, snapshot) -> None:
     slow = ("steps=2000", "trainer.parameters.step_s=0.05", "seeds=[0, 1, 2]")
     outcome = launch(tmp_path, "trainer.aliases={train/reward: scores, validation/reward: held}", *slow)
     assert outcome.exit_code == 1
     run = store.RunDir(tmp_path / "foreign" / "baseline" / "seed-0")
-    said = run.attempt().message
-    assert said is not None and said.startswith(
-        "trainer.aliases: train/reward: no metric 'scores' in 20 logged steps; logged: objective/loss, "
-        "score; did you mean 'score'?"
+    assert recorded_reason(run.attempt()) == Code.ALIAS_NOT_LOGGED(
+        name="train/reward",
+        metric="scores",
+        num_steps=20,
+        logged=["objective/loss", "score"],
+        num_more=0,
+        close="score",
     )
+    snapshot(run.attempt().message)
     assert 20 <= max(row["step"] for row in rows(run.path)) < 1000 and len(run.attempts()) == 1
 
 
@@ -252,30 +259,37 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
+    ("behaviour", "ending"),
     [
-        ("crash", ["exit code 1 (ValueError: no such model: the planned crash)", "stdout.log"]),
-        ("code", ["exit code 7 (seed 0, baseline, attempt 1); see /", "/baseline/seed-0/stdout.log"]),
-        ("mute", ["exit code 7; see /", "/baseline/seed-0/stdout.log"]),
-        ("sigkill", ["killed by SIGKILL; see"]),
-        ("silent", ["no metrics: trainer.metrics: jsonl at", "logs/metrics.jsonl", "mend format or path"]),
+        ("crash", Code.EXIT_CODE(exit_code=1, last_line="ValueError: no such model: the planned crash")),
+        ("code", Code.EXIT_CODE(exit_code=7, last_line="seed 0, baseline, attempt 1")),
+        ("mute", Code.EXIT_CODE(exit_code=7, last_line=None)),
+        ("sigkill", Code.KILLED(signal="SIGKILL")),
+        ("silent", None),
     ],
 )
-def test_a_failure_says_why_in_one_line(tmp_path: Path, behaviour: str, words: list[str]) -> None:
+def test_a_failure_says_why_in_one_line(
+    tmp_path: Path, behaviour: str, ending: Reason | None, snapshot
+) -> None:
     outcome = launch(tmp_path, f"trainer.parameters.behaviour={behaviour}", "seeds=[0, 1]")
     assert outcome.exit_code == 1 and set(outcome.statuses.values()) == {"failed"}
     state = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
-    message = state.message or ""
-    assert all(word in message for word in words) and len(message.splitlines()) == 1
+    if ending:
+        assert state.reason == Code.SEE_LOG(ending=ending, log=state.directory / "stdout.log")
+    else:
+        assert state.reason and (state.reason.code, state.reason["format"]) == (Code.NO_METRICS, "jsonl")
+        assert state.reason["path"] == str(state.directory / "logs" / "metrics.jsonl")
+    snapshot(state.message)
     last = events(state.directory)[-1]
-    assert last["event"] == "failed" and " ".join(last["message"].split()) == message
+    assert last["event"] == "failed" and last["message"] == state.message
     assert not (state.directory / "result.json").exists()
 
 
 def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
     launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
-    message = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).message or ""
-    assert "parquet" in message and "logs/metrics.jsonl" in message and len(message.splitlines()) == 1
+    reason = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
+    assert reason and (reason.code, reason["format"]) == (Code.NO_METRICS, "parquet")
+    assert reason["problem"] and len(sentence(reason).splitlines()) == 1
 
 
 def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
@@ -287,7 +301,8 @@ def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     record["config"]["trainer"]["argv"][0] = str(script)
     store.write_json(directory / "config.json", record)
     assert external_run.run(directory) == 1
-    assert "cannot be started" in events(directory)[-1]["message"]
+    reason = recorded_reason(store.RunDir(directory).attempt())
+    assert reason and (reason.code, reason["command"]) == (Code.COMMAND_NOT_STARTED, str(script))
 
 
 # --- runs that are stopped ---
@@ -337,20 +352,22 @@ def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: p
     assert events(directory)[-1]["event"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [("stalled_s", "no step after step 2 for"), ("run_s", "not finished after 3 s")],
-)
+@pytest.mark.parametrize("limit", ["stalled_s", "run_s"])
 def test_a_command_that_only_prints_is_ended_and_its_log_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(external_run, "POLL_S", 0.1)
     bounds = ["limits.log_mib=1", f"limits.{limit}=3"]
     directory = prepared(tmp_path, "trainer.parameters.behaviour=babbles", *bounds)
     assert start(directory).wait(60) == 124
     attempt = store.RunDir(directory).attempt()
-    message = attempt.message or ""
-    assert attempt.exit_code == 124 and message.startswith(f"limits.{limit}: ") and words in message
+    reason = recorded_reason(attempt)
+    assert attempt.exit_code == 124 and reason
+    if limit == "run_s":
+        assert reason == Code.TIME_LIMIT_REACHED(limit_s=3.0)
+    else:
+        assert (reason.code, reason["silence"].code) == (Code.STALL_LIMIT_REACHED, Code.NO_NEW_STEP)
+        assert reason["silence"]["step"] == 2 and reason["silence"]["silent_s"] >= 3
     log = (directory / "stdout.log").read_text()
     assert len(log) <= 2**20 + 100 and "bytes cut here]" in log and log.startswith("started: ")
     assert "failed: " in log.splitlines()[-1]
@@ -425,7 +442,8 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     until(lambda: rows(directory))
     store.RunDir(directory).begin_attempt()
     assert process.wait(30) == 2
-    assert "attempt 2 owns this run now; attempt 1 stops" in (directory / "stdout.log").read_text()
+    fenced = Code.ATTEMPT_FENCED(path=directory, newest=2, attempt=1)
+    assert f"error: {sentence(fenced)}" in (directory / "stdout.log").read_text()
     assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1
 
 
@@ -470,9 +488,12 @@ def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
     until(lambda: rows(directory))
     spoil(directory / "logs" / "metrics.jsonl")
     assert command.wait(timeout=60) == 1
-    message = str(store.run_state(tmp_path, RunName(arm=BASELINE, seed=0)).message)
+    reason = store.run_state(tmp_path, RunName(arm=BASELINE, seed=0)).reason
+    assert reason and reason.code in (Code.METRICS_UNREADABLE, Code.NO_METRICS)
+    message = sentence(reason)
     assert len(message.splitlines()) == 1 and "logs/metrics.jsonl" in message
-    assert "with --resume" in message or "remove the line" in message
+    is_lost = reason["problem"].code == Code.METRICS_LOST_ROWS
+    assert is_lost or "remove the line" in message
     if behaviour == "resumes":
         shutil.rmtree(directory / "logs")
     assert start(directory).wait(timeout=60) == 0
@@ -505,4 +526,4 @@ def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
         (directory / link).symlink_to(target)
         follower = Follower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
         assert follower.new_rows(ended=True) == []
-        assert "leads to a file of abrun's" in str(follower.problem)
+        assert follower.problem and follower.problem.code == Code.METRICS_LEAD_TO_RUN_FILE

@@ -22,10 +22,14 @@ from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, earlier, queue, requirements, supervisor
 from abrun.launch.command import environment
 from abrun.launch.experiment import owned_experiment
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
+from abrun.reasons import Code, Reason
 from abrun.recipe import load_recipe, stored_run
 from abrun.store import experiment, files, lock, rundir
+from abrun.store.endings import endings, write_ending
+from abrun.store.records import recorded_reason
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.train.runs import make_run, run_config
 
@@ -239,26 +243,41 @@ def test_a_warm_start_is_claimed_before_anything_is_asked_of_it(
 # --- failures ---
 
 
+PLANNED_FAILURE = Code.FOREIGN_TEXT(text="the planned failure")  # the fake trainer's words
+
+
+def see_log(directory: Path, run: str, ending: Reason) -> Reason:
+    return Code.SEE_LOG(ending=ending, log=directory / run / "stdout.log")
+
+
 def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, behave: Callable[..., None]) -> None:
     behave(baseline_0="fail", treatment_0="crash", baseline_1="sigkill", treatment_1="no-result")
     outcome = launch(tmp_path, "seeds=[0, 1, 2]")
     assert outcome.exit_code == 1
     assert list(outcome.statuses.values()) == ["failed"] * 4 + ["finished"] * 2
-    log = tmp_path / "small"
+    directory = tmp_path / "small"
+    crash = Code.EXIT_CODE(exit_code=1, last_line="ValueError: the planned crash")
     expected = {
-        "baseline/seed-0": (3, None, "the planned failure"),
-        "treatment/seed-0": (1, None, f"exit code 1 (ValueError: the planned crash); see {log}/treatment"),
-        "baseline/seed-1": (None, "SIGKILL", "killed by SIGKILL; see"),
-        "treatment/seed-1": (0, None, "ended without a result; see"),
+        "baseline/seed-0": (3, None, PLANNED_FAILURE),
+        "treatment/seed-0": (1, None, see_log(directory, "treatment/seed-0", crash)),
+        "baseline/seed-1": (
+            *(None, "SIGKILL"),
+            see_log(directory, "baseline/seed-1", Code.KILLED(signal="SIGKILL")),
+        ),
+        "treatment/seed-1": (
+            *(0, None),
+            see_log(directory, "treatment/seed-1", Code.ENDED_WITHOUT_RESULT()),
+        ),
     }
-    for run, (exit_code, killed_by, message) in expected.items():
-        state, (launch_of_it,) = state_of(log, run), launches_of(log, run)
-        assert state.status == "failed" and str(state.message).startswith(message)
+    for run, (exit_code, killed_by, reason) in expected.items():
+        state, (launch_of_it,) = state_of(directory, run), launches_of(directory, run)
+        assert (state.status, state.reason) == ("failed", reason)
         assert (launch_of_it.exit_code, launch_of_it.signal) == (exit_code, killed_by)
+        assert recorded_reason(launch_of_it) == reason
 
 
 def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
-    tmp_path: Path, behave: Callable[..., None]
+    tmp_path: Path, behave: Callable[..., None], snapshot
 ) -> None:
     seeds = "seeds=[0, 1, 2, 3]"
     behave(**{f"{arm}_{seed}": "fail" for arm in ("baseline", "treatment") for seed in range(4)})
@@ -267,9 +286,11 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert list(outcome.statuses.values()) == ["failed"] * 8
     tried = [run for run in map(str, outcome.statuses) if launches_of(tmp_path / "small", run)[-1].pid]
     assert tried == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1"]
-    why = "not started: baseline/seed-0 and 2 more, of several seeds, failed alike at their start"
-    assert observer.said == [f"treatment/seed-1 and 4 more: {why}"]
-    assert state_of(tmp_path / "small", "baseline/seed-3").message == f"{why}: the planned failure"
+    cause = Code.FAILED_ALIKE(run="baseline/seed-0", num_more=2)
+    state = state_of(tmp_path / "small", "baseline/seed-3")
+    assert state.reason == Code.NOT_STARTED(cause=cause, ending=PLANNED_FAILURE)
+    for text in (*observer.said, state.message):
+        snapshot(text)
     behave()
     assert launch(tmp_path, seeds, resume=True).exit_code == 0
 
@@ -280,8 +301,9 @@ def test_an_exit_code_alone_is_no_failure_in_the_same_words(
     behave(**{f"{arm}_{seed}": "silent" for arm in ("baseline", "treatment") for seed in range(2)})
     outcome = launch(tmp_path, "seeds=[0, 1, 2]", jobs=1)
     assert list(outcome.statuses.values()) == ["failed"] * 4 + ["finished"] * 2
-    message = state_of(tmp_path / "small", "baseline/seed-0").message
-    assert message == f"exit code 7; see {tmp_path}/small/baseline/seed-0/stdout.log"
+    wordless = Code.EXIT_CODE(exit_code=7, last_line=None)
+    directory, run = tmp_path / "small", "baseline/seed-0"
+    assert state_of(directory, run).reason == see_log(directory, run, wordless)
 
 
 @pytest.mark.parametrize(
@@ -360,11 +382,11 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     assert outcome.statuses[RunName(arm="cold", seed=0)] == "finished"
     assert outcome.statuses[RunName(arm="baseline", seed=0)] == "failed"
     assert launches_of(tmp_path / "small", "baseline/seed-0")[-1].pid is None
-    message = str(state_of(tmp_path / "small", "baseline/seed-0").message)
     (made,) = (tmp_path / "warm-starts").iterdir()
-    why = f"not started: the warm start in {made} failed"
-    assert message == f"{why}: the planned failure"
-    assert observer.said == [f"baseline/seed-0 and 3 more: {why}"]
+    cause = Code.WARM_START_FAILED(directory=made, status="failed")
+    reason = state_of(tmp_path / "small", "baseline/seed-0").reason
+    assert reason == Code.NOT_STARTED(cause=cause, ending=PLANNED_FAILURE)
+    assert len(observer.said) == 1 and sentence(cause) in observer.said[0]
     behave()
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0
@@ -792,10 +814,10 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
             other = {"pid": 7, "host": "elsewhere", "boot_id": "another", "token": "theirs"}
             (tmp_path / "small" / store.LOCK).write_text(json.dumps(other))
 
-    with pytest.raises(
-        store.TakenOverError, match="process 7 on host elsewhere has taken this over; this one"
-    ):
+    with pytest.raises(store.TakenOverError) as taken_over:
         launch(tmp_path, "steps=400", tick=take_over, jobs=1)
+    reason = taken_over.value.reason
+    assert reason and reason["owner"] == "process 7 on host elsewhere"
     assert not at_work(tmp_path)
     assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
     assert store.launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
@@ -803,7 +825,8 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     observer = Silent()
     behave()
     assert launch(tmp_path, "steps=400", resume=True, take_over=True, observer=observer).exit_code == 0
-    assert observer.said[0] == "took over the lock of process 7 on host elsewhere, as asked"
+    note = Code.LOCK_TAKEN_OVER(owner="process 7 on host elsewhere", is_gone=False, as_asked=True)
+    assert observer.said[0] == sentence(note)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "warm-starts", ".hidden", "a b"])
@@ -916,11 +939,31 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
     run = make_run(tmp_path / "run", run_config())
     run_dir = store.RunDir(run)
     run_dir.begin_launch((), None)
-    run_dir.begin_attempt().fail("rollout.engine: vllm failed to start", exit_code=2)
+    failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
+    run_dir.begin_attempt().fail(failure, exit_code=2)
     job = queue.Job(label="run", run=run_dir, config=run_config())
     job.stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
-    status, message = supervisor._ending(job, -signal.SIGTERM)
-    assert (status, message) == (
-        expected,
-        "rollout.engine: vllm failed to start" if expected == "failed" else supervisor.STOPPED,
-    )
+    reason = failure if expected == "failed" else Code.STOPPED_BY_SIGNAL()
+    assert supervisor._ending(job, -signal.SIGTERM) == (expected, reason)
+
+
+def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path) -> None:
+    """Agents print what they note; a line without a note is foreign, and an effect as far as is known."""
+    run = store.RunDir(make_run(tmp_path / "run", run_config()))
+    run.begin_launch((), None)
+    lost = Code.RANKS_LOST(waited_s=9.0, doing="logprobs", error="timed out")
+    effect = Code.EXCEPTION(kind="LaunchError", error=lost, origin=None)
+    killed = Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None)
+    for rank, cause in enumerate((effect, killed)):
+        reason = Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=cause)
+        write_ending(run, f"node-{rank:04d}", 0, reason)
+    foreign = "rank 7 of 9: killed by SIGKILL"
+    first, second = endings(run, 0)
+    lines = "".join(f"error: {line}\n" for line in (foreign, sentence(first), sentence(second), foreign))
+    printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
+    run.log.write_text(printed)
+    job = queue.Job(label="run", run=run, config=run_config())
+    status, reason = supervisor._ending(job, 1)
+    errors = [second, Code.FOREIGN_TEXT(text=foreign), first]
+    several = Code.SEVERAL_ERRORS(errors=errors, out_of_memory=False)  # that is told already
+    assert (status, reason) == ("failed", Code.SEE_LOG(ending=several, log=run.log))

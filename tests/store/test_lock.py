@@ -13,6 +13,8 @@ import pytest
 
 from abrun import store
 from abrun.errors import StoreError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.store import lock
 from abrun.store.owner import this_process
 
@@ -46,21 +48,27 @@ def taken(directory: Path, **options: Any) -> list[str]:
     return said
 
 
+def took_over(owner: str, *, is_gone: bool = False, as_asked: bool = False) -> str:
+    return sentence(Code.LOCK_TAKEN_OVER(owner=owner, is_gone=is_gone, as_asked=as_asked))
+
+
 def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         name = f"process {holder.pid} on host {socket.gethostname()}"
         for options in ({}, {"take_over": True}):  # which asks no living neighbour to go
-            words = f"{name} launches this; wait for it, stop it with: kill {holder.pid}$"
-            with pytest.raises(store.Locked, match=words):
+            with pytest.raises(store.Locked) as refused:
                 taken(tmp_path, **options)
+            assert refused.value.reason == Code.LAUNCHED_BY_ANOTHER(
+                path=tmp_path / store.LOCK, owner=name, pid=holder.pid, may_take_over=False
+            )
         assert store.launcher_of(tmp_path) == name
     finally:
         holder.kill()
         holder.wait()
     assert store.launcher_of(tmp_path) is None
-    assert taken(tmp_path) == [f"took over the lock of {name}, which is gone"]
+    assert taken(tmp_path) == [took_over(name, is_gone=True)]
     assert taken(tmp_path) == []
 
 
@@ -74,8 +82,8 @@ def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(tmp_path: Pa
 )
 def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path, other: dict[str, Any]) -> None:
     leave(tmp_path, {**this_process(), "process_started": None, **other})
-    (said,) = taken(tmp_path)
-    assert said.startswith(f"took over the lock of process {other['pid']} on host ")
+    host = other.get("host", socket.gethostname())
+    assert taken(tmp_path) == [took_over(f"process {other['pid']} on host {host}", is_gone=True)]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"pid": "x"}', "\0" * 512])
@@ -84,7 +92,7 @@ def test_a_lock_file_of_a_writer_that_crashed_is_nobodys(tmp_path: Path, content
     assert taken(tmp_path) == []
 
 
-def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path) -> None:
+def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path, snapshot) -> None:
     """A container that came back under another name, say. The clock of the other machine does not count."""
     for clock in (0, time.time() + 1e6):
         leave(tmp_path, ELSEWHERE)
@@ -92,12 +100,12 @@ def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path) -> None:
         start = time.monotonic()
         waiting, took = taken(tmp_path)
         assert time.monotonic() - start > lock.LEASE_S
-        assert "process 1 on host elsewhere launches this" in waiting and "waiting up to 0 s" in waiting
-        assert took == "took over the lock of process 1 on host elsewhere, which shows no life"
+        snapshot(waiting)
+        assert took == took_over("process 1 on host elsewhere")
 
 
 def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot
 ) -> None:
     monkeypatch.setattr(lock, "LEASE_S", 3600.0)  # which nobody waits for, once there is life
     leave(tmp_path, ELSEWHERE)
@@ -107,9 +115,11 @@ def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(
         said.append(line)
         os.utime(tmp_path / store.LOCK)
 
-    words = "stop it there, or claim its place with --take-over"
-    with pytest.raises(store.Locked, match=words), store.launcher_lock(tmp_path, say=say):
+    with pytest.raises(store.Locked) as refused, store.launcher_lock(tmp_path, say=say):
         pass
+    reason = refused.value.reason
+    assert reason and (reason["pid"], reason["may_take_over"]) == (None, True)
+    snapshot(refused.value)
     assert len(said) == 1
     assert store.launcher_of(tmp_path) == "process 1 on host elsewhere"
     os.utime(tmp_path / store.LOCK, (0, 0))
@@ -126,10 +136,13 @@ def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch
     assert not refused.value.alive
     newer = store.Lease(tmp_path)
     note = newer.acquire(take_over=True)
-    assert note == f"took over the lock of process {os.getpid()} on host a, as asked"
+    owner = f"process {os.getpid()} on host a"
+    assert note == Code.LOCK_TAKEN_OVER(owner=owner, is_gone=False, as_asked=True)
     time.sleep(2 * lock.BEAT_S)
-    with pytest.raises(store.TakenOverError, match=f"process {os.getpid()} on host .* has taken this over"):
+    with pytest.raises(store.TakenOverError) as taken_over:
         older.refresh()
+    owner = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert taken_over.value.reason == Code.TAKEN_OVER(path=tmp_path / store.LOCK, owner=owner)
     older.close()
     newer.refresh()
     assert store.launcher_of(tmp_path), "the older one has not given back what is the newer one's"
@@ -183,13 +196,14 @@ def test_without_locks_of_the_kernel_the_process_tells(
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
-        with pytest.raises(store.Locked, match=f"kill {holder.pid}"):
+        with pytest.raises(store.Locked) as refused:
             taken(tmp_path)
+        assert refused.value.reason and refused.value.reason["pid"] == holder.pid
     finally:
         holder.kill()
         holder.wait()
-    (said,) = taken(tmp_path)
-    assert said.endswith("which is gone")
+    owner = f"process {holder.pid} on host {socket.gethostname()}"
+    assert taken(tmp_path) == [took_over(owner, is_gone=True)]
 
 
 def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
@@ -205,5 +219,6 @@ def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(
     leave(tmp_path, ELSEWHERE)
     # Another machine's lock of the same file is not seen here, and it writes last
     monkeypatch.setattr(lock.time, "sleep", lambda _: leave(tmp_path, {**ELSEWHERE, "token": "faster"}))
-    with pytest.raises(store.Locked, match="another launcher was faster"):
+    with pytest.raises(store.Locked) as refused:
         store.Lease(tmp_path).acquire(take_over=True)
+    assert refused.value.code == Code.LAUNCHER_FASTER

@@ -14,7 +14,9 @@ import pytest
 from abrun import store
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.reasons import Code, Reason
 from abrun.store import Node, RunDir, owner, rundir
+from abrun.store.records import recorded_reason
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -45,7 +47,7 @@ def test_run_states(tmp_path: Path, files: dict, status: str) -> None:
     make_run(tmp_path, **files)
     state = store.run_state(tmp_path, *store.planned_runs(tmp_path))
     assert (state.status, state.step, state.num_steps) == (status, 0, 60)
-    assert state.message == ("why" if status == "failed" else None)
+    assert state.reason == (Code.FOREIGN_TEXT(text="why") if status == "failed" else None)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +81,24 @@ READS = {"place": "read (data/shards.py:88)", "doing": "generation", "waits": Fa
                 {"silent_since_s": NOW - 90, "ranks": [{"rank": 0, **WAITS}]},
                 {"silent_since_s": NOW - 80, "ranks": [{"rank": 2, **WAITS}, {"rank": 3, **READS}]},
             ],
-            "no sign of life for 80 s: rank 3 (on n1) in read (data/shards.py:88) during generation; "
-            "rank 0 (on n0) in all_reduce (torch/distributed/d.py:9) during logprobs; rank 2 (on n1) in",
+            Code.RANKS_SILENT(
+                silent_s=80,
+                ranks=[
+                    {"rank": 3, "host": "n1", "place": READS["place"], "doing": READS["doing"]},
+                    {"rank": 0, "host": "n0", "place": WAITS["place"], "doing": WAITS["doing"]},
+                    {"rank": 2, "host": "n1", "place": WAITS["place"], "doing": WAITS["doing"]},
+                ],
+                num_unstarted=0,
+                num_more=0,
+            ),
         ),
-        ([{}, {"time_s": NOW - 90}], "no sign of life of node 1 (n1) for 90 s"),
+        ([{}, {"time_s": NOW - 90}], Code.NODES_SILENT(nodes=[{"node": 1, "host": "n1"}], silent_s=90)),
         ([{}, {"attempt": 1, "time_s": NOW - 90}], None),  # of the attempt before, on other nodes
-        ([{"attempt": 1}, {"attempt": 1}], "no step after step 7 for 700 s"),  # they have not said a word yet
+        ([{"attempt": 1}, {"attempt": 1}], Code.NO_NEW_STEP(step=7, silent_s=700)),  # they are silent yet
     ],
 )
 def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[dict], expected: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[dict], expected: Reason | None, snapshot
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     beaten: dict = {"heartbeat": {"time_s": NOW - 700, "step": 7}}  # a long step, if the nodes say so
@@ -98,10 +108,8 @@ def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
         for number, node in enumerate(nodes)
     }
     state = RunDir(make_run(tmp_path, **attempt, **beaten, **said)).state(NAME)
-    assert (state.status, (state.message or "")[: len(expected or "")]) == (
-        "stalled" if expected else "running",
-        expected or "",
-    )
+    assert (state.status, state.reason) == ("stalled" if expected else "running", expected)
+    snapshot(state.message)
 
 
 @pytest.mark.parametrize(("patience_s", "status"), [(600.0, "running"), (60.0, "stalled")])
@@ -131,15 +139,20 @@ def test_attempts_count_from_one_and_say_how_they_ended(tmp_path: Path) -> None:
     assert run.attempts() == [] and run.attempt().status == "pending"
     writer = run.begin_attempt()
     assert writer.attempt == 1 and run.state(NAME).status == "running"
-    writer.fail("out of\nmemory", exit_code=2, step=3)
+    writer.fail(
+        Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no\nmore"), exit_code=2, step=3
+    )
     (attempt,) = run.attempts()
     assert attempt.pid == os.getpid() and attempt.exit_code == 2 and attempt.ended_s
     state = run.state(NAME)
-    assert (state.status, state.message, state.ending) == ("failed", "out of memory", "exit code 2")
+    reason = Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no more")
+    assert (state.status, state.reason, state.ending) == ("failed", reason, "exit code 2")
+    assert (attempt.message, run.events()[-1]["message"]) == (state.message, state.message)
     writer = run.begin_attempt()
     assert writer.attempt == 2 and run.state(NAME).status == "running"
     writer.interrupt(exit_code=3)
-    assert run.state(NAME).status == "interrupted" and "--resume" in str(run.state(NAME).message)
+    state = run.state(NAME)
+    assert (state.status, state.reason) == ("interrupted", Code.STOPPED_BY_SIGNAL())
     run.begin_attempt().finish(60)
     assert (run.state(NAME).status, run.state(NAME).message) == ("finished", None)
     assert [row["event"] for row in run.events()] == ["failed", "interrupted", "finished"]
@@ -166,8 +179,9 @@ def test_an_older_attempt_writes_nothing_more(tmp_path: Path, write: str) -> Non
     WRITES["metrics"](older)
     run.begin_attempt()
     before = contents(run.path)
-    with pytest.raises(store.FencedError, match="attempt 2 owns this run now; attempt 1 stops"):
+    with pytest.raises(store.FencedError) as fenced:
         WRITES[write](older)
+    assert fenced.value.reason == Code.ATTEMPT_FENCED(path=run.path, newest=2, attempt=1)
     older.fail("too late", exit_code=2)
     older.interrupt(exit_code=3)
     assert contents(run.path) == before
@@ -239,7 +253,7 @@ def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Pat
     process.kill()
     process.wait()
     state = run.state(NAME)
-    assert state.status == "failed" and "its process is gone" in str(state.message)
+    assert (state.status, state.reason) == ("failed", Code.PROCESS_GONE())
     run.end_launch("failed", "killed", exit_code=None, signal="SIGKILL")
     run.begin_attempt()
     assert run.state(NAME).status == "running"
@@ -265,14 +279,63 @@ def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
 
     def ends(owner: object) -> bool:
         if by == "job":
-            writer.fail("limits.run_s: not finished after 5 s", exit_code=124)
+            writer.fail(Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
         else:
-            run.end_launch("failed", "limits.run_s: not finished after 5 s", exit_code=124)
+            run.end_launch("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
         return True
 
     monkeypatch.setattr(owner.Owner, "is_gone", property(ends))
     state = run.state(NAME)
-    assert (state.status, state.message) == ("failed", "limits.run_s: not finished after 5 s")
+    assert (state.status, state.reason) == ("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        None,
+        {},
+        {"code": "of_a_newer_version", "values": {}},
+        {"code": "killed", "values": {}},
+        {"code": "killed", "values": []},
+        {"code": "time_limit_reached", "values": {"limit_s": "long"}},
+        {"code": "killed", "values": {"signal": "SIGKILL", "more": 1}},
+    ],
+)
+def test_a_record_without_a_known_code_is_read_by_its_text(tmp_path: Path, code: dict | None) -> None:
+    attempt = {"status": "failed", "message": "killed by SIGKILL", "message_code": code}
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0001": attempt}))
+    assert run.state(NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
+
+
+def test_a_damaged_record_says_so(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0002": {"status": "failed", "message": "why"}}))
+    (run.path / "attempts" / "0001.json").write_text("{")
+    run.mend_records()
+    assert [recorded_reason(attempt) for attempt in run.attempts()] == [
+        Code.RECORD_DAMAGED(),
+        Code.FOREIGN_TEXT(text="why"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "killed_by", "tells"),
+    [
+        (Code.EXIT_CODE(exit_code=1, last_line=None), 1, None, True),
+        (Code.EXIT_CODE(exit_code=1, last_line=None), 137, None, False),
+        (Code.SEE_LOG(ending=Code.KILLED(signal="SIGKILL"), log="x"), None, "SIGKILL", True),
+        (Code.KILLED(signal="SIGKILL"), 137, None, False),
+        (Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None), None, "SIGKILL", True),
+        (Code.FOREIGN_TEXT(text="exit code 7; see the log"), 7, None, True),
+        (Code.FOREIGN_TEXT(text="no space"), 7, None, False),
+    ],
+)
+def test_a_reason_may_tell_the_exit_code_or_signal_too(
+    tmp_path: Path, reason: Reason, exit_code: int | None, killed_by: str | None, tells: bool
+) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    run.end_launch("failed", reason, exit_code=exit_code, signal=killed_by)
+    assert (run.state(NAME).reason, run.state(NAME).tells_ending) == (reason, tells)
 
 
 def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from abrun import store
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.store.records import recorded_reason
 from abrun.train.__main__ import ran_out
 from tests.train.runs import Trainer, events, make_run, run_config
 
@@ -91,42 +94,42 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "whose"),
+    ("error", "on_gpu"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), "a GPU"),
-        (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), "a GPU"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "a GPU"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), True),
+        (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you"
             ),
-            "the machine",
+            False,
         ),
-        (MemoryError(), "the machine"),
+        (MemoryError(), False),
         (RuntimeError("The size of tensor a (3) must match"), None),
     ],
 )
-def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, whose: str | None) -> None:
-    said = ran_out(error)
-    assert (said is None) == (whose is None)
-    assert said is None or (said.startswith(f"{whose} ran out of memory during ") and "\n" not in said)
+def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, on_gpu: bool | None) -> None:
+    reason = ran_out(error)
+    assert (reason and (reason.code, reason["on_gpu"])) == (
+        None if on_gpu is None else (Code.MEMORY_RAN_OUT, on_gpu)
+    )
+    assert reason is None or "\n" not in sentence(reason)
 
 
 @pytest.mark.parametrize(("free_gib", "theirs"), [(0, True), (120, False)])
 def test_memory_that_others_hold_is_said_to_be_theirs(
-    monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool, snapshot
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
-    said = ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    held = "other processes hold 128.0 of its 140.0 GiB, this one 12.0: run fewer at once (--jobs), or end "
-    assert (
-        said is not None
-        and "\n" not in said
-        and said.endswith(" (CUDA out of memory. Tried to allocate 2.00 GiB.)")
-    )
-    assert (held in said, "smaller policy.micro_batch_size" in said) == (theirs, not theirs)
+    error = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    reason = ran_out(torch.OutOfMemoryError(error))
+    held = {"other_bytes": 128 << 30, "total_bytes": 140 << 30, "own_bytes": 12 << 30}
+    assert reason is not None
+    assert (reason["others"], reason["error"]) == (held if theirs else None, error)
+    snapshot(sentence(reason))
 
 
 @pytest.mark.slow
@@ -143,9 +146,10 @@ def test_a_rank_without_memory_says_so_and_during_what(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    message = done.stderr.splitlines()[-1].removeprefix("error: ")
-    assert message.startswith("the machine ran out of memory during the start: use a smaller policy.micro_")
-    expect_failed_event(directory, message)
+    reason = recorded_reason(store.RunDir(directory).attempt())
+    assert reason and (reason.code, reason["on_gpu"], reason["doing"]) == (Code.MEMORY_RAN_OUT, False, "")
+    assert done.stderr.splitlines()[-1] == f"error: {sentence(reason)}"
+    expect_failed_event(directory, sentence(reason))
 
 
 def test_a_bad_line_in_the_task_file(tmp_path: Path) -> None:

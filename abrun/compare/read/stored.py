@@ -159,5 +159,5 @@ def _failure(state: RunState) -> str:
     ending, message = state.ending or "no exit code", state.message
     if not message:
         return ending
-    said_already = state.ending is None or ending.removeprefix("signal ") in message
+    said_already = state.ending is None or state.tells_ending
     return message if said_already else f"{ending}: {message}"

@@ -29,10 +29,13 @@ from abrun.errors import StoreError
 from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
+from abrun.messages import sentence
 from abrun.plan import Plan, pairs
 from abrun.processes import MODULE
+from abrun.reasons import Code
 from abrun.recipe import Ray, RunConfig
 from abrun.store import RunDir, run_dir
+from abrun.store.endings import write_ending
 
 ASK_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0
@@ -232,11 +235,13 @@ class GangRun:
     settings: Ray
     count_loss: Callable[[RunDir], bool]
     nodes: list[Node] = field(init=False)
+    last_attempt: int = field(init=False)  # before this start
     failed_s: float | None = None  # since when one of the nodes has
     status: int | None = None
     lost: bool = False
 
     def __post_init__(self) -> None:
+        self.last_attempt = self.run.last_attempt
         self.nodes = [Node(actor, index) for index, actor in enumerate(self.actors)]
 
     @property
@@ -330,7 +335,10 @@ class GangRun:
     def _conclude(self) -> None:
         for node in self.nodes:
             if node.lost:
-                self._print(f"error: {node.name} is lost: {node.lost}\n".encode())
+                reason = Code.NODE_LOST(node=node.name, error=node.lost)
+                self._print(f"error: {sentence(reason)}\n".encode())
+                with contextlib.suppress(StoreError):
+                    write_ending(self.run, f"lost-{node.index:04d}", self.last_attempt, reason)
             with contextlib.suppress(RayError):
                 ray.kill(node.actor)
         if any(node.lost for node in self.nodes):

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import LaunchError
+from abrun.errors import LaunchError, reason_of
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
 from abrun.processes import MODULE
+from abrun.reasons import Code
 from abrun.recipe import Ray
 from abrun.regular_files import read_tail
 from abrun.store import RunState
@@ -134,19 +135,18 @@ class RayJobs:
         try:
             known = self._ask()
         except LaunchError as error:  # the head is gone, or this machine does not reach it
-            return replace(state, message=state.message or str(error))
+            return replace(state, reason=state.reason or reason_of(error))
         job = self._said["job"]
         if known and not known.over:
             return self._of_a_job(state, known)
         if state.status not in AT_WORK:
             return state
         if self._said.get("cancelled") or (known and known.status == "STOPPED"):
-            message = f"job {job} was stopped; continue with --resume"
-            return replace(state, status="interrupted", message=message)
+            return replace(state, status="interrupted", reason=Code.JOB_STOPPED(job=job))
         if known is None:
-            why = f"job {job} is no longer known at {self._said['url']}, as when a head has been restarted"
-            return replace(state, status="failed", message=f"{why}; continue with --resume")
-        return replace(state, status="failed", message=f"job {job} ended: {self._last_words(known)}")
+            return replace(state, status="failed", reason=Code.JOB_UNKNOWN(job=job, url=self._said["url"]))
+        ended = Code.JOB_ENDED(job=job, state=self._last_words(known))
+        return replace(state, status="failed", reason=ended)
 
     def cancel(self) -> None:
         """Ask the driver to have its runs save a checkpoint, and to end."""
@@ -188,9 +188,10 @@ class RayJobs:
         name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
         label = f"warm start {name}" if state.name.arm == "warm-start" else name
         if label in waiting:  # the directory may still tell of a machine that is gone
-            return replace(state, status="waiting", message=f"job {job} waits {waiting[label]}")
+            return replace(state, status="waiting", reason=Code.RUN_WAITS(job=job, why=waiting[label]))
         if not self._driver:
-            return replace(state, status="waiting", message=f"job {job} is {known.status}: {known.message}")
+            reason = Code.JOB_STATE(job=job, state=known.status, message=known.message)
+            return replace(state, status="waiting", reason=reason)
         return state
 
     def _last_words(self, known: client.Known) -> str:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, reason_of
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.node import free_port
@@ -30,6 +30,7 @@ from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
+from abrun.reasons import Reason
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
@@ -125,7 +126,7 @@ def main() -> int:
         finally:
             lease.close()
     except AbrunError as error:
-        _give_up(experiment_dir, names, str(error))
+        _give_up(experiment_dir, names, reason_of(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
     left = any(job.status == "interrupted" for job in queue.jobs)
@@ -156,7 +157,7 @@ def _ended(job: Job) -> store.Status:
     return status if status == "interrupted" else "failed"
 
 
-def _give_up(experiment_dir: Path, names: list[str], why: str) -> None:
+def _give_up(experiment_dir: Path, names: list[str], why: Reason) -> None:
     for name in names:
         run = RunDir(experiment_dir / name)
         if run.exists and not run.finished:

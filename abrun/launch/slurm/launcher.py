@@ -16,7 +16,7 @@ from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
-from abrun.processes import STARVED
+from abrun.reasons import Code
 from abrun.recipe import Slurm, limit_s
 from abrun.regular_files import read_tail
 from abrun.store import RunDir, RunState
@@ -222,31 +222,25 @@ class SlurmJobs:
                 if state.status not in ("pending", "interrupted"):
                     return state
                 if not warm_start and not RunDir(state.directory).exists:
-                    gone = (
-                        f"{state.directory}: was removed while job {task.name} runs; --resume makes it anew"
-                    )
-                    return replace(state, status="failed", message=gone)
-                message = f"job {task.name} begins or ends on {task.nodes}"
+                    gone = Code.RUN_REMOVED(directory=state.directory, job=task.name)
+                    return replace(state, status="failed", reason=gone)
+                reason = Code.JOB_BEGINS_OR_ENDS(job=task.name, nodes=task.nodes)
             else:
-                message = f"job {task.name} waits: {task.reason}"
-            return replace(state, status="waiting", message=message)
+                reason = Code.JOB_WAITS(job=task.name, why=task.reason)
+            return replace(state, status="waiting", reason=reason)
         if state.status not in AT_WORK:
             return state
         if task is None and state.status == "pending" and self._record.get("cancelled"):
-            message = f"job {job} was cancelled while it waited; continue with --resume"
-            return replace(state, status="interrupted", message=message)
-        ended = f"job {task.name} ended: {task.state}" if task else f"job {job} is no longer in Slurm's queue"
-        ended += STARVED if task and task.state == "OUT_OF_MEMORY" else ""
+            return replace(state, status="interrupted", reason=Code.JOB_CANCELLED(job=job))
+        ended = Code.JOB_ENDED(job=task.name, state=task.state) if task else Code.JOB_NOT_IN_QUEUE(job=job)
         if task and task.state == "CANCELLED":
-            return replace(state, status="interrupted", message=f"{ended}; continue with --resume")
+            return replace(state, status="interrupted", reason=Code.RESUMABLE(ending=ended))
         if state.status == "pending":
-            ended += (
-                f", and left no word in {state.directory}: do the nodes share it? Look into "
-                f"{self._experiment_dir / jobs.FOLDER}, and ask: scontrol show job {job}"
-            )
+            folder = self._experiment_dir / jobs.FOLDER
+            ended = Code.JOB_LEFT_NOTHING(ending=ended, directory=state.directory, folder=folder, job=job)
         elif task and task.state == "FAILED":
-            ended += ", and its run left no word, as on a full disk"
-        return replace(state, status="failed", message=ended)
+            ended = Code.JOB_RUN_SILENT(ending=ended)
+        return replace(state, status="failed", reason=ended)
 
     def cancel(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""

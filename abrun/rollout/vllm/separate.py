@@ -25,6 +25,7 @@ from abrun import progress
 from abrun.backends import Backend
 from abrun.errors import LaunchError
 from abrun.layout import engine_log
+from abrun.messages import sentence
 from abrun.models import Text
 from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
 from abrun.recipe import OwnRunConfig
@@ -243,7 +244,8 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
-        how = "hung up" if status is None else ending_of(status, printed, self._oom_kills, self._process.pid)
+        ending = None if status is None else ending_of(status, printed, self._oom_kills, self._process.pid)
+        how = sentence(ending) if ending else "hung up"
         return (
             f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
         )

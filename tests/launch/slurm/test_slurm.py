@@ -20,7 +20,9 @@ from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node,
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
+from abrun.messages import sentence
 from abrun.plan import Plan, make_plan
+from abrun.reasons import Code
 from abrun.recipe import launcher_settings, limit_s, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent
@@ -406,14 +408,14 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
 
 
 def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
-    printed = (
-        "step 3\nerror: rank 0 of 2 (on n1): RuntimeError: Connection closed by peer\n"
-        "error: rank 1 of 2 (on n2): killed by SIGKILL\nno error: here\n"
+    lost = Code.RANKS_LOST(waited_s=None, doing="logprobs", error="Connection closed by peer")
+    causes = (Code.EXCEPTION(kind="LaunchError", error=lost, origin=None), Code.KILLED(signal="SIGKILL"))
+    effect, cause = (
+        Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=reason)
+        for rank, reason in enumerate(causes)
     )
-    assert _errors(printed) == [
-        "rank 1 of 2 (on n2): killed by SIGKILL",
-        "rank 0 of 2 (on n1): RuntimeError: Connection closed by peer",
-    ]
+    printed = f"step 3\nerror: {sentence(effect)}\nerror: {sentence(cause)}\nno error: here\n"
+    assert _errors(printed, [effect, cause]) == [cause, effect]
 
 
 # --- in a job ---
