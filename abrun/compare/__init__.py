@@ -34,6 +34,7 @@ from abrun.compare.show.report import (
 )
 from abrun.errors import ComparisonError
 from abrun.extras import lacking
+from abrun.messages import sentence
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
@@ -183,7 +184,9 @@ def compare(
     if unknown:
         raise ComparisonError(f"--format: got {unknown[0]!r}; allowed: {', '.join(FORMATS)}")
     if set(formats) & set(FIGURES) and (missing := lacking("figures")):
-        raise ComparisonError(f"--format: png and svg: {missing}; or --format terminal,html,markdown,json")
+        raise ComparisonError(
+            f"--format: png and svg: {sentence(missing)}; or --format terminal,html,markdown,json"
+        )
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(
             f"{experiment.name}: got planted faults and no treatment: what was caught of them is in its "

@@ -11,6 +11,7 @@ from abrun.launch.engine import Started
 from abrun.launch.experiment import warm_start_dir, write_run
 from abrun.plan import Plan, RunName
 from abrun.processes import Process, end_all, processes_of
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import WARM_STARTS, Lease, Locked, RunDir, Status, readable, run_dir
 
@@ -107,7 +108,7 @@ class Job:
             )
         left = end_all(lambda: processes_of(self.run.path)) if now > self.leave_until_s else None
         if left:  # another user's, or in the hands of a driver
-            raise LaunchError(f"processes of an earlier launch cannot be killed ({_ids(left)}); end them")
+            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_ids(left)))
         return True
 
     def _is_made(self, say: Callable[[str], object]) -> bool:

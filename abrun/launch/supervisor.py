@@ -21,6 +21,7 @@ from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
 from abrun.launch.queue import Job, Queue
 from abrun.launch.requirements import untested_packages
+from abrun.messages import sentence
 from abrun.plan import Plan, RunName
 from abrun.processes import (
     STARVED,
@@ -32,6 +33,7 @@ from abrun.processes import (
     oom_kills,
     stopping_signals,
 )
+from abrun.reasons import Code, Reason
 from abrun.recipe import values_of
 from abrun.redaction import hide_secrets_of, hide_values, redacted
 from abrun.store import STOPPED, Lease, Status, run_state
@@ -113,7 +115,7 @@ def launch(
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
         other = other_code(plan, experiment_dir, git, here=True) if resume else None
-        for line in filter(None, (other, *untested_packages(plan))):
+        for line in filter(None, (other, *map(sentence, untested_packages(plan)))):
             _Quiet(observer).say(line)
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
@@ -127,11 +129,13 @@ def launch(
     return Outcome(statuses=statuses, stopped_by=stopped_by)
 
 
-def refuse_impossible(plan: Plan, refusals: list[str], shown_by: str = ": --dry-run shows them") -> None:
+def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
     """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
     if refusals:
-        more = f" (and {len(refusals) - 1} more{shown_by})" if len(refusals) > 1 else ""
-        raise LaunchError(f"{plan.recipe.name}: {refusals[0]}{more}")
+        name = plan.recipe.name
+        raise LaunchError(
+            Code.PLAN_CANNOT_RUN(recipe=name, problems=refusals, shown_by_dry_run=shown_by_dry_run)
+        )
 
 
 class _Quiet:

@@ -33,6 +33,7 @@ from abrun.memory.predict import (
 from abrun.memory.profile import MODULE, measured_cell
 from abrun.memory.step import own_sequences
 from abrun.plan import Plan, make_draft, make_plan
+from abrun.reasons import Code
 from abrun.recipe import (
     CHECKPOINTING,
     MICRO_BATCH_TOKENS,
@@ -78,10 +79,7 @@ def planned(
         device_memory(asked_memory)  # refused at once, also where it decides nothing
     if not recipe.open_keys:
         if asked_memory is not None and not dry_run:
-            raise RecipeError(
-                f"--device-memory: got it without --dry-run, or auto for one of {', '.join(OPEN)}, of which "
-                "it is; add one of them, or drop it"
-            )
+            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
         return make_plan(recipe)
     draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(draft, runs_dir, name)
@@ -343,8 +341,13 @@ class _Trials:
                 cell, _ = measured_cell(MODULE, folder / arm, arm, Point(**size), config, job)
             except LaunchError as error:
                 raise LaunchError(
-                    f"{self._got}, and a step of arms.{arm} with {name} could not be measured: {error}; or "
-                    f"give values: {_instead(self._recipe.open_keys)}"
+                    Code.AUTO_NOT_MEASURED(
+                        got=self._got,
+                        arm=arm,
+                        values=name,
+                        error=str(error),
+                        instead=_instead(self._recipe.open_keys),
+                    )
                 ) from None
         found = {
             "arm": arm,
@@ -408,8 +411,9 @@ def _decided_before(experiment_dir: Path, keys: Sequence[str]) -> Values:
         value = stored.get(key)
         if value is None or value == "auto":
             raise LaunchError(
-                f"{experiment_dir}: --resume: its recipe has no {key} (got {value!r}), and this one says "
-                f"auto; give what it was launched with: {OPEN[key].instead}"
+                Code.RESUME_VALUE_NOT_AUTO(
+                    directory=experiment_dir, field=key, got=value, instead=OPEN[key].instead
+                )
             )
         values[key] = value
     return values

@@ -4,11 +4,17 @@ A file for each room holds a table from code to message. A message is a template
 where a sentence needs more than a template; its remedy, if it has one, follows after a semicolon.
 """
 
-from abrun.messages import verdicts
+from abrun.messages import launching, preflight, recipes, stores, verdicts
 from abrun.messages.message import Message
 from abrun.reasons import Code, Reason
 
-MESSAGES: dict[Code, Message] = {**verdicts.MESSAGES}
+MESSAGES: dict[Code, Message] = {
+    **verdicts.MESSAGES,
+    **preflight.MESSAGES,
+    **launching.MESSAGES,
+    **recipes.MESSAGES,
+    **stores.MESSAGES,
+}
 
 
 def sentence(reason: Reason) -> str:

@@ -28,7 +28,7 @@ def as_json(record: Any) -> Any:
         content[field.name] = as_json(value)
         beside = name_of_codes(field.name, field.type)
         if beside:
-            content[beside] = _coded(value)
+            content[beside] = coded(value)
     return content
 
 
@@ -45,13 +45,14 @@ def name_of_codes(name: str, annotation: Any) -> str | None:
     return f"{name.removesuffix('s')}_codes" if Reason in arguments else None
 
 
-def _coded(value: Any) -> Any:
+def coded(value: Any) -> Any:
+    """Return reasons, alone or in lists and mappings, as codes with values."""
     if isinstance(value, Reason):
-        return {"code": value.code.value, "values": _coded(value.values)}
+        return {"code": value.code.value, "values": coded(value.values)}
     if isinstance(value, Mapping):
-        return {key: _coded(entry) for key, entry in value.items()}
+        return {key: coded(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_coded(entry) for entry in value]
+        return [coded(entry) for entry in value]
     return value
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.extras import lacking
+from abrun.messages import sentence
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
 from abrun.store import is_experiment, make_private_folder, open_experiment
@@ -23,7 +24,7 @@ JOB_TYPE = "compare"
 def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Path | None) -> str:
     """What to say of it: where the report is, or why it is not there. `content`: verdict.json's."""
     if missing := lacking("wandb"):
-        return f"--wandb: the report was not uploaded: {missing}"
+        return f"--wandb: the report was not uploaded: {sentence(missing)}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = content["experiment"]
     asked = {

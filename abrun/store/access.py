@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from abrun import layout
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
@@ -124,7 +125,7 @@ def read_error(path: Path, error: OSError) -> StoreError:
     """Return the one line for an operating-system error about reading `path`."""
     if isinstance(error, PermissionError):
         return unreadable(path)
-    return StoreError(f"{path}: cannot be read: {error.strerror or error}")
+    return StoreError(Code.PATH_UNREADABLE(path=path, error=error.strerror or str(error)))
 
 
 @contextlib.contextmanager

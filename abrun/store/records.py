@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_FILE_BYTES, is_file
 from abrun.store.access import unreadable
@@ -293,8 +294,7 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: schema_version: got {shortened(version)}; this abrun reads {SCHEMA_VERSION}: "
-            "use the one that wrote it"
+            Code.SCHEMA_VERSION_UNKNOWN(path=path, got=shortened(version), supported=SCHEMA_VERSION)
         )
 
 

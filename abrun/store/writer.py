@@ -10,6 +10,7 @@ from typing import Any
 
 from abrun import layout
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import redacted, told
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter, json_line
@@ -64,9 +65,7 @@ class RunWriter:
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(
-                f"{self._metrics.path}: {LOST}: continue with --resume, which records the lost steps again"
-            )
+            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=LOST))
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]

@@ -22,6 +22,7 @@ from abrun.compare.show.next_step import NextStep
 from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
+from abrun.messages import sentence
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.recipe import units
 from abrun.redaction import shown
@@ -426,7 +427,7 @@ def terminal_summary(
         facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
     parts.append(facts)
     if files and (missing := lacking("figures")):
-        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {missing}"))
+        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {sentence(missing)}"))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))
