@@ -11,6 +11,12 @@ from typing import Any
 
 TESTS = Path(__file__).parent
 FOLDER = TESTS / "snapshots"
+VOLATILE = {
+    r"/tmp/[\w./-]*": "<tmp>",
+    r"\b\d+\.\d+\.\d+[\w.+]*": "<version>",  # of an installed package
+    r"\b\d+:\d\d:\d\d\b": "<time>",
+    r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b": "<commit>",
+}
 
 
 @dataclass
@@ -32,7 +38,8 @@ class Snapshot:
         seen = str(text)
         for volatile, stable in sorted(self.replaced.items(), key=lambda item: -len(item[0])):
             seen = seen.replace(volatile, stable)
-        seen = re.sub(r"/tmp/[\w./-]*", "<tmp>", seen)
+        for pattern, stable in VOLATILE.items():
+            seen = re.sub(pattern, stable, seen)
         recorded = json.loads(self.path.read_text()) if self.path.exists() else {}
         key = self.test if self.count == 0 else f"{self.test} {self.count + 1}"
         self.count += 1

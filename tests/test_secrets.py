@@ -65,30 +65,33 @@ def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("override", "field"),
+    "override",
     [
-        (f"trainer.env.HF_TOKEN={TOKEN}", "trainer.env.HF_TOKEN: looks like a secret; write ${HF_TOKEN}"),
-        ("trainer.env.DB_PASSWORD=correct-horse", "write ${DB_PASSWORD} and export DB_PASSWORD"),
-        ("trainer.env.DB_PASSWORD=123456789123", "write ${DB_PASSWORD} and export DB_PASSWORD"),
-        ("trainer.env.URL=https://me:correct-horse@host", "write ${URL} and export URL"),
-        ("arms.treatment={trainer.env.HF_TOKEN: correct-horse}", "arms.treatment.trainer.env.HF_TOKEN"),
-        (f"trainer.parameters.script={TOKEN}", "trainer.parameters.script: looks like a secret; pass it"),
-        ("trainer.parameters.hub_token=correct-horse", "trainer.parameters.hub_token: looks like a secret"),
-        ("trainer.argv=[train, --hub_token, correct-horse]", "trainer.argv: hub_token is given a secret"),
-        ("trainer.argv=[train, hub.api_key=correct-horse]", "trainer.argv: hub.api_key is given a secret"),
-        (f"trainer.argv=[train, {TOKEN}]", "trainer.argv.1: looks like a secret"),
-        (f"trainer.versions_of=[{TOKEN}]", "trainer.versions_of.0: looks like a secret"),
-        (f"steps={TOKEN}", "steps: looks like a secret"),
-        ("trainer.argv=[sh, -c, 'export HF_TOKEN=correct-horse; train']", "trainer.argv.2: looks like"),
-        ("trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]", "trainer.argv: HF_TOKEN is given"),
-        ("trainer.env.ARGS=--x HF_TOKEN=correct-horse", "trainer.env.ARGS: looks like a secret"),
+        f"trainer.env.HF_TOKEN={TOKEN}",
+        "trainer.env.DB_PASSWORD=correct-horse",
+        "trainer.env.DB_PASSWORD=123456789123",
+        "trainer.env.URL=https://me:correct-horse@host",
+        "arms.treatment={trainer.env.HF_TOKEN: correct-horse}",
+        f"trainer.parameters.script={TOKEN}",
+        "trainer.parameters.hub_token=correct-horse",
+        "trainer.argv=[train, --hub_token, correct-horse]",
+        "trainer.argv=[train, hub.api_key=correct-horse]",
+        f"trainer.argv=[train, {TOKEN}]",
+        f"trainer.versions_of=[{TOKEN}]",
+        f"steps={TOKEN}",
+        "trainer.argv=[sh, -c, 'export HF_TOKEN=correct-horse; train']",
+        "trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]",
+        "trainer.env.ARGS=--x HF_TOKEN=correct-horse",
     ],
 )
-def test_a_secret_in_a_recipe_is_refused_and_not_quoted(abrun, recipe, monkeypatch, override, field) -> None:
+def test_a_secret_in_a_recipe_is_refused_and_not_quoted(
+    abrun, recipe, monkeypatch, override, snapshot
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "x")
     for options in ([], ["--dry-run"]):
         code, said = abrun("launch", str(recipe), "--set", override, *options)
-        assert code == 2 and field in said and said.count("\n") == 1
+        assert code == 2 and said.count("\n") == 1
+        snapshot(said)
         assert TOKEN not in said and "correct-horse" not in said and "123456789123" not in said
     assert not (recipe.parent / "runs").exists()
 
@@ -186,7 +189,7 @@ if os.environ["ABRUN_ARM"] == "treatment":
 
 
 def test_a_value_given_by_reference_is_masked_wherever_it_is_stored_or_shown(
-    abrun, recipe, tmp_path, monkeypatch
+    abrun, recipe, tmp_path, monkeypatch, snapshot
 ) -> None:
     """Its name says nothing; the trainer quotes it in metrics, on both streams, and in its last line."""
     (tmp_path / "quoting.py").write_text(QUOTING)
@@ -201,13 +204,15 @@ def test_a_value_given_by_reference_is_masked_wherever_it_is_stored_or_shown(
         *("--set", f"trainer.metrics={{format: jsonl, path: '{path}'}}", "--set", "limits.retries=0"),
     )
     monkeypatch.delenv("PLACE")
-    assert code == 1 and "cannot log in with ${PLACE}" in said
+    assert code == 1
+    snapshot(said)
     for command in ("status", "compare"):
         said += abrun(command, "runs/foreign")[1]
     said += abrun("logs", "runs/foreign/treatment/seed-0")[1]
     assert "reward/${PLACE}" in (tmp_path / "runs/foreign/baseline/seed-0/metrics.jsonl").read_text()
     log = (tmp_path / "runs/foreign/treatment/seed-0/stdout.log").read_text()
-    assert "connecting as ${PLACE}" in log and "cannot log in with ${PLACE}" in log
+    assert "connecting as ${PLACE}" in log
+    snapshot(log)
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.suffix != ".png"]
     assert any("report" in path.parts for path in files)
     for text in (said, *(path.read_bytes().decode(errors="replace") for path in files)):
@@ -243,20 +248,22 @@ def test_a_secret_in_any_field_is_refused_in_one_line(abrun, recipe, monkeypatch
     assert not (recipe.parent / "runs").exists()
 
 
-def test_a_parameter_that_an_option_is_given_is_looked_at(recipe) -> None:
+def test_a_parameter_that_an_option_is_given_is_looked_at(recipe, snapshot) -> None:
     overrides = ["trainer.argv=[train, --api-key, '{script}', '{run_dir}/log.csv']"]
-    with pytest.raises(RecipeError, match=r"trainer.argv: api-key is given a secret"):
+    with pytest.raises(RecipeError) as refusal:
         load_recipe(recipe, [*overrides, "trainer.parameters.script=CANARYx"])
+    snapshot(refusal.value)
 
 
-def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch) -> None:
+def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch, snapshot) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     directory = tmp_path / "baseline" / "seed-0"
     write_run(directory, "by-hand", RunName(arm=BASELINE, seed=0), load_recipe(recipe).run_config(BASELINE))
     monkeypatch.delenv("HF_TOKEN")
     assert external_run.run(directory) == external_run.FAILED
     message = store.RunDir(directory).state(RunName(arm=BASELINE, seed=0)).message
-    assert message and "HF_TOKEN is not set here" in message
+    assert message
+    snapshot(message)
 
 
 def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path, monkeypatch) -> None:

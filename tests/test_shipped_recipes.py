@@ -18,6 +18,7 @@ from abrun.launch.preview import precision_differences
 from abrun.plan import make_plan
 from abrun.recipe import Recipe, dotted, load_recipe, stored_recipe, stored_run
 from abrun.recipe.reading import Loader
+from tests.snapshot import Snapshot
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -87,12 +88,14 @@ def test_arms_that_differ_in_how_logits_are_computed_do_not_differ_in_their_prec
     assert not (fused and precision_differences(plan))
 
 
-def test_a_dry_run_says_where_the_precision_of_the_head_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_where_the_precision_of_the_head_differs(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     command = ["launch", "quickstart", "--dry-run", "--set", "policy.dtype=bfloat16"]
     logits = "arms.treatment.policy.logprobs.logits_dtype=float32"
     shown = CliRunner().invoke(app, [*command, "--set", logits], catch_exceptions=False).output
-    assert "treatment: the trainer's logits in float32 instead of bfloat16\n" in shown
+    snapshot(shown)
     assert "instead of" not in CliRunner().invoke(app, command, catch_exceptions=False).output
 
 

@@ -46,7 +46,7 @@ def test_trl_s_tables_are_read(tmp_path, mode):
     assert sample.reward is None  # two reward functions, whose weights the table does not say
 
 
-def test_nemo_rl_s_training_data_are_read(tmp_path):
+def test_nemo_rl_s_training_data_are_read(tmp_path, snapshot):
     rows = [
         {"content": [["You add.", "2+2?", text]], "rewards": [reward], "input_lengths": [9], "idx": number}
         for number, (text, reward) in enumerate([("five", 0.0), ("4", 1.0)])
@@ -61,8 +61,9 @@ def test_nemo_rl_s_training_data_are_read(tmp_path):
     assert sample.reward is None
     for broken in ('{"content": ["2+2?4"]}', '{"content": [["4"]]}', "[]"):
         (tmp_path / "train_data_step12.jsonl").write_text(broken + "\n")
-        with pytest.raises(StoreError, match=r"line 1: no content of a prompt and a completion"):
+        with pytest.raises(StoreError) as refusal:
             list(read_completions(tmp_path).values())
+        snapshot(refusal.value)
 
 
 def test_metrics_of_a_seed_are_no_completions(tmp_path):
@@ -70,12 +71,13 @@ def test_metrics_of_a_seed_are_no_completions(tmp_path):
     assert not read_completions(tmp_path) and not samples_in(tmp_path / "0.jsonl")
 
 
-def test_a_torn_dump_is_one_line(tmp_path):
+def test_a_torn_dump_is_one_line(tmp_path, snapshot):
     verl(tmp_path, 1, [("2+2?", "4", 1.0)])
     with (tmp_path / "1.jsonl").open("a") as file:
         file.write('{"input": "x"')
-    with pytest.raises(StoreError, match=r"1\.jsonl, line 2: no object with input and output"):
+    with pytest.raises(StoreError) as refusal:
         list(read_completions(tmp_path).values())
+    snapshot(refusal.value)
 
 
 def test_two_foreign_runs_stand_side_by_side(tmp_path):

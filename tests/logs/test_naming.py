@@ -10,6 +10,7 @@ from abrun.logs.aliases import FRAMEWORKS, TOLD_BY, apply, apply_to_all, parse
 from abrun.logs.guessing import guess_baseline, guess_runs
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
 from abrun.series import Series
+from tests.snapshot import Snapshot
 
 
 def log(name: str, **known: object) -> Log:
@@ -44,15 +45,14 @@ def test_odd_names(names: list[str], expected: list[str]) -> None:
     assert named(*names) == expected
 
 
-def test_patterns_given_by_hand() -> None:
+def test_patterns_given_by_hand(snapshot: Snapshot) -> None:
     assert named("x_0_fast", "x_1_slow", pattern="x_{seed}_{arm}") == ["fast/seed-0", "slow/seed-1"]
     assert named("2024/a.lr0.1/run3", pattern="*/{arm}.lr*/run{seed}") == ["a/seed-3"]
     assert named("a[0]{x}", pattern="{arm}[{seed}]{{x}}") == ["a/seed-0"]
     assert named("a-1-2", pattern="{arm}-{seed}-{rerun}") == ["a/seed-1-aa2"]
-    with pytest.raises(
-        ComparisonError, match=r"--pattern: got '\{arm\}-s\{seed\}', which does not match 'eval'"
-    ):
+    with pytest.raises(ComparisonError) as refusal:
         named("a-s0", "eval", pattern="{arm}-s{seed}")
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,16 @@ def test_patterns_that_are_none(pattern: str) -> None:
         named("a-s0", pattern=pattern)
 
 
-def test_two_runs_of_one_name_are_refused_with_both() -> None:
-    with pytest.raises(
-        ComparisonError, match="a/seed-0: got two runs of that name, place/a-s0/x and place/a-s0/y"
-    ):
+def test_two_runs_of_one_name_are_refused_with_both(snapshot: Snapshot) -> None:
+    with pytest.raises(ComparisonError) as refusal:
         named("a-s0/x", "a-s0/y")
+    snapshot(refusal.value)
 
 
-def test_names_without_a_rule_are_listed() -> None:
-    with pytest.raises(
-        ComparisonError, match=r"got runs named 'one', 'two', 'a-s0', which no .* --pattern '{arm}-s{seed}'"
-    ):
+def test_names_without_a_rule_are_listed(snapshot: Snapshot) -> None:
+    with pytest.raises(ComparisonError) as refusal:
         named("one", "two", "a-s0")
+    snapshot(refusal.value)
     with pytest.raises(ComparisonError, match="and 3 more"):
         named(*(f"run{letter}" for letter in "abcdefgh"))
 
@@ -96,15 +94,16 @@ def test_identity_beats_names() -> None:
     assert name_seeds([known], "other") == [RunName(arm="other", seed=1, rerun=2)]
 
 
-def test_seeds_of_a_known_arm() -> None:
+def test_seeds_of_a_known_arm(snapshot: Snapshot) -> None:
     def seeds(*names: str, pattern: str | None = None) -> list[int]:
         return [run.seed for run in name_seeds([log(name) for name in names], "x", pattern)]
 
     assert seeds("seed-0", "run_seed1.csv", "a/b-s2", "3") == [0, 1, 2, 3]
     assert seeds("only") == [0]
     assert seeds("r0x", "r1x", pattern="r{seed}x") == [0, 1]
-    with pytest.raises(ComparisonError, match=r"seeds: got runs of x named 'one', 'two', whose seed is not"):
+    with pytest.raises(ComparisonError) as refusal:
         seeds("one", "two")
+    snapshot(refusal.value)
     with pytest.raises(ComparisonError, match="x/seed-1: got two runs"):
         seeds("s1", "seed1")
 
@@ -161,7 +160,7 @@ def test_metrics_of_another_definition_keep_their_names(framework: str, name: st
         assert renamed[name].at(0) == 1
 
 
-def test_explicit_aliases() -> None:
+def test_explicit_aliases(snapshot: Snapshot) -> None:
     metrics = {"a": series(1), "b": series(2)}
     assert apply(metrics, {"a": "b", "b": "a"}) == {"a": metrics["b"], "b": metrics["a"]}
     assert list(apply(metrics, {"train/reward": "a", "x": "nothing"})) == ["b", "train/reward"]
@@ -171,11 +170,9 @@ def test_explicit_aliases() -> None:
     assert renamed["train/reward"].at(0) == 2
     (renamed,) = apply_to_all([{"a=b": series(1)}], parse(["x=a=b"])).metrics
     assert list(renamed) == ["x"]
-    with pytest.raises(
-        ComparisonError,
-        match=r"--alias: got x=aa, a metric that no run recorded; recorded are 'a', 'b'|did you mean",
-    ):
+    with pytest.raises(ComparisonError) as refusal:
         apply_to_all([metrics], parse(["x=aa"]))
+    snapshot(refusal.value)
     assert apply_to_all([{}, {}], parse(["x=aa"])).metrics == [
         {},
         {},

@@ -11,6 +11,7 @@ from abrun.errors import StoreError
 from abrun.logs import Log, read_logs
 from tests.logs.test_fuzz import messages, wandb_file
 from tests.logs.test_tables import one, values
+from tests.snapshot import Snapshot
 
 ROWS = [{"step": step, "reward": round(0.1 + step / 70, 4), "loss": 2 - step / 70} for step in range(1, 41)]
 
@@ -100,18 +101,20 @@ def test_a_step_that_is_no_number_is_refused(
         one(written(tmp_path / f"a.{kind}", content))
 
 
-def test_rows_without_a_step_or_without_numbers_are_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_rows_without_a_step_or_without_numbers_are_no_reason_to_refuse(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     log = one(written(tmp_path / "a.csv", "step,loss\n[-],[-]\n1,0.5\nstep,loss\n,0.75\n2,0.25\n"))
     assert values(log, "loss") == {1: 0.5, 2: 0.25}
-    assert "1 of 3 rows have no step and were left out" in log.notes
+    snapshot(log.notes)
     assert not log.dropped
 
 
-def test_numbers_in_quotes_in_json_lines(tmp_path: Path) -> None:
+def test_numbers_in_quotes_in_json_lines(tmp_path: Path, snapshot: Snapshot) -> None:
     rows = [{"step": str(step), "loss": f"{step / 8}", "note": "ok", "epoch": f"{step}/9"} for step in (1, 2)]
     log = one(written(tmp_path / "a.jsonl", lines_of_json([dict(row) for row in rows])))
     assert {name: values(log, name) for name in log.metrics} == {"loss": {1: 0.125, 2: 0.25}}
-    assert log.notes == ("epoch: 2 values left out as no numbers, the first '1/9' in line 1",)
+    snapshot(log.notes)
 
 
 def test_numbers_in_quotes_in_parquet(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_numbers_in_quotes_in_parquet(tmp_path: Path) -> None:
     assert values(log, "loss") == {1: 0.5} and values(log, "n") == {1: 1.0, 2: 2.0}
 
 
-def test_numbers_in_quotes_in_wandb(tmp_path: Path) -> None:
+def test_numbers_in_quotes_in_wandb(tmp_path: Path, snapshot: Snapshot) -> None:
     records = [messages.Record(run={"run_id": "a1", "display_name": "x-s3"})]
     for step in range(4):
         reward = f"{step / 8:.4f}" if step != 2 else "55%"
@@ -138,7 +141,7 @@ def test_numbers_in_quotes_in_wandb(tmp_path: Path) -> None:
     assert values(log, "a/b") == dict.fromkeys(range(4), 0.001)
     assert log.dropped == {"train/reward": (2,)}
     assert "row 3, column train/reward: got '55%'" in log.unread["train/reward"]
-    assert log.notes[0] == "train/reward: 1 value left out as no number, the first '55%' in row 3"
+    snapshot(log.notes[0])
 
 
 def test_ms_swift(tmp_path: Path) -> None:
@@ -280,7 +283,7 @@ def test_torn_and_damaged_gzip(tmp_path: Path) -> None:
 # --- folders ---
 
 
-def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path) -> None:
+def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path, snapshot: Snapshot) -> None:
     for seed in (0, 1, 2):
         run = tmp_path / f"seed_{seed}"
         written(run / "progress.csv", table(ROWS).replace("step,", "time/iterations,"))
@@ -294,23 +297,30 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path)
     for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
         assert f"left aside: {tmp_path}/seed_0/{name} " in said
     assert said.count("(and 2 more of that name)") == 4
-    with pytest.raises(StoreError, match=r"0\.monitor\.csv: no step in column 'time/iterations'"):
+    with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
+    snapshot(refusal.value)
 
 
-def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_read(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     for seed in (1, 2):
         written(tmp_path / f"seed{seed}.csv", table(ROWS))
     written(tmp_path / "seed3.csv", table(ROWS).replace("\n20,", "\n20k,"))
     damaged = read_logs(str(tmp_path))[2]
-    assert damaged.status == "unreadable" and "column step: got '20k' as the step" in damaged.failure
+    assert damaged.status == "unreadable"
+    snapshot(damaged.failure)
     for seed in (1, 2):
         (tmp_path / f"seed{seed}.csv").unlink()
-    with pytest.raises(StoreError, match="got '20k' as the step"):
+    with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path))
+    snapshot(refusal.value)
 
 
-def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(tmp_path: Path) -> None:
+def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     written(tmp_path / "metrics.csv", table(ROWS))
     for name in ("x", "y"):
         written(tmp_path / f"{name}.jsonl", '{"prompt": "a", "score": 1}\n')
@@ -324,8 +334,9 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(tmp_pa
         f"of {tmp_path} not read: 'sheet.xlsx'",
     ]
     (tmp_path / "metrics.csv").unlink()
-    with pytest.raises(StoreError, match="no column has the step"):
+    with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path))
+    snapshot(refusal.value)
     for path in tmp_path.glob("*.json*"):
         path.unlink()
     with pytest.raises(StoreError, match=r"no runs there; .*; it holds 'sheet\.xlsx'"):
@@ -393,7 +404,7 @@ def test_dashes_in_the_names_of_a_chart_of_wandb(tmp_path: Path, runs: list[str]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_splits_of_the_same_metric_are_two_metrics(tmp_path: Path, suffix: str) -> None:
+def test_splits_of_the_same_metric_are_two_metrics(tmp_path: Path, suffix: str, snapshot: Snapshot) -> None:
     rows = [
         {"step": step, "split": split, "reward": step / 10 + 0.5 * (split == "eval")}
         for step in (1, 2, 3)
@@ -403,7 +414,7 @@ def test_splits_of_the_same_metric_are_two_metrics(tmp_path: Path, suffix: str) 
     log = one(written(tmp_path / f"a.{suffix}", content))
     assert values(log, "train/reward") == {1: 0.1, 2: 0.2, 3: 0.3}
     assert values(log, "eval/reward") == {1: 0.6, 2: 0.7, 3: 0.8}
-    assert log.notes == ("metrics named after column split: 'eval', 'train'",)
+    snapshot(log.notes)
     assert "reward" not in log.metrics
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import Log, read_log, read_logs
+from tests.snapshot import Snapshot
 
 
 def one(path: Path, step_column: str | None = None) -> Log:
@@ -26,7 +27,7 @@ def values(log: Log, metric: str) -> dict[int, float]:
 # --- CSV ---
 
 
-def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path) -> None:
+def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "a.csv"
     path.write_text('step,"train/reward, mean",loss,note\n1,0.5,nan,hi\n2,,inf,\n3,0.25,-Infinity,1e3\n')
     log = one(path)
@@ -34,18 +35,18 @@ def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path) -> None:
     assert values(log, "train/reward, mean") == {1: 0.5, 3: 0.25}
     loss = values(log, "loss")
     assert math.isnan(loss[1]) and loss[2] == math.inf and loss[3] == -math.inf
-    assert log.notes == ("note: 1 value left out as no number, the first 'hi' in line 2",)
+    snapshot(log.notes)
     assert (log.name, log.status, log.config, log.environment) == ("a.csv", "unknown", None, None)
 
 
-def test_csv_of_pandas_in_any_order_with_a_step_twice(tmp_path: Path) -> None:
+def test_csv_of_pandas_in_any_order_with_a_step_twice(tmp_path: Path, snapshot: Snapshot) -> None:
     frame = pd.DataFrame(
         {"loss": [3.0, 1.0, 2.0, 9.0], "global_step": [30, 10, 20, 10], "text": list("abcd")}
     )
     frame.to_csv(tmp_path / "a.csv", index=False)
     log = one(tmp_path / "a.csv")
     assert values(log, "loss") == {10: 9.0, 20: 2.0, 30: 3.0}
-    assert log.notes == ("1 point was recorded again at the same step; the last counts",)
+    snapshot(log.notes)
     assert list(log.metrics) == ["loss"]
 
 
@@ -58,7 +59,7 @@ def test_the_index_of_pandas_is_no_metric_and_can_be_named_as_the_step(tmp_path:
     assert values(one(tmp_path / "index.csv", "Unnamed: 0"), "loss") == {0: 3.0, 1: 1.0}
 
 
-def test_the_step_column_is_the_first_that_every_row_has(tmp_path: Path) -> None:
+def test_the_step_column_is_the_first_that_every_row_has(tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "a.csv"
     path.write_text("_step,train/global_step,iter,loss\n0,10,1,1.5\n1,20,2,2.5\n")
     assert values(one(path), "loss") == {10: 1.5, 20: 2.5}
@@ -67,7 +68,7 @@ def test_the_step_column_is_the_first_that_every_row_has(tmp_path: Path) -> None
     assert values(one(path), "loss") == {0: 1.5, 1: 2.5}
     path.write_text("step,loss\n0,1.5\n,2.5\n1,3.5\n")
     assert values(one(path), "loss") == {0: 1.5, 1: 3.5}
-    assert one(path).notes == ("1 of 3 rows have no step and were left out",)
+    snapshot(one(path).notes)
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -109,41 +110,37 @@ def test_a_long_table_that_was_appended_to_with_its_header(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"epoch,loss\n1,2\n", "no column has the step; found are 'epoch', 'loss'; name the column"),
-        (b"step,loss\n1,2,3\n", r"line 2: got 3 cells; the header names 2"),
-        (b"step,loss,loss\n1,2,3\n", "the column 'loss' is there twice"),
-        (b"step,loss\n1.5,2\n", "step: got 1.5; a step is a whole number"),
-        (b"step,loss\n1e300,2\n", "a step is a whole number"),
-        (b"step,loss\ninf,2\n", "a step is a whole number"),
-        (b"step,loss\n1,\xff\xfe\n", "byte 12 is not UTF-8 text"),
-        (b"\x1b[31m,loss\n1,2\n", r"found are '\\x1b\[31m', 'loss'"),
-        (b"hello\nworld\n", "no column has the step"),
-        (
-            b"step,loss\n1,1\n9007199254740993,2\n",
-            "line 3: step: got 9.0072e.15; a step is a whole number below",
-        ),
-        (b'step,loss,t\n1,2,"x\n2,3,y\n3,4,z\n', "line 2: not readable as CSV: unexpected end of data"),
-        (b'step,loss\n"1"5,2\n', "line 2: not readable as CSV: ',' expected after"),
-        (
-            b"step," + b",".join(b"m%d" % i for i in range(100_001)) + b"\n",
-            "100002 metrics; allowed: at most 1000",
-        ),
+        b"epoch,loss\n1,2\n",
+        b"step,loss\n1,2,3\n",
+        b"step,loss,loss\n1,2,3\n",
+        b"step,loss\n1.5,2\n",
+        b"step,loss\n1e300,2\n",
+        b"step,loss\ninf,2\n",
+        b"step,loss\n1,\xff\xfe\n",
+        b"\x1b[31m,loss\n1,2\n",
+        b"hello\nworld\n",
+        b"step,loss\n1,1\n9007199254740993,2\n",
+        b'step,loss,t\n1,2,"x\n2,3,y\n3,4,z\n',
+        b'step,loss\n"1"5,2\n',
+        b"step," + b",".join(b"m%d" % i for i in range(100_001)) + b"\n",
     ],
 )
-def test_csv_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_csv_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, snapshot: Snapshot) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=message) as refused:
+    with pytest.raises(StoreError) as refused:
         one(path)
+    snapshot(refused.value)
     assert "a.csv" in str(refused.value) and str(refused.value).isprintable()
 
 
-def test_a_step_column_that_is_not_there(tmp_path: Path) -> None:
+def test_a_step_column_that_is_not_there(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
-    with pytest.raises(StoreError, match="no step in column 'x'; found are 'step', 'loss'"):
+    with pytest.raises(StoreError) as refusal:
         one(tmp_path / "a.csv", "x")
+    snapshot(refusal.value)
 
 
 # --- JSON ---
@@ -170,12 +167,10 @@ def test_rows_nested_as_deep_as_json_goes(tmp_path: Path) -> None:
     assert name == "a/" * 900 + "b"
 
 
-def test_what_only_python_takes_for_a_number_is_text(tmp_path: Path) -> None:
+def test_what_only_python_takes_for_a_number_is_text(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "a.csv").write_text("step,loss\n1,0.5\n2,1_0\n3,\u0661\n")
     assert values(one(tmp_path / "a.csv"), "loss") == {1: 0.5}
-    assert one(tmp_path / "a.csv").notes == (
-        "loss: 2 values left out as no numbers, the first '1_0' in line 3",
-    )
+    snapshot(one(tmp_path / "a.csv").notes)
 
 
 def test_jsonl_of_verl(tmp_path: Path) -> None:
@@ -196,24 +191,22 @@ def test_a_torn_last_line_of_jsonl_is_left_out(tmp_path: Path, torn: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b'{"step": 1}\nxx\n{"step": 2}\n', "line 2: got 'xx'; a JSON object is expected"),
-        (b'{"step": 1, "a": 1}\n[1, 2]\n', "line 2"),
-        (b"\x00\xff\x1b garbage", r"line 1: got '\\x00"),
-        (b'{"epoch": 1, "loss": 2}\n', "no column has the step; found are 'epoch', 'loss'"),
-        (b'{"a": ' + b"[" * 100_000 + b"\n{}\n", "line 1"),
-        ('{"step": 1}'.encode("utf-16-le") + b"\n{}", "line 1"),
-        (
-            b'{"step": 1}\n{"step": ' + b"9" * 4000 + b', "a": 1}\n',
-            "line 2: step: got inf; a step is a whole",
-        ),
+        b'{"step": 1}\nxx\n{"step": 2}\n',
+        b'{"step": 1, "a": 1}\n[1, 2]\n',
+        b"\x00\xff\x1b garbage",
+        b'{"epoch": 1, "loss": 2}\n',
+        b'{"a": ' + b"[" * 100_000 + b"\n{}\n",
+        '{"step": 1}'.encode("utf-16-le") + b"\n{}",
+        b'{"step": 1}\n{"step": ' + b"9" * 4000 + b', "a": 1}\n',
     ],
 )
-def test_jsonl_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_jsonl_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, snapshot: Snapshot) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(StoreError, match=message) as refused:
+    with pytest.raises(StoreError) as refused:
         one(tmp_path / "a.jsonl")
+    snapshot(refused.value)
     assert "a.jsonl" in str(refused.value) and str(refused.value).isprintable()
 
 
@@ -273,7 +266,7 @@ def test_torn_and_foreign_parquet(tmp_path: Path) -> None:
         one(path)
 
 
-def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path) -> None:
+def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path, snapshot: Snapshot) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -288,8 +281,9 @@ def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path) -> None:
     pq.write_table(
         pa.Table.from_arrays([pa.array([1]), pa.array([2.0]), pa.array([3.0])], ["step", "a", "a"]), path
     )
-    with pytest.raises(StoreError, match="the column 'a' is there twice"):
+    with pytest.raises(StoreError) as refusal:
         one(path)
+    snapshot(refusal.value)
 
 
 def test_parquet_whose_pages_have_checksums_is_checked(tmp_path: Path) -> None:
@@ -314,17 +308,18 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.wandb", "events.out.tfevents.1.a"])
-def test_an_empty_file_is_a_run_that_recorded_nothing(tmp_path: Path, name: str) -> None:
+def test_an_empty_file_is_a_run_that_recorded_nothing(tmp_path: Path, name: str, snapshot: Snapshot) -> None:
     (tmp_path / name).touch()
     log = one(tmp_path / name)
-    assert log.metrics == {} and log.notes == ("nothing is recorded in it yet",)
+    assert log.metrics == {}
+    snapshot(log.notes)
     assert log.status == "unknown"
 
 
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet", "wandb", "tensorboard"])
-def test_a_run_that_has_not_begun_can_be_followed(tmp_path: Path, format: str) -> None:
-    assert read_log(tmp_path / "later", format).notes == ("it does not exist yet",)
-    assert read_log(tmp_path, format).notes == ("it holds nothing of that format yet",)
+def test_a_run_that_has_not_begun_can_be_followed(tmp_path: Path, format: str, snapshot: Snapshot) -> None:
+    snapshot(read_log(tmp_path / "later", format).notes)
+    snapshot(read_log(tmp_path, format).notes)
 
 
 def test_a_growing_file_can_be_followed(tmp_path: Path) -> None:
@@ -363,29 +358,27 @@ def test_of_mixed_folders_the_kind_with_most_runs_is_read_and_it_is_said(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    "source",
     [
-        ("nowhere", "nowhere: no such file or folder; allowed: a path"),
-        ("wandb:nowhere", "no such file or folder"),
-        ("csv:.", "no runs there; allowed: runs logged as csv"),
-        (
-            ".",
-            "no runs there; allowed: runs logged as tensorboard, wandb, csv, jsonl, parquet or abrun's own",
-        ),
-        ("odd.txt", "odd.txt: not a file of metrics; allowed: "),
-        ("tb:a.csv/", "not a file of tensorboard"),
-        ("x" * 5000, "cannot be read: File name too long"),
+        "nowhere",
+        "wandb:nowhere",
+        "csv:.",
+        ".",
+        "odd.txt",
+        "tb:a.csv/",
+        "x" * 5000,
     ],
 )
 def test_sources_that_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, snapshot: Snapshot
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd.txt").write_text("hi")
     if "a.csv" in source:
         (tmp_path / "a.csv").write_text("step\n1\n")
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError) as refusal:
         read_logs(source.rstrip("/"))
+    snapshot(refusal.value)
 
 
 def test_names_from_files_cannot_move_the_cursor(tmp_path: Path) -> None:
@@ -395,12 +388,13 @@ def test_names_from_files_cannot_move_the_cursor(tmp_path: Path) -> None:
     assert log.place.isprintable()
 
 
-def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1" * 5)
     for module in [module for module in sys.modules if module.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        StoreError, match=r"needs the package pyarrow, .*; run: pip install 'abrun\[parquet\]'$"
-    ):
+    with pytest.raises(StoreError) as refusal:
         one(tmp_path / "a.parquet")
+    snapshot(refusal.value)

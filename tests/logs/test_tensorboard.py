@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from abrun.errors import StoreError
 from abrun.logs import read_log, read_logs
+from tests.snapshot import Snapshot
 
 
 def write(folder: Path, values: list[float], first: int = 0, tag: str = "train/reward") -> Path:
@@ -68,21 +69,23 @@ def test_scalars_as_tensors(tmp_path: Path) -> None:
     }
 
 
-def test_files_of_a_resumed_run_are_one_run(tmp_path: Path) -> None:
+def test_files_of_a_resumed_run_are_one_run(tmp_path: Path, snapshot: Snapshot) -> None:
     write(tmp_path / "b", [5.0, 6.0], first=2).rename(tmp_path / "events.out.tfevents.10000000000.host.1.0")
     write(tmp_path / "a", [1.0, 2.0, 3.0]).rename(tmp_path / "events.out.tfevents.9999999999.host.2.0")
     (log,) = [log for log in read_logs(str(tmp_path)) if log.metrics]
     assert log.metrics["train/reward"].values.tolist() == [1.0, 2.0, 5.0, 6.0]
-    assert log.notes == ("1 point was recorded again at the same step; the last counts",)
+    snapshot(log.notes)
 
 
-def test_files_that_each_begin_at_the_first_step_are_said_to_be_read_as_one_run(tmp_path: Path) -> None:
+def test_files_that_each_begin_at_the_first_step_are_said_to_be_read_as_one_run(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     folder = tmp_path / "baseline-s0"
     write(folder, [1.0, 2.0, 3.0]).rename(folder / "events.out.tfevents.100.host")
     write(folder, [9.0, 9.0]).rename(folder / "events.out.tfevents.200.host")
     (log,) = read_logs(str(tmp_path))
     assert log.metrics["train/reward"].values.tolist() == [9.0, 9.0, 3.0]
-    assert "its 2 event files are one run, begun anew 1 time(s)" in log.guesses[0]
+    snapshot(log.guesses[0])
 
 
 def test_hyperparameters_are_the_configuration(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_nested_runs_are_runs_each_and_one_to_who_follows_them(tmp_path: Path) -
     assert log.metrics["train/reward"].values.tolist() == [2.0, 7.0] and log.name == "baseline-s1"
 
 
-def test_torn_and_damaged_files_are_read_to_the_last_whole_event(tmp_path: Path) -> None:
+def test_torn_and_damaged_files_are_read_to_the_last_whole_event(tmp_path: Path, snapshot: Snapshot) -> None:
     file = write(tmp_path, [float(step) for step in range(200)])
     whole = file.read_bytes()
     lengths = []
@@ -127,7 +130,7 @@ def test_torn_and_damaged_files_are_read_to_the_last_whole_event(tmp_path: Path)
         (log,) = read_logs(str(tmp_path))
         assert 90 < len(log.metrics["train/reward"]) < 110
         assert log.metrics["train/reward"].values.tolist() == log.metrics["train/reward"].steps.tolist()
-        assert "torn or damaged and were left out" in log.notes[0]
+        snapshot(log.notes[0])
 
 
 def test_long_events_are_checked_too(tmp_path: Path) -> None:
@@ -146,10 +149,11 @@ def test_long_events_are_checked_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2**53, -(2**63)])
-def test_a_step_that_is_none_is_one_line(tmp_path: Path, step: int) -> None:
+def test_a_step_that_is_none_is_one_line(tmp_path: Path, step: int, snapshot: Snapshot) -> None:
     write(tmp_path, [1.0], first=step)
-    with pytest.raises(StoreError, match=r"train/reward: got -?9.*; a step is a whole number below 2\^53"):
+    with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path))
+    snapshot(refusal.value)
 
 
 def test_a_tensor_of_an_unknown_kind_is_no_number(tmp_path: Path) -> None:
@@ -161,12 +165,11 @@ def test_a_tensor_of_an_unknown_kind_is_no_number(tmp_path: Path) -> None:
     assert read_log(tmp_path, "tensorboard").notes == ()
 
 
-def test_garbage_is_one_line(tmp_path: Path) -> None:
+def test_garbage_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "events.out.tfevents.1.host").write_bytes(os.urandom(500))
-    with pytest.raises(
-        StoreError, match=r"tfevents.1.host: not an event file of TensorBoard; remove or rename"
-    ):
+    with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path))
+    snapshot(refusal.value)
 
 
 def test_reading_imports_neither_tensorflow_nor_torch(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from abrun.launch.probe import _run as run_probe
 from abrun.memory.devices import AHEAD, Devices
 from abrun.processes import processes_of
 from abrun.recipe import OwnRunConfig, load_recipe
+from tests.snapshot import Snapshot
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 MEASURING_S = 0.05
@@ -88,7 +89,9 @@ def test_cells_on_cpu_cores_come_one_after_the_other() -> None:
     assert seen == [(None, here)] * 2
 
 
-def test_processes_start_wait_for_their_turn_and_end_where_another_fails(tmp_path: Path) -> None:
+def test_processes_start_wait_for_their_turn_and_end_where_another_fails(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     devices, configs = Devices(("0",)), [config(1)] * 3
     for name in ("long", "fails", "ahead"):
         (tmp_path / name).mkdir()
@@ -114,8 +117,9 @@ def test_processes_start_wait_for_their_turn_and_end_where_another_fails(tmp_pat
         until((tmp_path / "long" / TURN).exists)
         process("ahead", "sleep 3600")
 
-    with pytest.raises(LaunchError, match="the first that failed"):
+    with pytest.raises(LaunchError) as refusal:
         devices.each(configs, jobs)
+    snapshot(refusal.value)
     assert started == ["long", "ahead"]
     assert not processes_of(tmp_path / "long") and not processes_of(tmp_path / "ahead")
 

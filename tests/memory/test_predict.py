@@ -41,6 +41,7 @@ from abrun.train.batches import RandomBatches
 from abrun.train.loop import make_algorithm
 from abrun.train.phases import Phases
 from abrun.train.setup import make_setup
+from tests.snapshot import Snapshot
 from tests.train.runs import single_rank
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -155,7 +156,7 @@ def test_a_published_head_is_predicted(tmp_path: Path) -> None:
     assert peaks["logits"] == pytest.approx(47.6e9, rel=0.06) and peaks["chunked"] < 4e9
 
 
-def test_a_sweep_of_two_keys_leaves_room_for_the_kinds() -> None:
+def test_a_sweep_of_two_keys_leaves_room_for_the_kinds(snapshot: Snapshot) -> None:
     swept = (("model.path", "models/a-rather-long-folder/qwen3-0.6b"), ("policy.packing", True))
     kinds = {"optimizer": {"weights": 5 * GIB, "activations": 5 * GIB}}
     peaks = Predicted(
@@ -171,7 +172,8 @@ def test_a_sweep_of_two_keys_leaves_room_for_the_kinds() -> None:
     shown = screen.getvalue()
     assert "weights 5.0, activations 5.0" in shown and "…" not in shown
     assert "path models/a-rather-long-folder/qwen3-0.6b, packing True" in shown
-    assert "states in bfloat16" in shown and "abrun itself trains with" in shown
+    assert "states in bfloat16" in shown
+    snapshot(shown)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_memory_of_a_device(asked: str, found: int) -> None:
     assert device_memory(asked) == found
 
 
-def test_a_dry_run_leaves_no_arm_out() -> None:
+def test_a_dry_run_leaves_no_arm_out(snapshot: Snapshot) -> None:
     """Neither one that fits nor one that is not predicted: silence would read as if it fitted."""
     arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
     recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
@@ -348,7 +350,7 @@ def test_a_dry_run_leaves_no_arm_out() -> None:
     assert size and fits.endswith("a device has 80.0 GiB")
     rollout = recipe.run_config("baseline").rollout  # pyright: ignore[reportAttributeAccessIssue]
     assert int(size[1].replace(",", "")) > rollout.max_new_tokens, "prompts are part of a sequence"
-    assert other == "arms.megatron: its peak is not predicted: policy.backend.type is megatron"
+    snapshot(other)
     (small,) = fit_of(recipe, GIB // 100, traced=False)
     assert "at the least" in small and small.endswith("a device has 0.0 GiB: too much")
     on_cores = load_recipe(RECIPE)
@@ -356,7 +358,9 @@ def test_a_dry_run_leaves_no_arm_out() -> None:
     assert fit_of(on_cores, GIB // 100, traced=False) == []
 
 
-def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dry_run_without_the_model_is_still_a_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
+) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing', which does not load: no network; give a folder"
@@ -367,30 +371,28 @@ def test_a_dry_run_without_the_model_is_still_a_plan(monkeypatch: pytest.MonkeyP
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
     script.write_text(f"import sys\nprint({'error: ' + why!r})\nsys.exit(2)\n")
     (said,) = fit_of(recipe, 80 * GIB, traced=True)
-    assert said == f"no peak is predicted, as what decides it is not known on this machine: {why}"
+    snapshot(said)
     script.write_text("raise ValueError\n")
-    with pytest.raises(LaunchError, match=r"ended with an error; see .*output\.log"):
+    with pytest.raises(LaunchError) as refusal:
         fit_of(recipe, 80 * GIB, traced=True)
+    snapshot(refusal.value)
 
 
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: "the hub cannot be reached")
     recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
-    expected = (
-        r"^arms\.baseline, arms\.treatment: model\.path: got 'nobody/nothing', no folder here, and the hub "
-    )
-    with pytest.raises(LaunchError, match=expected + r"cannot be reached; give a checkpoint's folder"):
+    with pytest.raises(LaunchError) as refusal:
         predict_recipe(plan(recipe, [64]), tmp_path)
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
-def test_memory_of_no_device(asked: str) -> None:
-    with pytest.raises(
-        RecipeError, match=r"^--device-memory: got .*; allowed: a size such as 80GiB, or one of"
-    ):
+def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refusal:
         device_memory(asked)
+    snapshot(refusal.value)
 
 
 def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,16 +409,15 @@ def test_lengths_that_the_model_does_not_take() -> None:
         next(trace(config, [64, 5000], 1))
 
 
-def test_another_backend_is_refused(tmp_path: Path) -> None:
+def test_another_backend_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:
     recipe: Any = load_recipe(RECIPE, ["policy.backend.type=megatron"])
-    with pytest.raises(
-        LaunchError, match=r"policy\.backend\.type: got 'megatron', whose step cannot be predicted"
-    ):
+    with pytest.raises(LaunchError) as refusal:
         predict_recipe(plan(recipe, [64]), tmp_path)
+    snapshot(refusal.value)
 
 
 def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     def probed(module: str, directory: Path, *_: Any) -> list[dict[str, Any]]:
         if directory.name.endswith("treatment"):
@@ -430,7 +431,7 @@ def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
     assert isinstance(result.exception, LaunchError)
     assert str(result.exception) == "arms.treatment: not predicted: no such kernel"
     assert "1 x 64 tokens, baseline" in result.output and "treatment" not in result.output
-    assert "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores." in result.output
+    snapshot(result.output)
     written = json.loads((tmp_path / "prediction.json").read_text())
     assert [cell["arm"] for cell in written["cells"]] == ["baseline"]
     assert written["not_predicted"] == {"treatment": "no such kernel"}

@@ -19,6 +19,7 @@ from abrun.mirror import bounded, report, wandb_run
 from abrun.mirror.sync import sync
 from abrun.store import RunDir, write_experiment
 from tests.mirror.server import Server, serving
+from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
 
 CLEAN = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY")
@@ -114,7 +115,7 @@ def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, server: Server) -
 
 @pytest.mark.slow
 def test_sync_sends_what_was_recorded_offline_and_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     experiment = tmp_path / "x"
@@ -136,22 +137,23 @@ def test_sync_sends_what_was_recorded_offline_and_nothing_twice(
         assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
     monkeypatch.setattr(wandb_run, "INIT_S", 1.0)
     monkeypatch.delenv("WANDB_API_KEY")
-    with pytest.raises(
-        StoreError, match=r"wandb: 1 of 1 runs were not sent: baseline/seed-0: .*API key"
-    ) as gone:
+    with pytest.raises(StoreError) as gone:
         sync(experiment, said.append)
+    snapshot(gone.value)
     assert "\n" not in str(gone.value)
 
 
 @pytest.mark.slow
-def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(tmp_path: Path, server: Server) -> None:
+def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(
+    tmp_path: Path, server: Server, snapshot: Snapshot
+) -> None:
     page = tmp_path / "report.html"
     page.write_text("the report")
     claim = {"arm": "treatment", "metric": "train/reward", "result": "equivalent", "mean_difference": 0.5}
     claim["certified_bound"] = None
     content = {"experiment": "x", "verdict": "MATCH", "reasons": ["so"], "num_pairs": 4, "primaries": [claim]}
     said = report.upload(content, [page], None)
-    assert said.startswith(f"The report is in wandb: {server.url}/team/abrun/runs/"), said
+    snapshot(said)
     (kept,) = [run for run in server.runs.values() if run.artifacts]
     assert kept.settings["jobType"] == "compare" and kept.settings["groupName"] == "x"
     assert kept.artifacts[0]["artifactCollectionName"] == "x-report"
@@ -160,26 +162,27 @@ def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(tmp_path: Path,
     assert any(b"the report" in part for part in server.runs["a"].uploaded.values())
 
 
-def test_what_is_switched_off_is_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_switched_off_is_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
     monkeypatch.chdir(tmp_path)
     said = report.upload(content, [], None)
-    assert (
-        said == "--wandb: the report was not uploaded: wandb is switched off here, as by WANDB_MODE=disabled"
-    )
+    snapshot(said)
 
 
-def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path) -> None:
+def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
     content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
     said = report.upload(content, [], None)
-    assert (
-        said.startswith("--wandb: the report was not uploaded: ") and "API key" in said and "\n" not in said
-    )
+    assert "API key" in said and "\n" not in said
+    snapshot(said)
 
 
 @pytest.mark.slow
-def test_a_server_that_falls_silent_is_left_behind(tmp_path: Path, server: Server) -> None:
+def test_a_server_that_falls_silent_is_left_behind(
+    tmp_path: Path, server: Server, snapshot: Snapshot
+) -> None:
     """The mirror of a training run, whose last rows no server takes, is ended, with its processes."""
     from abrun.train.wandb_mirror import WandbMirror
 
@@ -195,14 +198,14 @@ def test_a_server_that_falls_silent_is_left_behind(tmp_path: Path, server: Serve
     writer.metrics(2, {"train/reward": 2.0})
     time.sleep(2.0)
     mirror.finish()
-    assert said == [f"not everything was sent within 5 s; abrun sync {tmp_path / 'x'} sends what is missing"]
+    snapshot(said)
     server.silent.clear()
     assert mirrored(run, "--all")[-1].startswith("sent: ")
     (kept,) = server.runs.values()
     assert [row["step"] for row in kept.history] == [1, 2]
 
 
-def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
     from abrun.train.wandb_mirror import WandbMirror
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -211,7 +214,7 @@ def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert mirror._process
     os.kill(mirror._process.pid, signal.SIGKILL)
     mirror.finish()
-    assert said == [f"its process was killed by SIGKILL; abrun sync {tmp_path / 'x'} sends what is missing"]
+    snapshot(said)
 
 
 def test_the_control_plane_answers_without_wandb(tmp_path: Path) -> None:

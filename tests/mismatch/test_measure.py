@@ -12,6 +12,7 @@ from abrun.implementations import ENGINES
 from abrun.mismatch.command import measure_run
 from abrun.mismatch.findings import Budget, Row
 from tests.mismatch.conftest import LEARNING, Measure, scored_here
+from tests.snapshot import Snapshot
 from tests.test_implementations import verifier
 from tests.train.runs import group, make_run, metrics_by_step, run_config, train_here
 
@@ -47,7 +48,7 @@ def assert_adds_up(budget: Budget) -> None:
     assert sum(bar.adds.value for bar in budget.bars) == pytest.approx(excess(budget), abs=1e-12)
 
 
-def test_in_float32_there_is_nothing_to_explain(measure: Measure) -> None:
+def test_in_float32_there_is_nothing_to_explain(measure: Measure, snapshot: Snapshot) -> None:
     budget = measure("policy.logprobs.impl=chunked")
     assert budget.error.value <= 1 + PARITY and budget.cause is None
     assert_adds_up(budget)
@@ -59,7 +60,7 @@ def test_in_float32_there_is_nothing_to_explain(measure: Measure) -> None:
     assert again.largest_factor == 1  # weights that were saved and read are the same to the last bit
     assert before.error is not None and before.error > 1.01  # while an update moves log-probs
     reasons = {each.key: each.reason for each in budget.rows if each.reason}
-    assert reasons["float32"] == "the run is in float32 already"
+    snapshot(reasons["float32"])
     assert reasons["tensor_parallel_2"] == "one rank here"
     assert "vllm" in reasons["engine_vllm"].lower()
     assert [bar.key for bar in budget.bars] == ["shape", "logprobs", "engine", "rest"]

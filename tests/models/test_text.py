@@ -18,6 +18,7 @@ from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer
 from abrun.recipe import Model
 from tests.models.architectures import tiny_config, tiny_network
+from tests.snapshot import Snapshot
 
 PRINTABLE = "".join(chr(code) for code in range(32, 127))
 
@@ -114,16 +115,15 @@ def test_the_chat_template_is_applied_with_the_generation_prompt(checkpoint: Pat
     assert text.decode(text.encode_completions(["It is 2 — really"])) == ["It is 2 — really"]
 
 
-def test_a_system_prompt_is_the_first_turn(checkpoint: Path) -> None:
+def test_a_system_prompt_is_the_first_turn(checkpoint: Path, snapshot: Snapshot) -> None:
     text = load_text(Model(path=str(checkpoint), system_prompt="Be brief."), weights=None)
     expected = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert text.tokenizer.decode(encoded(text, "1+1?")) == expected
-    with pytest.raises(
-        RecipeError, match=r"model\.system_prompt: got 'Be brief\.', and the tokenizer has no chat"
-    ):
+    with pytest.raises(RecipeError) as refusal:
         load_text(Model(preset="qwen2-tiny", system_prompt="Be brief."), weights=None)
+    snapshot(refusal.value)
 
 
 def test_every_end_token_of_the_generation_config_ends(checkpoint: Path) -> None:

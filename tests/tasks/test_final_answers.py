@@ -10,6 +10,7 @@ from abrun.recipe import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task
 from abrun.tasks.final_answers import last_box, last_number, number
 from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically
+from tests.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -254,13 +255,15 @@ def test_each_way_as_a_recipe_asks_for_it(tmp_path: Path) -> None:
             assert tuple(task.reward(example, completion) for completion in completions) == rewards
 
 
-def test_a_reference_that_is_no_number(tmp_path: Path) -> None:
+def test_a_reference_that_is_no_number(tmp_path: Path, snapshot: Snapshot) -> None:
     path = task_file(tmp_path, "x + 1")
     make_task(Jsonl(type="jsonl", path=path))
     with pytest.raises(RecipeError) as raised:
         make_task(Jsonl(type="jsonl", path=path, answer="final_number"))
     message = str(raised.value)
-    assert "line 1: the answer 'x + 1' is no number" in message and "math_verify" in message
-    with pytest.raises(RecipeError, match="line 1: the answer 'x' is no number"):
+    assert "math_verify" in message
+    snapshot(message)
+    with pytest.raises(RecipeError) as refusal:
         make_task(Gsm8k(type="gsm8k", path=task_file(tmp_path, "#### x")))
+    snapshot(refusal.value)
     make_task(Gsm8k(type="gsm8k", path=task_file(tmp_path, "#### x"), answer="math_verify"))

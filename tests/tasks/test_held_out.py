@@ -13,6 +13,7 @@ from abrun.errors import RecipeError
 from abrun.recipe import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
 from abrun.tasks import Example, Task, hold_out, make_task
 from abrun.tasks.generated import Generated
+from tests.snapshot import Snapshot
 
 TASK: TypeAdapter[Any] = TypeAdapter(Arithmetic | WordProblems | Gsm8k | Jsonl)
 GENERATED = (
@@ -56,11 +57,14 @@ def test_the_rest_of_the_stream_stays_as_it_was(task: dict[str, Any]) -> None:
     assert all((before == after) == (before.prompt not in prompts) for before, after in pairs)
 
 
-def test_where_there_are_too_few_prompts_it_does_not_look_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_too_few_prompts_it_does_not_look_for_long(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     drawn, example = list[str](), Generated._example
     monkeypatch.setattr(Generated, "_example", lambda task, at: drawn.append(at) or example(task, at))
-    with pytest.raises(RecipeError, match=r"got 100000; the task has about 16 .* use 8, or a larger task"):
+    with pytest.raises(RecipeError) as refusal:
         held_out(GENERATED[0], 100_000)
+    snapshot(refusal.value)
     assert len(drawn) < 2000
 
 
@@ -69,11 +73,12 @@ def test_more_prompts_begin_with_the_same_ones() -> None:
         assert held_out(task, 40)[1][:7] == held_out(task, 7)[1]
 
 
-def test_at_most_half_of_the_prompts_are_held_out() -> None:
+def test_at_most_half_of_the_prompts_are_held_out(snapshot: Snapshot) -> None:
     training, _ = held_out(GENERATED[0], 8)
     assert len({example.prompt for example in training.examples(0, 0, 300)}) == 8
-    with pytest.raises(RecipeError, match=r"num_prompts: got 9; the task has about 16 .* use 8, or a larger"):
+    with pytest.raises(RecipeError) as refusal:
         held_out(GENERATED[0], 9)
+    snapshot(refusal.value)
 
 
 def test_the_last_lines_of_the_tasks_own_file(tmp_path: Path) -> None:
@@ -99,21 +104,22 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "other", "part"),
+    ("count", "other"),
     [
-        (11, None, "validation.num_prompts: got 11; task.path, "),
-        (10, None, "validation: holds out every problem of task.path, "),
-        (3, (1, 2), "validation.num_prompts: got 3; validation.path, "),
-        (10, range(10), "validation: holds out every problem of task.path, "),
-        (1, (), "validation.path: got "),
+        (11, None),
+        (10, None),
+        (3, (1, 2)),
+        (10, range(10)),
+        (1, ()),
     ],
 )
-def test_too_few_lines(count: int, other: Any, part: str, tmp_path: Path) -> None:
+def test_too_few_lines(count: int, other: Any, tmp_path: Path, snapshot: Snapshot) -> None:
     path = numbered(tmp_path / "x.jsonl", *range(10))
     fields = {} if other is None else {"path": numbered(tmp_path / "y.jsonl", *other)}
     with pytest.raises(RecipeError) as raised:
         held_out({"type": "jsonl", "path": path}, count, **fields)
-    assert str(raised.value).startswith(part) and "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    snapshot(str(raised.value))
 
 
 def test_a_validation_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from abrun.errors import RecipeError
 from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences, Validation
 from abrun.tasks import Example, Task, hold_out, make_task
+from tests.snapshot import Snapshot
 
 GSM8K = [
     {"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\nSo six.\n#### 6"},
@@ -105,29 +106,31 @@ def test_verdicts_of_math_verify(answer: str, completion: str, reward: float, tm
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line",
     [
-        ('{"prompt": "a", "answer": ', ""),
-        ('{"prompt": "a"}', "text fields 'prompt' and 'answer' are expected"),
-        ('{"prompt": "a", "answer": 3}', "text fields"),
-        ('["a", "b"]', "text fields"),
-        ("null", "text fields"),
-        ('{"prompt": "", "answer": "1"}', "the prompt is empty"),
+        '{"prompt": "a", "answer": ',
+        '{"prompt": "a"}',
+        '{"prompt": "a", "answer": 3}',
+        '["a", "b"]',
+        "null",
+        '{"prompt": "", "answer": "1"}',
     ],
 )
-def test_a_bad_line_is_named(line: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(line: str, tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": "1"}}\n\n{line}\n')
     with pytest.raises(RecipeError) as raised:
         make_task(Jsonl(type="jsonl", path=str(path)))
     message = str(raised.value)
-    assert f"{path}, line 3: " in message and reason in message and "\n" not in message
+    assert f"{path}, line 3: " in message and "\n" not in message
+    snapshot(message)
 
 
-def test_a_gsm8k_answer_without_its_mark(tmp_path: Path) -> None:
+def test_a_gsm8k_answer_without_its_mark(tmp_path: Path, snapshot: Snapshot) -> None:
     path = written(tmp_path / "x.jsonl", [GSM8K[0], {"question": "?", "answer": "42"}])
-    with pytest.raises(RecipeError, match=r"line 2: answer without a line '#### <number>'"):
+    with pytest.raises(RecipeError) as refusal:
         make_task(Gsm8k(type="gsm8k", path=path))
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n\n", b"\xff\xfe\x00"])
@@ -167,21 +170,22 @@ def test_preferences_hold_out_their_last_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line",
     [
-        ('{"prompt": "a", "chosen": "b"}', "text fields 'prompt' and 'chosen' and 'rejected' are expected"),
-        ('{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "text fields"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "the same text; correct or remove the line"),
-        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "the prompt is empty"),
+        '{"prompt": "a", "chosen": "b"}',
+        '{"prompt": "a", "chosen": ["b"], "rejected": "c"}',
+        '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+        '{"prompt": "", "chosen": "b", "rejected": "c"}',
     ],
 )
-def test_a_bad_pair_is_named(line: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_pair_is_named(line: str, tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(PAIRS[0]) + f"\n{line}\n")
     with pytest.raises(RecipeError) as raised:
         make_task(Preferences(type="preferences", path=str(path)))
     message = str(raised.value)
-    assert message.startswith(f"task.path: {path}, line 2: ") and reason in message and "\n" not in message
+    assert message.startswith(f"task.path: {path}, line 2: ") and "\n" not in message
+    snapshot(message)
 
 
 # --- verifiers of one's own ---
@@ -259,23 +263,24 @@ def test_a_verifier_that_fails_names_the_line_of_its_prompt(
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name",
     [
-        ("no_such_module:judge", "importing no_such_module raised ModuleNotFoundError: No module named"),
-        ("the_verifiers.deeper:judge", "raised ModuleNotFoundError"),
-        ("broken_verifiers:judge", "importing broken_verifiers raised SyntaxError"),
-        ("the_verifiers:judge", "the_verifiers has no judge; name a function"),
-        ("the_verifiers:number", "the number of the_verifiers is no function"),
+        "no_such_module:judge",
+        "the_verifiers.deeper:judge",
+        "broken_verifiers:judge",
+        "the_verifiers:judge",
+        "the_verifiers:number",
     ],
 )
 def test_a_verifier_that_is_not_there(
-    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     (tmp_path / "broken_verifiers.py").write_text("def judge(:\n")
     with pytest.raises(RecipeError) as raised:
         verified_by(tmp_path, name, monkeypatch)
     message = str(raised.value)
-    assert message.startswith(f"task.verifier: got {name!r}; ") and reason in message, message
+    assert message.startswith(f"task.verifier: got {name!r}; ")
+    snapshot(message)
     assert "\n" not in message
 
 

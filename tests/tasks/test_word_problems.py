@@ -12,6 +12,7 @@ from abrun.models import UNKNOWN, character_tokenizer
 from abrun.recipe import WordProblems
 from abrun.tasks import Example, Task, make_task
 from abrun.tasks.word_problems import TOPICS
+from tests.snapshot import Snapshot
 
 GOLDEN = "4d3d5645efda1f5852c25a10f3f2d84764e719e492412996d27869f05f1cd1d0"
 CALCULATION = re.compile(r"(\d+(?: [-+*/] \d+)+) = (\d+)")
@@ -21,13 +22,11 @@ def word_problems(**fields: Any) -> Task:
     return make_task(WordProblems.model_validate({"type": "word_problems", **fields}))
 
 
-def test_the_first_problems_of_a_stream() -> None:
+def test_the_first_problems_of_a_stream(snapshot: Snapshot) -> None:
     """A change of the templates shows here: the prompt hash is part of stored experiments."""
     examples = word_problems().examples(0, 0, 300)
-    assert examples[1].prompt.startswith(
-        "A truck goes 20 miles an hour. How many miles does it go in 7 hours?"
-    )
-    assert examples[1].completion == "In 7 hours the truck goes 7 * 20 = 140 miles. The answer is 140."
+    snapshot(examples[1].prompt)
+    snapshot(examples[1].completion)
     lines = (f"{example.prompt}|{example.completion}" for example in examples)
     assert hashlib.sha256("\0".join(lines).encode()).hexdigest() == GOLDEN
 
