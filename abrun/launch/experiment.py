@@ -195,7 +195,7 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
     may_rename = not any(map(_may_have_finished, runs.values()))
     for name, run in runs.items():
         if name not in planned:
-            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=name))
+            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
         difference = None
         with contextlib.suppress(StoreError), store.readable(run.path):
             if run.exists:

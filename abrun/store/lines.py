@@ -205,7 +205,7 @@ def damaged_line(path: Path | str, place: str, line: bytes, problem: object = MI
     """Return the error that names a line which LineParser refused."""
     shown = line[:40].decode(errors="replace")
     what = "a JSON object is expected" if isinstance(problem, orjson.JSONDecodeError) else problem
-    return StoreError(Code.LINE_INVALID(path=path, place=place, got=shown, problem=what))
+    return StoreError(Code.LINE_INVALID(path=path, place=place, got=shown, problem=str(what)))
 
 
 class LineReader:

@@ -158,7 +158,7 @@ def _content(path: str, field: str, most: int | None) -> bytes:
 
 def _unreadable(path: str, field: str, error: Exception) -> RecipeError:
     reason = getattr(error, "strerror", None) or error
-    return RecipeError(Code.PROBLEMS_UNREADABLE(field=field, path=path, problem=reason))
+    return RecipeError(Code.PROBLEMS_UNREADABLE(field=field, path=path, problem=str(reason)))
 
 
 def _parsed(
