@@ -132,6 +132,7 @@ class Code(StrEnum):
     # Refusals: comparing
 
     # Refusals: launching
+    JOBS_LEFT_IN_QUEUE = auto()
     DATA_FRAMES_NEED_PACKAGE = auto()
     SYNC_NEEDS_PACKAGE = auto()
     NOT_MEASURED_HERE = auto()
@@ -207,6 +208,11 @@ class Code(StrEnum):
     BISECT_NEEDS_CHECKOUT = auto()
     PYTHON_NOT_FOUND = auto()
     DEVICE_MEMORY_WITHOUT_USE = auto()
+    AUTO_ASKED = auto()
+    AUTO_NEEDS_DEVICE_MEMORY = auto()
+    AUTO_FITS_NOWHERE = auto()
+    AUTO_BACKEND_NOT_PREDICTED = auto()
+    AUTO_NOT_PREDICTED = auto()
     AUTO_NOT_MEASURED = auto()
     RESUME_VALUE_NOT_AUTO = auto()
     BACKEND_NOT_PREDICTED = auto()
@@ -324,6 +330,8 @@ class Code(StrEnum):
     NO_SUCH_RECIPE = auto()
 
     # Refusals: run directories and logs
+    LAUNCHER_AT_WORK = auto()
+    PERMISSION_DENIED = auto()
     STATE_UNREADABLE = auto()
     PATH_UNREADABLE = auto()
     EXPERIMENT_FILE_NOT_A_FILE = auto()
@@ -353,6 +361,11 @@ class Code(StrEnum):
     LOG_OF_ARM = auto()
     NO_RUN_OR_EXPERIMENT = auto()
     RUNS_DIR_MISSING = auto()
+    LAUNCHER_FASTER = auto()
+    LAUNCHER_BEGINS = auto()
+    LAUNCHER_TAKEN_OVER = auto()
+    FILE_LOCKED = auto()
+    FOLDER_LOCKED = auto()
 
 
 def _plain(value: Any) -> Any:

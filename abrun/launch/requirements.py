@@ -273,7 +273,7 @@ def _not_to_start_from(folder: str, num_steps: int) -> Iterator[Reason]:
         state = store.saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
-        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)
+        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason or str(error))
         return
     if (step := state.step) >= num_steps:
         yield Code.START_AFTER_LAST_STEP(folder=folder, step=step, steps=num_steps)

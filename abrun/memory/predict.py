@@ -26,7 +26,7 @@ from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Head, Plan, Variant
 from abrun.processes import end_all, processes_of
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe import (
     BESIDE_THE_TRAINER,
     MOST_OF_A_CACHE,
@@ -325,6 +325,13 @@ def _traces(directories: Sequence[Path]) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
+def _names(directory: Path, value: object) -> bool:
+    """Return whether a reason, or a value of one, names a folder."""
+    if isinstance(value, Reason):
+        return any(_names(directory, each) for each in value.values.values())
+    return isinstance(value, str) and str(directory) in value
+
+
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A folder that goes away, unless an error names it."""
@@ -332,7 +339,7 @@ def scratch() -> Iterator[Path]:
     try:
         yield directory
     except BaseException as error:
-        if str(directory) not in str(error):
+        if not _names(directory, getattr(error, "reason", None)):
             shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory, ignore_errors=True)

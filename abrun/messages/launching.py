@@ -19,6 +19,15 @@ def _not_measured(nodes: int, gpus_per_node: int, engines: int, machine: str) ->
     )
 
 
+def _unknown_memory(asked: str, here: bool, instead: str) -> str:
+    unknown = "this machine has no GPU" if here else "the GPUs of a cluster are not known here"
+    return (
+        f"{asked}, and {unknown}; add --device-memory with what one has, such as 80GiB or h200, or give "
+        f"values: "
+        f"{instead}"
+    )
+
+
 MESSAGES = {
     Code.DATA_FRAMES_NEED_PACKAGE: Message("data frames: {problem}"),
     Code.SYNC_NEEDS_PACKAGE: Message("{directory}: sync {problem}"),
@@ -28,6 +37,11 @@ MESSAGES = {
     Code.PLAN_CANNOT_RUN: Message(_problems, meaning="checks before the launch have found these problems"),
     Code.ARM_REFUSED: Message("arms.{arm}: {problem}"),
     Code.NODE_CANNOT_RUN: Message("{host}: {problem}"),
+    Code.JOBS_LEFT_IN_QUEUE: Message(
+        "{error}; jobs submitted before that ({jobs:list}) are still in the queue ({problem}): end them "
+        "with: "
+        "abrun cancel {directory}"
+    ),
     Code.SLURM_REFUSES_JOB: Message("slurm: {answer} (asked for: {options})"),
     Code.LAUNCHED_ELSEWHERE: Message("{directory}: {owner} launches it", remedy="cancel it there"),
     Code.LAUNCHER_UNREACHABLE: Message("{directory}: {owner} launches it and cannot be asked: {error}"),
@@ -228,8 +242,22 @@ MESSAGES = {
         "--device-memory: got it without --dry-run, or auto for one of {keys:list}, of which it is",
         remedy="add one of them, or drop it",
     ),
+    Code.AUTO_ASKED: Message("{recipe}: {fields:list}: got 'auto'"),
+    Code.AUTO_NEEDS_DEVICE_MEMORY: Message(
+        _unknown_memory, meaning="auto needs to know the memory of the devices"
+    ),
+    Code.AUTO_FITS_NOWHERE: Message(
+        "{asked}, and nothing fits: {tried}, and a device has {device_gib:.1f} GiB",
+        remedy="use smaller microbatches (policy.micro_batch_tokens or micro_batch_size), more ranks, more "
+        "of policy.backend's parallelism or a fused policy.logprobs.impl",
+    ),
+    Code.AUTO_BACKEND_NOT_PREDICTED: Message(
+        "{asked} with arms.{arm} on policy.backend.type {backend!r}, whose step cannot be predicted",
+        remedy="give values: {instead}",
+    ),
+    Code.AUTO_NOT_PREDICTED: Message("{asked}, and arms.{arm} cannot be predicted here: {problem}"),
     Code.AUTO_NOT_MEASURED: Message(
-        "{got}, and a step of arms.{arm} with {values} could not be measured: {error}; or give values: "
+        "{asked}, and a step of arms.{arm} with {values} could not be measured: {error}; or give values: "
         "{instead}"
     ),
     Code.RESUME_VALUE_NOT_AUTO: Message(

@@ -19,6 +19,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
+from abrun.reasons import Code, Reason
 from abrun.regular_files import read_regular
 from abrun.store.access import UnreadableError, unreadable
 from abrun.store.files import explained, make_folder, open_in_place
@@ -36,8 +37,8 @@ ONE_WRITE = 512  # bytes: a reader sees all of it or nothing
 class Locked(StoreError):
     """Another launcher owns the directory. `alive`: beyond doubt; otherwise it is worth asking again."""
 
-    def __init__(self, message: str, *, alive: bool) -> None:
-        super().__init__(message)
+    def __init__(self, reason: Reason, *, alive: bool) -> None:
+        super().__init__(reason)
         self.alive = alive
 
 
@@ -75,7 +76,7 @@ class Lease:
                 try:
                     self._check_mine()
                 except TakenOverError:  # nothing runs yet that would have to stop
-                    raise Locked(f"{self._path}: another launcher was faster", alive=True) from None
+                    raise Locked(Code.LAUNCHER_FASTER(lock=self._path), alive=True) from None
         except BaseException:
             os.close(file)
             raise
@@ -114,7 +115,7 @@ class Lease:
         content = os.pread(file, 4096, 0)
         owner = _owner_in(content)
         if replaced or (owner is None and locked is False):
-            raise Locked(f"{self._path}: another launcher begins here just now", alive=not replaced)
+            raise Locked(Code.LAUNCHER_BEGINS(lock=self._path), alive=not replaced)
         if owner is None:
             return None
         alive = _lives(owner, locked)
@@ -122,9 +123,13 @@ class Lease:
             alive = False if take_over else self._touched(content, os.fstat(file).st_mtime_ns)
         if alive is False:
             return owner
-        how = f"stop it with: kill {owner.pid}" if owner.is_seen_from_here else "stop it there"
-        instead = "" if owner.shares_kernel else ", or claim its place with --take-over"
-        raise Locked(f"{self._path}: {owner} launches this; wait for it, {how}{instead}", alive=bool(alive))
+        reason = Code.LAUNCHER_AT_WORK(
+            lock=self._path,
+            owner=str(owner),
+            pid=owner.pid if owner.is_seen_from_here else None,
+            may_take_over=not owner.shares_kernel,
+        )
+        raise Locked(reason, alive=bool(alive))
 
     def _replaced(self, file: int) -> int:
         """Put an empty file in the place of the lock that this process holds; returns it, locked."""
@@ -132,10 +137,10 @@ class Lease:
             self._path.unlink()
             new = open_in_place(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise Locked(f"{self._path}: another launcher was faster", alive=True) from None
+            raise Locked(Code.LAUNCHER_FASTER(lock=self._path), alive=True) from None
         if _kernel_lock(new) is False:
             os.close(new)
-            raise Locked(f"{self._path}: another launcher was faster", alive=True)
+            raise Locked(Code.LAUNCHER_FASTER(lock=self._path), alive=True)
         os.close(file)
         return new
 
@@ -168,7 +173,7 @@ class Lease:
         if _token_in(content) != self._token:
             owner = _owner_in(content)
             raise TakenOverError(
-                f"{self._path}: {owner or 'another launcher'} has taken this over; this one stops its runs"
+                Code.LAUNCHER_TAKEN_OVER(lock=self._path, owner=str(owner) if owner else None)
             )
 
 
@@ -215,7 +220,7 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         except Locked as error:
             if time.monotonic() > until:
-                raise Locked(f"{path}: another process changes it: {error}", alive=error.alive) from None
+                raise Locked(Code.FILE_LOCKED(path=path, problem=error.reason), alive=error.alive) from None
             time.sleep(POLL_S / 10)
     try:
         yield
@@ -236,7 +241,7 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
     try:
         if _kernel_lock(lock) is False:
             raise Locked(
-                f"{folder}: another {command} is at work there; wait for it, or give another --output",
+                Code.FOLDER_LOCKED(folder=folder, command=command),
                 alive=True,
             )
         yield

@@ -91,9 +91,12 @@ class SlurmLauncher:
                     commands.withdraw(list(dict.fromkeys(submitted)))
             except LaunchError as refused:  # the record still has them
                 raise LeftInQueueError(
-                    f"{str(error) or type(error).__name__}; jobs submitted before that "
-                    f"({', '.join(dict.fromkeys(submitted))}) are still in the queue ({refused}): end them "
-                    f"with: abrun cancel {experiment_dir}"
+                    Code.JOBS_LEFT_IN_QUEUE(
+                        error=str(error) or type(error).__name__,
+                        jobs=[*dict.fromkeys(submitted)],
+                        problem=refused.reason,
+                        directory=experiment_dir,
+                    )
                 ) from error
             jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
