@@ -1,0 +1,1 @@
+"""The cases of the corpus, by what they are about."""
