@@ -548,7 +548,8 @@ def test_a_model_folder_that_cannot_load_is_known_before_anything_starts(
     else:
         assert reason and (reason.code, reason["path"]) == (Code.MODEL_FOLDER_DAMAGED, str(tmp_path))
         assert reason["problem"].code is expected
-        snapshot(sentence(reason))
+        if expected is not Code.MODEL_FILE_NOT_JSON:  # which quotes Python's words
+            snapshot(sentence(reason))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:

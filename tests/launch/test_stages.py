@@ -13,6 +13,7 @@ from abrun.compare import compare_sources
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.stages import refuse_other_looks, until_decided
 from abrun.plan import compare_hash
+from abrun.reasons import Code
 from abrun.recipe import load_recipe
 from tests.snapshot import Snapshot
 
@@ -210,6 +211,7 @@ def test_a_resumed_launch_keeps_the_looks_that_it_declared(
     store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
     with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(recipe, tmp_path / "mine")
+    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
     snapshot(refusal.value)
 
 
@@ -223,6 +225,7 @@ def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
     refuse_other_looks(recipe, tmp_path / "same")
     with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(until_decided(plain, 6), tmp_path / "same")
+    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
     snapshot(refusal.value)
 
 
@@ -231,4 +234,5 @@ def test_declared_looks_are_kept(run: Run, snapshot: Snapshot) -> None:
     assert until_decided(recipe, None) is recipe and until_decided(recipe, 3) is recipe
     with pytest.raises(RecipeError) as refusal:
         until_decided(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
+    assert refusal.value.code is Code.STAGES_NEED_TREATMENT
     snapshot(refusal.value)

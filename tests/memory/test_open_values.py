@@ -22,6 +22,7 @@ from abrun.memory.lengths import largest_microbatch
 from abrun.memory.open_values import ASLEEP_BYTES, decide, planned
 from abrun.memory.predict import GIB, Predicted, _predicted
 from abrun.memory.step import own_sequences
+from abrun.reasons import Code
 from abrun.recipe import (
     CHECKPOINTING,
     KEEP_GATHERED,
@@ -333,6 +334,7 @@ def test_no_run_is_ever_told_auto(snapshot: Snapshot) -> None:
         OwnRunConfig.model_validate(config)
     with pytest.raises(RecipeError) as refusal:
         recipe().run_config("baseline")
+    assert refusal.value.code is Code.AUTO_NEEDS_LAUNCH
     snapshot(refusal.value)
 
 
@@ -492,6 +494,7 @@ def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(
     )
     with pytest.raises(LaunchError) as refusal:
         decide(recipe(*ALL, megatron), "200GiB", here=True)
+    assert refusal.value.code is Code.AUTO_BACKEND_NOT_PREDICTED
     snapshot(refusal.value)
 
 
@@ -501,6 +504,7 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
     monkeypatch.setattr(open_values, "triton_refusal", lambda **_: "no triton: pip install 'abrun[triton]'")
     with pytest.raises(LaunchError) as refusal:
         decide(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", here=True)
+    assert refusal.value.code is Code.AUTO_NOT_PREDICTED
     snapshot(refusal.value)
     assert not made_up
 
@@ -519,6 +523,7 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
 def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe(SMALL, [f"{key}={value}" for key, value in values.items()])
+    assert refused.value.code is Code.RULE_BROKEN
     snapshot(refused.value)
 
 
@@ -533,6 +538,7 @@ def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: S
 def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         recipe(*TOKENS, f"arms.treatment={change}")
+    assert refused.value.code is Code.RULE_BROKEN
     snapshot(refused.value)
     padded = "{policy.packing: false, policy.micro_batch_size: 4, policy.micro_batch_tokens: null}"
     config = recipe(*TOKENS, f"arms.treatment={padded}").closed().run_config("treatment")
@@ -615,6 +621,7 @@ def test_where_all_that_is_measured_is_too_much_it_is_refused_or_said(
     measures({8192: "optimizer"})
     with pytest.raises(LaunchError) as refusal:
         decide(only, None, here=True)
+    assert refusal.value.code is Code.AUTO_FITS_NOWHERE
     snapshot(refusal.value)
 
 
@@ -646,6 +653,7 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
     monkeypatch.setattr(open_values, "measured_cell", broken)
     with pytest.raises(LaunchError) as raised:
         decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)
+    assert raised.value.code is Code.AUTO_NOT_MEASURED
     snapshot(raised.value)
     folder = Path(str(raised.value).split("see ")[1].split("/baseline")[0])
     assert folder.is_dir() and "\n" not in str(raised.value)

@@ -19,6 +19,7 @@ from abrun.memory.profile import measure_head, measure_recipe
 from abrun.memory.show import page, tables, told
 from abrun.memory.sweep import Head, Plan, Variant, head_of, variants_of
 from abrun.processes import Popen, processes_of
+from abrun.reasons import Code
 from abrun.recipe import Declared, OwnRunConfig, load_recipe
 from tests.snapshot import Snapshot
 from tests.train.runs import single_rank
@@ -195,6 +196,7 @@ def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path,
     assert json.loads((tmp_path / "peaks.json").read_text())["longest"][0]["fits"] == longest.fits
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32], longest="length"), tmp_path)
+    assert refusal.value.code is Code.SEARCH_NEEDS_BUDGET
     snapshot(refusal.value)
 
 
@@ -356,18 +358,17 @@ def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path,
     recipe = load_recipe(SMALL, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(recipe, lengths=[32]), tmp_path)
+    assert refusal.value.code is Code.ARM_CANNOT_BE_MEASURED
     snapshot(refusal.value)
     assert not any(tmp_path.iterdir())
 
 
-def test_gpus_that_are_not_here_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
-) -> None:
+def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError) as refusal:
         recipe = RECIPE.model_copy(update={"cluster": RECIPE.cluster.model_copy(update={"gpus_per_node": 8})})
         measure_recipe(plan(recipe, lengths=[32]), tmp_path)
-    snapshot(refusal.value)
+    assert refusal.value.code is Code.NOT_MEASURED_HERE
     assert not any(tmp_path.iterdir())
 
 

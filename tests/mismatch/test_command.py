@@ -13,6 +13,7 @@ from abrun.layout import RunName
 from abrun.mismatch.command import _scratch as scratch
 from abrun.mismatch.command import choose
 from abrun.mismatch.variations import changes_of, on_one_rank, path_of
+from abrun.reasons import Code
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
 
@@ -137,9 +138,11 @@ def test_what_changes_and_which_way_the_path_goes(snapshot: Snapshot) -> None:
     assert [step.key for step in path_of(run_config())] == ["shape", "engine", "rest"]
     with pytest.raises(AbrunError) as refusal:
         changes_of(config, ["cluster.cpu_ranks=2"])
+    assert refusal.value.code is Code.SCORED_ON_ONE_RANK
     snapshot(refusal.value)
     with pytest.raises(AbrunError) as refusal:
         changes_of(config, ["policy.dtyp=float32"])
+    assert refusal.value.code is Code.KEY_UNKNOWN
     snapshot(refusal.value)
 
 
@@ -150,6 +153,7 @@ def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path, snapsh
     (run / "mismatch").write_text("in the way")
     with pytest.raises(AbrunError) as raised:
         measure_run(str(run), tmp_path)
+    assert raised.value.code is Code.UNWRITABLE
     snapshot(raised.value)
     assert os.linesep not in str(raised.value)
 
@@ -167,6 +171,7 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
             scratch(tmp_path / "mismatch"),
         ):
             pass
+        assert refusal.value.code is Code.FOLDER_LOCKED
         snapshot(refusal.value)
         assert folder.is_dir()
     assert not list((tmp_path / "mismatch").iterdir())
@@ -176,4 +181,5 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
 def test_a_change_that_changes_no_scoring_is_refused(override: str, snapshot: Snapshot) -> None:
     with pytest.raises(AbrunError) as refusal:
         changes_of(on_one_rank(run_config()), [override])
+    assert refusal.value.code is Code.SCORES_NOT_CHANGED
     snapshot(refusal.value)

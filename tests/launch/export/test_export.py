@@ -21,6 +21,7 @@ from abrun.launch.export import export, jobset, member
 from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.launch.export.schema import refuse_invalid
 from abrun.plan import make_plan
+from abrun.reasons import Code
 from abrun.recipe import launcher_settings, load_recipe
 from abrun.store import RunDir
 from tests.launch.test_local import SMALL
@@ -167,6 +168,7 @@ def test_of_two_exports_into_one_folder_one_is_whole(
     monkeypatch.setattr(exporting, "_write", later)
     with pytest.raises(LaunchError) as refusal:
         exported(tmp_path / "out", "jobset", JOBSET, "steps=8")
+    assert refusal.value.code is Code.EXPORT_FOLDER_UNWRITABLE
     snapshot(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     texts = [path.read_text() for path in (tmp_path / "out").glob("pair-*.yaml")]
@@ -189,10 +191,12 @@ def test_no_secret_gets_into_what_is_handed_over(section: str, tmp_path: Path, s
     profile.write_text(f"{kind}: {{{fields}")
     with pytest.raises(RecipeError) as refused:
         load_recipe(SMALL, [f"launcher={section}"])
+    assert refused.value.code is Code.SECRET_IN_RECIPE
     snapshot(refused.value)
     assert "hunter2" not in str(refused.value) and "0123456789abcdef" not in str(refused.value)
     with pytest.raises(RecipeError) as refusal:
         launcher_settings(None, kind)
+    assert refusal.value.code is Code.SECRET_IN_RECIPE
     snapshot(refusal.value)
 
 
@@ -248,25 +252,25 @@ def test_skypilot_gets_a_task_a_run(tmp_path: Path) -> None:
         (("apiVersion",), "jobset.x-k8s.io/v1alpha1", "'jobset.x-k8s.io/v1alpha2' was expected"),
     ],
 )
-def test_a_typo_in_a_jobset_is_found(
-    tmp_path: Path, path: tuple[Any, ...], value: Any, words: str, snapshot: Snapshot
-) -> None:
+def test_a_typo_in_a_jobset_is_found(tmp_path: Path, path: tuple[Any, ...], value: Any, words: str) -> None:
     document = deepcopy(exported(tmp_path / "out", "jobset", JOBSET)["pair-seed-0"])
     refuse_invalid(document, "jobset", "here")
     _put(document, path, value)
     with pytest.raises(LaunchError) as refused:
         refuse_invalid(document, "jobset", "here")
-    snapshot(refused.value)
+    assert refused.value.code is Code.MANIFEST_INVALID
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("path", [("numnodes",), ("resources", "accelerator"), ("resources", "imageid")])
-def test_a_typo_in_a_task_is_found(tmp_path: Path, path: tuple[Any, ...], snapshot: Snapshot) -> None:
+def test_a_typo_in_a_task_is_found(tmp_path: Path, path: tuple[Any, ...]) -> None:
     document = exported(tmp_path / "out", "skypilot", SKYPILOT)["run-baseline-seed-0"]
     _put(document, path, 1)
     with pytest.raises(LaunchError) as refusal:
         refuse_invalid(document, "skypilot", "here")
-    snapshot(refusal.value)
+    assert refusal.value.code is Code.MANIFEST_INVALID and f"'{path[-1]}' was unexpected" in str(
+        refusal.value
+    )
 
 
 def _put(document: Any, path: tuple[Any, ...], value: Any) -> None:
@@ -304,7 +308,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
 ) -> None:
     with pytest.raises((LaunchError, RecipeError)) as refused:
         exported(tmp_path / "out", engine, *settings)
-    snapshot(refused.value)
+    if refused.value.code is not Code.MANIFEST_INVALID:  # which quotes a library's words
+        snapshot(refused.value)
     assert not (tmp_path / "out").exists()
 
 

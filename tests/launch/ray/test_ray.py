@@ -19,6 +19,7 @@ from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
+from abrun.reasons import Code
 from abrun.recipe import launcher_settings, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent
@@ -126,11 +127,11 @@ def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pyt
     assert record.read_job(experiment_dir)["url"] == URL
 
 
-def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path, snapshot: Snapshot) -> None:
+def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
     ray.refuses = True
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
-    snapshot(refusal.value)
+    assert refusal.value.code is Code.RAY_FAILED
     assert not (tmp_path / "runs" / "small").exists()
 
 
@@ -158,12 +159,11 @@ def test_an_address_where_nothing_listens_is_one_line(
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
+    assert refusal.value.code is Code.RAY_ADDRESS_INVALID
     snapshot(refusal.value)
 
 
-def test_a_head_that_listens_and_hangs_is_waited_for_so_long(
-    monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
-) -> None:
+def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own client would wait for ever; this stands in for that, with the request it makes."""
 
     class Client:
@@ -183,7 +183,8 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(LaunchError) as refusal:
             client.known(url, "job")
-        snapshot(refusal.value)
+        reason = refusal.value.reason
+        assert reason and (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +257,12 @@ def test_where_ray_does_not_answer_the_run_directory_does_and_says_so(ray: FakeR
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == ("pending", str(ray.silent))
 
 
-def test_cancel_stops_the_job_and_resume_submits_another(
-    ray: FakeRay, tmp_path: Path, snapshot: Snapshot
-) -> None:
+def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
     job = job_of(experiment_dir)
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
-    snapshot(refusal.value)
+    assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
     assert cancel(experiment_dir) == f"cancelled: 1 job ({job}); what runs saves a checkpoint first"
     assert cancel(experiment_dir) == "small: nothing of it runs or waits"
     assert jobs_of(experiment_dir).revive() is None

@@ -21,6 +21,7 @@ from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
+from abrun.reasons import Code
 from abrun.recipe import launcher_settings, limit_s, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent
@@ -150,6 +151,7 @@ def test_what_slurm_refuses_is_one_line_of_its_own_and_leaves_nothing(
 ) -> None:
     with pytest.raises(LaunchError) as refused:
         submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+    assert refused.value.code is Code.PLAN_CANNOT_RUN
     snapshot(refused.value)
     assert queue(slurm) == [] and not (tmp_path / "runs").exists()
 
@@ -161,6 +163,7 @@ def test_a_refusal_half_way_takes_back_what_was_submitted(
     (slurm / "refused").write_text(script)
     with pytest.raises(LaunchError) as refusal:
         submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+    assert refusal.value.code is Code.SLURM_COMMAND_FAILED
     snapshot(refusal.value)
     assert len(queue(slurm)) > 0 and waiting(slurm) == []
     assert not (tmp_path / "runs" / "small").exists()
@@ -182,6 +185,7 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     assert seen(experiment_dir).message == "job 101_0 waits: Priority"
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
     (slurm / "deadly").unlink()
     assert cancel(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
@@ -221,6 +225,7 @@ def test_of_two_that_resume_at_once_one_submits(
     monkeypatch.setattr(store, "launcher_lock", later)
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
     assert len(waiting(slurm)) == 3
 
@@ -231,6 +236,7 @@ def test_a_machine_without_slurm_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
+    assert refusal.value.code is Code.SLURM_COMMAND_MISSING
     snapshot(refusal.value)
 
 
@@ -256,6 +262,7 @@ def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, 
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError) as refusal:
         submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
+    assert refusal.value.code is Code.PLAN_CANNOT_RUN
     snapshot(refusal.value)
 
 
@@ -265,6 +272,7 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(
     experiment_dir = submit(planned(), tmp_path)
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
     cancel(experiment_dir)
     RunDir(experiment_dir / "baseline" / "seed-0").begin_attempt().finish(3)
@@ -362,6 +370,7 @@ def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(
 ) -> None:
     with pytest.raises(LaunchError) as refusal:
         submit(planned("launcher={type: slurm, time: '2'}"), tmp_path)
+    assert refusal.value.code is Code.PLAN_CANNOT_RUN
     snapshot(refusal.value)
     assert not (slurm / "queue").exists() and not (tmp_path / "runs").exists()
 
