@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
+from abrun.messages import records
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
     import pandas
 
     from abrun.compare import Comparison
+    from abrun.compare.judge.verdict_file import VerdictFile
     from abrun.compare.read.experiment import Experiment as RecordedExperiment
     from abrun.compare.read.sources import Reading
 
@@ -102,22 +104,27 @@ class Result:
 
     @property
     def reasons(self) -> list[str]:
-        return self.comparison.content.reasons
+        return self.verdict_file.reasons
+
+    @property
+    def verdict_file(self) -> "VerdictFile":
+        """All that verdict.json holds, as typed records."""
+        return self.comparison.content
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """All of it, as verdict.json has it."""
+        """The same as verdict.json has it."""
         return self.comparison.as_json()
 
     @cached_property
     def claims(self) -> "pandas.DataFrame":
         """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
-        return _frame(self.content["primaries"], CLAIMS)
+        return _frame(records.as_json(self.verdict_file.primaries), CLAIMS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":
         """A row a guard and arm: what it looked at, its result, and why."""
-        return _frame(self.content["guards"])
+        return _frame(records.as_json(self.verdict_file.guards))
 
     @property
     def metrics(self) -> "pandas.DataFrame":
@@ -131,7 +138,7 @@ class Result:
 
     def __str__(self) -> str:
         """What `abrun compare` prints."""
-        from abrun.terminal import terminal
+        from abrun.present.terminal import terminal
 
         console = terminal()
         with console.capture() as captured:
@@ -140,10 +147,10 @@ class Result:
 
     def _repr_html_(self) -> str:
         color = COLORS[self.verdict]
-        name = html.escape(self.content["experiment"])
+        name = html.escape(self.verdict_file.experiment)
         parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
         parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
-        if self.content["primaries"]:
+        if self.verdict_file.primaries:
             parts.append(_as_html(self._claims_for_people))
         parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
@@ -182,10 +189,10 @@ def launch(
     """
     from abrun.launch import experiment_dir_of, launch_or_hand_over, make_scheduler, queued_jobs
     from abrun.memory.open_values import planned
+    from abrun.present.terminal import terminal
     from abrun.processes.output import UnfailingOutput
     from abrun.recipe import launcher_settings, load_recipe
     from abrun.start.shipped import find_recipe
-    from abrun.terminal import terminal
     from abrun.watch import View
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})

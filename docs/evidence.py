@@ -17,16 +17,18 @@ from typing import Any
 from PIL import Image
 
 from abrun.compare import REPORT, freeze_arm
+from abrun.compare.judge.divergence import Divergence
+from abrun.compare.judge.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.context import context
 from abrun.compare.show.evidence import evidence
-from abrun.compare.show.markup import code, escaped
 from abrun.compare.show.next_step import next_steps
 from abrun.compare.show.pasted import RUNS_DIR
 from abrun.compare.show.planted import advice, columns, rows, sentence
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
+from abrun.present.markdown import code, escaped
 from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
 from abrun.store import open_experiment, read_json, write_file, write_json
 
@@ -43,7 +45,7 @@ APART = """How far apart runs lie, as a mean over steps: a treatment from its ba
 itself, run again (A/A), and from first weights moved by one ULP; the baseline's seeds (their sd). Where the
 baseline repeats bit for bit, the last column says from which step on the arms differ."""
 OF_METRICS = ("metric", "arms", "A/A", "one ULP", "seeds", "apart from step")
-Content = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 def write_record(directory: Path, recipe: Path, folder: Path) -> None:
@@ -62,7 +64,7 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
         "hardware": beside.environment or "unknown",
         "spent": f"{hours:.2g} run hours, {len(runs)} runs".replace("nan", "unknown"),
         "seeds": list(experiment.arm(BASELINE)),
-        "next_steps": {arm: _next_steps(experiment, content, arm, command) for arm in content["arms"]},
+        "next_steps": {arm: _next_steps(experiment, content, arm, command) for arm in content.arms},
         "completions": kept and {**kept, "steps": kept["steps"][:1] + kept["steps"][1:][-1:]},
         "no_reference": None,
     }
@@ -71,7 +73,7 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     except ComparisonError as error:
         (folder / REFERENCE).unlink(missing_ok=True)  # of an earlier run
         record["no_reference"] = str(error)
-    write_json(folder / VERDICT, content, mode=PUBLIC)
+    write_json(folder / VERDICT, as_json(content), mode=PUBLIC)
     write_json(folder / RECORD, record, mode=PUBLIC)
     for path in folder.glob("*.png"):
         path.unlink()  # of an earlier run
@@ -80,26 +82,21 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
         image.save(folder / path.name, optimize=True)
 
 
-def _verdict(path: Path) -> dict[str, Any]:
-    """Its content, with the numbers that JSON has none for, and without the names of hosts."""
-    content = read_json(path)
-    # Of schema 3, which estimated distances of final weights from samples that can mislead.
-    content["final_weights"] = [one for one in content["final_weights"] if "aa_relative_difference" in one]
+def _verdict(path: Path) -> VerdictFile:
+    """Its content, without the names of hosts."""
+    content = as_json(read_verdict_file(path))
     hosts = {host for one in content["environments"] for host in one["environment"].pop("hosts", ())}
-    text = re.sub(r'"(NaN|-?Infinity)"(?=[],}])', r"\1", json.dumps(content))
+    text = json.dumps(content)
     for number, host in enumerate(sorted(hosts), 1):
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", f"host-{number}", text)
-    return json.loads(text)
+    return verdict_file_of(json.loads(text), path)
 
 
-def _next_steps(experiment: Experiment, content: Content, arm: str, command: str) -> list[dict[str, str]]:
+def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
     """As if there were no other treatment."""
-    lists = ("primaries", "descriptions", "guards", "step_one", "by_prompt")
-    alone = {key: [one for one in content[key] if one["arm"] == arm] for key in lists}
-    section = content["arms"][arm]
-    alone = {**content, **alone, "arms": {arm: section}, "verdict": section["verdict"]}
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
-    found = next_steps(replace(experiment, arms=(BASELINE, arm), directory=nobodys), alone, command)
+    alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)
+    found = next_steps(alone, of_arm(content, arm), command)
     return [asdict(one) for one in found]
 
 
@@ -156,22 +153,24 @@ def pages(root: Path) -> dict[str, str]:
     return written
 
 
-def _row(recipe: Path, record: Content, content: Content) -> Iterator[str]:
+def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     """Of the index, from the verdict on."""
-    of, claims, planted = _of(content), content["primaries"], content["sensitivity"]
-    needed = [one["pairs_needed"] for one in claims if one["result"] == "undecided"]
-    yield _lines(of[arm] + _against(recipe, arm, one["verdict"]) for arm, one in content["arms"].items())
-    yield _lines(of[one["arm"]] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
-    decide = f"; {max(needed)} decide it with 80 % power, if equal" if needed and None not in needed else ""
+    of, claims, planted = _of(content), content.primaries, content.sensitivity
+    undecided = [one for one in claims if one.result == "undecided"]
+    needed = [one.pairs_needed for one in undecided if one.pairs_needed is not None]
+    yield _lines(of[arm] + _against(recipe, arm, one.verdict) for arm, one in content.arms.items())
+    yield _lines(of[one.arm] + "{0} {4}: {3}, bound {5}, {6}".format(*claim_cells(one)) for one in claims)
+    known = needed and len(needed) == len(undecided)
+    decide = f"; {max(needed)} decide it with 80 % power, if equal" if known else ""
     yield f"{len(record['seeds'])}{decide}"
     yield _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (rows(planted) if planted else ())) or "none"
     yield _lines((record["hardware"], record["ran"]))
     yield record["spent"]
 
 
-def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
-    name, arms, of, planted = recipe.stem, content["arms"], _of(content), content["sensitivity"]
-    paired = content["paired"]
+def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
+    name, arms, of, planted = recipe.stem, content.arms, _of(content), content.sensitivity
+    paired = content.paired
     files = ", ".join(f"[{one}]({name}/{one})" for one in (VERDICT, REFERENCE) if (folder / one).is_file())
     repeated = f"abrun compare {name} --reference {PAGES}/{name}/{REFERENCE}    # yours with these"
     if record["no_reference"] is not None:
@@ -184,25 +183,25 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
         ("seeds", ", ".join(map(str, record["seeds"]))),
         ("files", files),
     )
-    distances = [_distances(one, of) for one in content["divergence"]]
-    claims = [[one["arm"], *claim_cells(one)] for one in content["primaries"]]
+    distances = [_distances(one, of) for one in content.divergence]
+    claims = [[one.arm, *claim_cells(one)] for one in content.primaries]
     pictures = sorted(folder.glob("*.png"), key=lambda path: (path.stem in OWN_FIGURES, path.stem))
     parts = [
-        f"# {name}: {', '.join(of[arm] + one['verdict'] for arm, one in arms.items())}",
+        f"# {name}: {', '.join(of[arm] + one.verdict for arm, one in arms.items())}",
         "Written by `python docs/evidence.py`. All experiments, and what has to be known of their runs: "
         "[evidence.md](../evidence.md).",
         *paragraphs(recipe),
         _table(("", ""), facts, cell=str),
         f"```sh\n{record['command']}\n{repeated}\n```",
         "## Verdict",
-        _list(of[arm] + reason for arm, one in arms.items() for reason in one["reasons"]),
+        _list(of[arm] + reason for arm, one in arms.items() for reason in one.reasons),
         _table(["arm", *claim_columns(content)], claims) if claims else "",
         *(f"![{path.stem} by arm]({name}/{path.name})" for path in pictures),
         *(part for arm in arms for part in _open(recipe, record, content, arm)),
         "## What it leaves open",
-        _list([*_uneven(content, of), *_unclaimed(content, of), *content["not_tested"]]),
+        _list([*_uneven(content, of), *_unclaimed(content, of), *content.not_tested]),
         "## What it rests on",
-        _table(("", ""), evidence({**content, "sensitivity": None, "not_tested": []})),  # said elsewhere
+        _table(("", ""), evidence(replace(content, sensitivity=None, not_tested=[]))),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
         "Each planted in the baseline and judged as a treatment is: it "
@@ -217,44 +216,48 @@ def _page(recipe: Path, folder: Path, record: Content, content: Content) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
-def _open(recipe: Path, record: Content, content: Content, arm: str) -> Iterator[str]:
+def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Iterator[str]:
     """What could be done next, where the verdict decides nothing or is not what was claimed."""
-    said = _against(recipe, arm, content["arms"][arm]["verdict"])
+    said = _against(recipe, arm, content.arms[arm].verdict)
     if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
         steps = record["next_steps"][arm]
         yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
 
 
-def _uneven(content: Content, of: Mapping[str, str]) -> Iterator[str]:
+def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """The differences of a claim that are skewed, as where one seed alone fails."""
-    for one in content["primaries"]:
-        if one["warning"] and one["differences"]:
-            pairs = zip(one["seeds"], one["differences"], strict=True)
+    for one in content.primaries:
+        if one.warning and one.differences:
+            pairs = zip(one.seeds, one.differences, strict=True)
             by_seed = ", ".join(f"{difference:+.2g} in seed {seed}" for seed, difference in pairs)
-            yield f"{of[one['arm']]}{one['metric']}: the mean difference is no seed's own: {by_seed}"
+            yield f"{of[one.arm]}{one.metric}: the mean difference is no seed's own: {by_seed}"
 
 
-def _unclaimed(content: Content, of: Mapping[str, str]) -> Iterator[str]:
+def _unclaimed(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """What no claim is about, and is further apart than other seeds would be."""
-    claimed = {(one["arm"], one["metric"]) for one in content["primaries"]}
-    at = "; at step {step}, in seed {seed}, {treatment:.4g} for {baseline:.4g}"
-    firsts = {(one["arm"], one["metric"]): at.format(**one) for one in content["step_one"]}
-    for one in content["divergence"]:
-        arm, metric, share = one["arm"], one["metric"], one["share_of_seed_spread"] or 0
-        if (arm, metric) not in claimed and share > FAR and one["mean_difference"] > ROUNDING:
+    claimed = {(one.arm, one.metric) for one in content.primaries}
+    firsts = {
+        (one.arm, one.metric): (
+            f"; at step {one.step}, in seed {one.seed}, {one.treatment:.4g} for {one.baseline:.4g}"
+        )
+        for one in content.step_one
+    }
+    for one in content.divergence:
+        arm, metric, share = one.arm, one.metric, one.share_of_seed_spread or 0
+        if (arm, metric) not in claimed and share > FAR and one.mean_difference > ROUNDING:
             far = f"{share:.2g} times the seeds' sd from the baseline on average"
             yield f"{of[arm]}{metric}: no claim; {far}{firsts.get((arm, metric), '')}"
 
 
-def _distances(one: Content, of: Mapping[str, str]) -> list[str]:
-    ulp = one["ulp"] or {"mean_difference": None}
-    means = (one["mean_difference"], one["aa_mean_difference"], ulp["mean_difference"], one["seed_spread"])
+def _distances(one: Divergence, of: Mapping[str, str]) -> list[str]:
+    ulp = one.ulp.mean_difference if one.ulp else None
+    means = (one.mean_difference, one.aa_mean_difference, ulp, one.seed_spread)
     numbers = ("-" if mean is None else f"{mean:.3g}" for mean in means)
-    return [of[one["arm"]] + one["metric"], *numbers, str(one["first_step_apart"] or "-")]
+    return [of[one.arm] + one.metric, *numbers, str(one.first_step_apart or "-")]
 
 
-def _completions(kept: Content | None, arms: Sequence[str]) -> Iterator[str]:
+def _completions(kept: Record | None, arms: Sequence[str]) -> Iterator[str]:
     if not (kept and kept["steps"]):
         yield escaped(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
         return
@@ -265,7 +268,7 @@ def _completions(kept: Content | None, arms: Sequence[str]) -> Iterator[str]:
         yield _table(["prompt", *said], cells, cell=str)
 
 
-def _completion(said: Content | None) -> str:
+def _completion(said: Record | None) -> str:
     return f"{_text(said['text'])}<br>*reward {said['reward']}*" if said else "not kept"
 
 
@@ -281,9 +284,9 @@ def _against(recipe: Path, arm: str, verdict: str) -> str:
     return f"{verdict}, {'as' if verdict == expected else 'not as'} claimed elsewhere"
 
 
-def _of(content: Content) -> dict[str, str]:
+def _of(content: VerdictFile) -> dict[str, str]:
     """Before what is said of one of several treatments, its name."""
-    return {arm: f"{arm}: " * (len(content["arms"]) > 1) for arm in content["arms"]}
+    return {arm: f"{arm}: " * (len(content.arms) > 1) for arm in content.arms}
 
 
 def _lines(texts: Iterable[str]) -> str:

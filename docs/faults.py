@@ -3,9 +3,10 @@
 python docs/faults.py > docs/faults.md
 """
 
-from abrun.compare.show.planted import LIBRARY_COLUMNS, library_row
-from abrun.recipe import FAULTS
+from abrun.present.tables import Table, columns
+from abrun.recipe import FAULTS, Fault
 
+COLUMNS = columns("name", "seam", "what it does", "size", "needs", "shows", "source")
 HEAD = """# Faults, and what a comparison would have caught
 
 Printed by `python docs/faults.py`, from `abrun/recipe/faults.py`; a test compares the two.
@@ -62,14 +63,15 @@ A size is how much of the fault there is, in its own unit; the one below is that
 
 def page() -> str:
     """The whole of docs/faults.md."""
-    rows = [LIBRARY_COLUMNS, ("---",) * len(LIBRARY_COLUMNS), *map(library_row, FAULTS)]
-    lines = ["| " + " | ".join(_marked(row)) + " |" for row in rows]
+    lines = Table(COLUMNS, [*map(_row, FAULTS)]).markdown(str)
     general = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.any_algorithm)
     return "\n".join([HEAD, *lines, f"\nSFT and DPO can have {general}; the others are a policy gradient's."])
 
 
-def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"`{row[0]}`", *row[1:]) if row[0] not in ("---", LIBRARY_COLUMNS[0]) else row
+def _row(fault: Fault) -> tuple[str, ...]:
+    size = "-" if fault.size is None else f"{fault.size:g} {fault.unit}"
+    needs = ", ".join(fault.needs) or "-"
+    return f"`{fault.name}`", fault.seam, fault.does, size, needs, fault.shows, fault.source
 
 
 if __name__ == "__main__":

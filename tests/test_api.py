@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,8 +115,9 @@ def test_a_notebook_gets_html_with_nothing_of_the_runs_as_markup(tmp_path: Path)
     shown = result._repr_html_()
     assert result.verdict in shown and "<table" in shown and 'src="data:image/png;base64,' in shown
     assert str(result.report) in shown and "treatment" in result.experiment._repr_html_()
-    object.__setattr__(result, "content", {**result.content, "experiment": "<script>"})
-    assert "<script>" not in result._repr_html_() and "&lt;script&gt;" in result._repr_html_()
+    hostile = replace(result.comparison, content=replace(result.verdict_file, experiment="<script>"))
+    shown = replace(result, comparison=hostile)._repr_html_()
+    assert "<script>" not in shown and "&lt;script&gt;" in shown
 
 
 def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:

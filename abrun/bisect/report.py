@@ -1,12 +1,12 @@
 """A bisection in words: what it would do (`--dry-run`), and what it found."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun.bisect.command import AGAIN, Bisection, Outcome
 from abrun.bisect.search import Design
 from abrun.looks import level_of_a_look
+from abrun.present.tables import Table, columns
 
 SHOWN = 40
 
@@ -14,12 +14,17 @@ SHOWN = 40
 def planned(bisection: Bisection) -> RenderableType:
     """Candidates, tests, levels and the most runs there can be."""
     design, candidates = bisection.design, bisection.candidates
-    table = _table("", "candidate", "arm")
     last = len(candidates) - 1
-    for index, candidate in enumerate(candidates):
-        if index < SHOWN or index == last:
-            role = "good" if index == 0 else "bad" if index == last else str(index)
-            table.add_row(role, Text(candidate.title), "baseline" if index == 0 else candidate.arm)
+    rows = [
+        (
+            "good" if index == 0 else "bad" if index == last else str(index),
+            candidate.title,
+            "baseline" if index == 0 else candidate.arm,
+        )
+        for index, candidate in enumerate(candidates)
+        if index < SHOWN or index == last
+    ]
+    table = Table(columns("", "candidate", "arm", fold=True), rows)
     hidden = [f"{len(candidates) - SHOWN - 1} more are not shown"] if last > SHOWN else []
     lines = [
         *hidden,
@@ -34,9 +39,8 @@ def shown(outcome: Outcome) -> RenderableType:
     """Every test in its order, then the result."""
     titles = {candidate.arm: candidate.title for candidate in outcome.candidates}
     titles[AGAIN] = "good against itself"
-    table = _table("candidate", "answer", "pairs", "why")
-    for test in outcome.tests:
-        table.add_row(Text(titles[test.candidate]), test.answer, str(test.num_pairs), Text(test.reason))
+    rows = [(titles[test.candidate], test.answer, str(test.num_pairs), test.reason) for test in outcome.tests]
+    table = Table(columns("candidate", "answer", "pairs", "why", fold=True), rows)
     return Group(table, Text(outcome.sentence, style="bold"))
 
 
@@ -59,10 +63,3 @@ def _levels(design: Design) -> str:
         f"{design.alpha:g} for the whole search, {design.level:.3g} a candidate (of at most {design.tests})"
         f"{spread}; after {pairs} pairs"
     )
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table

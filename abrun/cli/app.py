@@ -13,7 +13,7 @@ from abrun.processes.output import outlive_output
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
-    from abrun.terminal import Terminal
+    from abrun.present.terminal import Terminal
 
 # Headings of `abrun --help`
 BEGIN, RUN, JUDGE, LOOK_CLOSER = "To begin", "Runs", "Verdicts", "To look closer"
@@ -85,6 +85,6 @@ def outlives_output(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def console() -> "Terminal":
-    from abrun.terminal import terminal
+    from abrun.present.terminal import terminal
 
     return terminal()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from abrun.bisect.command import Bisection
     from abrun.layout import RunName
     from abrun.plan import Plan
-    from abrun.terminal import Terminal
+    from abrun.present.terminal import Terminal
 
 Refs = Annotated[
     str | None, typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last.")
@@ -110,10 +110,10 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
     try:
         outcome = bisection.run(
             _launcher(screen, directory, jobs),
-            lambda line: screen.print(line, soft_wrap=True, markup=False),
+            screen.say,
         )
     except StoppedError as stopped:
-        screen.print("Stopped. The same command goes on.", soft_wrap=True, markup=False)
+        screen.say("Stopped. The same command goes on.")
         return stopped.exit_code
     except EndpointError:
         if not keep:
@@ -124,7 +124,7 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
     write_file(path.with_suffix(".txt"), report.text_of(outcome).encode())
     if not keep:
         bisection.clean_up()
-    screen.print(f"All of it is in {path}", soft_wrap=True, markup=False)
+    screen.say(f"All of it is in {path}")
     return outcome.exit_code
 
 

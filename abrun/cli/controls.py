@@ -16,8 +16,8 @@ from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
+    from abrun.present.terminal import Terminal
     from abrun.recipe import Declared
-    from abrun.terminal import Terminal
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
@@ -41,11 +41,11 @@ def faults(
         print(json.dumps(library_json(chosen), indent=1))
     elif name is not None:
         for line in details(chosen[0]):
-            console().print(line, soft_wrap=True, markup=False, highlight=False)
+            console().say(line)
     else:
         console().print(library())
         said = f"{of_algorithms()} With settings, sizes and sources: abrun faults NAME"
-        console().print(said, soft_wrap=True)
+        console().say(said)
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
@@ -128,7 +128,7 @@ def sensitivity(
         runs_dir,
         **options,
         asked_memory=device_memory,
-        say=lambda line: screen.print(line, soft_wrap=True, markup=False),
+        say=screen.say,
     )
     outcome = launched_in_view(screen, plan, runs_dir, **options, compare=False)
     if outcome and outcome.stopped_by:
@@ -151,12 +151,12 @@ def _say_what_was_caught(
     content = asdict(found)
     screen.print(table(found, paired=recipe.compare.paired))
     for fault, lacks in not_planted.items():
-        screen.print(f"not planted: {fault}, which {lacks}", soft_wrap=True, markup=False)
+        screen.say(f"not planted: {fault}, which {lacks}")
     for line in (*advice(content), sentence(content, paired=recipe.compare.paired)):
-        screen.print(line, soft_wrap=True, markup=False)
+        screen.say(line)
     report = experiment_dir / "report"
     path = write_sensitivity(found, not_planted, report, experiment_dir.name, recipe.compare)
-    screen.print(f"All of it is in {path}, and as JSON beside it", soft_wrap=True, markup=False)
+    screen.say(f"All of it is in {path}, and as JSON beside it")
 
 
 def _folder_of(run: str, runs_dir: Path) -> Path:

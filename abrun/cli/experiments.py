@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from abrun.launch.engine import Scheduler
     from abrun.launch.supervisor import Outcome
     from abrun.plan import Plan
+    from abrun.present.terminal import Terminal
     from abrun.recipe import CommandRecipe, Recipe
-    from abrun.terminal import Terminal
 
 
 @app.command(rich_help_panel=RUN)

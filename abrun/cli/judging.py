@@ -132,7 +132,7 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.compare.read.sources import stored_in
     from abrun.mirror.report import upload
 
-    print(shown(upload(comparison.as_json(), comparison.files, stored_in(sources, runs_dir))))
+    print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -199,10 +199,8 @@ def freeze(
     replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
     said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
-    console().print(
-        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading}",
-        soft_wrap=True,
-        markup=False,
+    console().say(
+        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading}"
     )
 
 

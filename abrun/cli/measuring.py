@@ -149,7 +149,7 @@ def memory_profile(
     plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
     if predict:
         return _predict(plan, folder, device_memory)
-    _show(measure_recipe(plan, folder, _say), folder)
+    _show(measure_recipe(plan, folder, console().say), folder)
 
 
 def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str
 def _measure_head(head: "Head", plan: "Plan", folder: Path) -> None:
     from abrun.memory.profile import measure_head
 
-    _show(measure_head(head, plan, folder, _say), folder)
+    _show(measure_head(head, plan, folder, console().say), folder)
 
 
 def _predict_head(head: "Head", plan: "Plan", folder: Path, device: str | None) -> None:
@@ -176,18 +176,14 @@ def _predict_head(head: "Head", plan: "Plan", folder: Path, device: str | None) 
     _show_prediction(predict_head(head, plan, folder, device_bytes=device_memory(device)), folder)
 
 
-def _say(line: str) -> None:
-    console().print(line, soft_wrap=True, markup=False)
-
-
 def _show(profile: "MemoryProfile", folder: Path) -> None:
     from abrun.memory.show import tables
 
     for table in tables(profile):
         console().print(table)
     if profile.note:
-        _say(profile.note)
-    _say(f"memory.html, peaks.json and the pictures are in {folder}")
+        console().say(profile.note)
+    console().say(f"memory.html, peaks.json and the pictures are in {folder}")
 
 
 def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
@@ -199,7 +195,7 @@ def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
 def _show_prediction(prediction: "Prediction", folder: Path) -> None:
     console().print(prediction.table())
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
-        _say(line)
+        console().say(line)
     if missing := prediction.not_predicted:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
 
@@ -248,10 +244,10 @@ def mismatch(
         sets=sets or (),
         num_sequences=sequences,
         output=output,
-        say=lambda line: screen.print(line, soft_wrap=True, markup=False),
+        say=screen.say,
     )
     screen.print(summary(budget))
-    screen.print(f"The report is in {folder}", soft_wrap=True, markup=False)
+    screen.say(f"The report is in {folder}")
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)

@@ -121,18 +121,15 @@ def recipes(
     if as_json:
         print_json([asdict(one) for one in found])
         return
-    from rich.table import Table
     from rich.text import Text
+
+    from abrun.present.tables import Table, columns
 
     titles = dict(zip(WHERE, ("On a laptop, without a GPU", "On GPUs", "Of other trainers"), strict=True))
     screen = console()
     for where in WHERE:
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-        for heading in ("name", "cost", "about"):
-            table.add_column(heading, overflow="fold", no_wrap=heading == "name")
-        for one in found:
-            if one.where == where:
-                table.add_row(one.name, one.cost, Text(one.about))
+        rows = [(one.name, one.cost, one.about) for one in found if one.where == where]
+        table = Table(columns("name", "cost", "about", no_wrap=("name",), fold=True), rows)
         screen.print(Text(f"{titles[where]}", style="bold"), table, Text(), sep="\n")
     screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
 

@@ -17,7 +17,7 @@ import numpy as np
 from abrun.compare.judge.ledger import new_ledger, next_entry
 from abrun.compare.judge.margins import frozen_claims
 from abrun.compare.judge.verdict import ArmVerdict, Verdict, judge
-from abrun.compare.judge.verdict_file import VerdictFile, as_json, tested, verdict_file
+from abrun.compare.judge.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
 from abrun.compare.read.claim_tests import claim_test_of, earlier_claim_tests
 from abrun.compare.read.experiment import Experiment, Reference, claims_on_recorded
 from abrun.compare.read.reference import add_entry, against_reference, freeze, load_reference
@@ -39,7 +39,7 @@ from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.recipe import Compare, Primary
 from abrun.regular_files import exists, is_file
-from abrun.store import RunDir, read_as, run_dir
+from abrun.store import RunDir, run_dir
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -146,19 +146,12 @@ def _sha256(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredVerdict:
-    """The field of verdict.json that a launch reads again."""
-
-    verdict: Verdict
-
-
-def verdict_in(experiment_dir: Path) -> str | None:
+def verdict_in(experiment_dir: Path) -> Verdict | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
         if is_file(path):
-            return read_as(_StoredVerdict, path).verdict
+            return read_verdict(path)
     return None
 
 
@@ -203,7 +196,7 @@ def compare(
     content = verdict_file(experiment, arms, post_hoc(experiment, declared), earlier_claim_tests(output))
     readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
-    steps = next_steps(experiment, as_json(content), command)
+    steps = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun.extras import EXTRAS, install_command, untested_version
@@ -26,6 +25,7 @@ from abrun.launch.ray.client import refusal as ray_refusal
 from abrun.launch.requirements import TRAINER_PACKAGES, this_machine, triton_refusal
 from abrun.messages import sentence
 from abrun.messages.records import as_json
+from abrun.present.tables import Table, columns
 from abrun.processes import first_cause
 from abrun.reasons import Code, Reason
 from abrun.recipe import megatron_refusal, vllm_refusal
@@ -75,24 +75,24 @@ class Diagnosis:
 
     def render(self) -> RenderableType:
         """For a terminal."""
-        machine = Table.grid(padding=(0, 2))
-        machine.add_row("CPU", Text(f"{self.processor}, {self.cores} usable cores"))
+        machine = [("CPU", f"{self.processor}, {self.cores} usable cores")]
         for gpu in self.gpus:
             memory = f"{float(gpu.memory_mib) / 1024:.0f} GiB" if gpu.memory_mib.isdigit() else gpu.memory_mib
             capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
-            machine.add_row(f"GPU {gpu.index}", Text(f"{gpu.name}, {memory}, {capability}"))
-        if not self.gpus:
-            machine.add_row("GPU", "none")
-        machine.add_row("python", self.python)
-        for name, version in self.versions.items():
-            machine.add_row(name, version or "-")
-        parts = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-        for title in ("what", "name", "", "why not, and what to do"):
-            parts.add_column(title, overflow="fold")
-        for part in self.parts:
-            state = Text("no", "red") if part.refusal else Text("usable", "green")
-            parts.add_row(part.kind, part.name, state, Text(sentence(part.refusal) if part.refusal else ""))
-        return Group(machine, "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts)
+            machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
+        machine += [] if self.gpus else [("GPU", "none")]
+        machine += [("python", self.python), *((name, one or "-") for name, one in self.versions.items())]
+        usable, unusable = Text("usable", "green"), Text("no", "red")
+        rows = [
+            (part.kind, part.name, unusable, Text(sentence(part.refusal)))
+            if part.refusal
+            else (part.kind, part.name, usable, "")
+            for part in self.parts
+        ]
+        parts = Table(columns("what", "name", "", "why not, and what to do", fold=True), rows)
+        return Group(
+            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
+        )
 
 
 def diagnose() -> Diagnosis:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun.launch.engine import Scheduler
@@ -16,6 +15,7 @@ from abrun.launch.requirements import Machine, refusals, refuse_unset_variables,
 from abrun.messages import sentence, sentences
 from abrun.messages.records import coded
 from abrun.plan import Plan, decisions
+from abrun.present.tables import Table, columns
 from abrun.recipe import (
     BASELINE,
     DIMENSIONS,
@@ -298,11 +298,7 @@ def _looks(compare: Compare) -> list[RenderableType]:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int) -> list[RenderableType]:
     """The first of `num_rows` rows, with a line on the rest."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows[:MOST_ROWS]:
-        table.add_row(*(Text(printable(cell)) for cell in row))  # a recipe's texts are no markup
+    table = Table(columns(*headings, fold=True), rows[:MOST_ROWS])
     more = num_rows - MOST_ROWS
     return [table, Text(f"... and {more} more")] if more > 0 else [table]
 

@@ -5,31 +5,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from abrun.compare.show.plots import short
 from abrun.memory.attribution import BEFORE, REST
 from abrun.memory.cells import Cell, MemoryProfile
+from abrun.present.figures import COLORS, legend_below, short
 
-matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "abrun"
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.patches import Rectangle  # noqa: E402
-
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#E69F00",
-    "#332288",
-    "#88CCEE",
-    "#AA4499",
-    "#117733",
-    "#999933",
-    "#661100",
-)
+MORE_COLOURS = ("#332288", "#88CCEE", "#AA4499", "#117733", "#999933", "#661100")
+COLOURS = (*COLORS[:4], COLORS[5], COLORS[4], *MORE_COLOURS)
 GREYS = {BEFORE: "#8c8c8c", REST: "#dcdcdc"}
 MOST_NAMED = 64  # characters of a site in the legend
 MOST_COLUMNS = 3  # of panels
@@ -43,17 +27,11 @@ def _panels(num_panels: int, width: float, height: float) -> tuple[Any, Any, lis
     columns = min(num_panels, MOST_COLUMNS)
     rows = -(-num_panels // columns)
     size = 1 + width * columns**0.8, height * rows
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=size, layout="constrained", sharey=True, squeeze=False
-    )
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for ax in grid.flat[num_panels:]:
         ax.remove()
     return figure, grid[:, 0], list(grid.flat[:num_panels])
-
-
-def _legend_below(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    figure.set_figheight(figure.get_figheight() + 0.19 * (1 + -(-len(names) // 2)))
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
 def peaks(profile: MemoryProfile) -> Any:
@@ -84,16 +62,13 @@ def peaks(profile: MemoryProfile) -> Any:
         sequences = f"{num_sequences} sequence{'s' * (num_sequences > 1)} a microbatch"
         ax.set_xlabel("tokens of a sequence")
         said = [sequences, *(f"{key} {value}" for key, value in swept)]
-        ax.set_title(textwrap.fill(", ".join(said), 72), loc="left", fontsize=9)
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_title(textwrap.fill(", ".join(said), 64), fontsize=9)
     axes[0].set_ylim(0, 1.04 * axes[0].get_ylim()[1])  # of all: what the last of them drew is on it
     for ax in at_the_left:
         ax.set_ylabel(f"{profile.what}, {unit}")
     title = f"{short(profile.name, 48)}: a training step (x: out of memory)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    drawn = {arm: lines[arm] for arm in profile.arms if arm in lines}
-    _legend_below(figure, list(drawn.values()), [short(arm, 48) for arm in drawn])
+    legend_below(figure, {short(arm, 48): lines[arm] for arm in profile.arms if arm in lines})
     return figure
 
 
@@ -124,16 +99,15 @@ def attribution(cells: Sequence[Cell]) -> Any | None:
         _phases(ax, found["phases"], len(places), top / num_bytes)
         ax.plot(found["peak_at"], found["peak_bytes"] / num_bytes, "v", color="black", markersize=6)
         said = f"{short(cell.arm, 24)}: {found['peak_bytes'] / num_bytes:,.1f} {unit}"
-        ax.set_title(said + (" (out of memory)" if cell.out_of_memory else ""), loc="left", fontsize=10)
+        ax.set_title(said + (" (out of memory)" if cell.out_of_memory else ""), fontsize=9)
         ax.set_xlabel("allocations and frees of a step, in order")
         ax.set_xticks([])
         ax.set_xlim(0, max(len(places) - 1, 1))
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(visible=False)
     axes[0].set_ylim(0, top / num_bytes * (1 + PHASES_ROOM))
     for ax in at_the_left:
         ax.set_ylabel(f"{'allocated' if cells[0].reserved_bytes is not None else 'live tensors'}, {unit}")
-    handles = [Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-    _legend_below(figure, handles, [_legend(name) for name in names])
+    legend_below(figure, {_legend(name): Rectangle((0, 0), 1, 1, color=colours[name]) for name in names})
     return figure
 
 

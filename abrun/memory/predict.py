@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.text import Text
 
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
@@ -25,6 +25,7 @@ from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Head, Plan, Variant
+from abrun.present.tables import Cell, Table, columns
 from abrun.processes import end_all, processes_of
 from abrun.reasons import Code, Reason
 from abrun.recipe import (
@@ -109,10 +110,10 @@ class Prediction:
         room = "" if self.device_bytes is None else f" of {self.device_bytes / GIB:.1f} GiB a device"
         states = f"; states in {self.master_dtype}" if self.master_dtype else ""
         title = f"{self.name}: predicted peak_allocated_bytes, {unit}{room}{states}"
-        table = Table(title=title, title_justify="left")
-        for heading in ("", "peak", "floor", *(["fits"] if self.device_bytes else []), "made of"):
-            is_text = heading in ("", "made of")
-            table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "made of")
+        numbers = ("peak", "floor", *(["fits"] if self.device_bytes else []))
+        titles = columns("", *numbers, "made of", numeric=numbers, no_wrap=("", *numbers))
+        rows: list[Sequence[Cell]] = []
+        sections: list[int] = []
         blank = ["", ""] if self.device_bytes else [""]
 
         def shown(value: int | None) -> str:
@@ -124,15 +125,16 @@ class Prediction:
             swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
             size = f"{point.num_sequences} x {point.length:,} tokens, {peaks.arm}"
             fits = [self.fits(peaks)] if self.device_bytes else []
-            table.add_section()
-            table.add_row(size, shown(peaks.highest[1]), shown(floor), *fits, swept, style="bold")
+            sections.append(len(rows))
+            first = (size, shown(peaks.highest[1]), shown(floor), *fits, swept)
+            rows.append([Text(cell, style="bold") for cell in first])
             for phase, of_kind in peaks.by_phase.items():
                 parts = ((kind, shown(of_kind.get(kind, 0))) for kind in kinds)
                 made_of = ", ".join(f"{kind} {amount}" for kind, amount in parts if amount != "0.0")
-                table.add_row(f"  {phase}", shown(sum(of_kind.values())), *blank, made_of)
+                rows.append([f"  {phase}", shown(sum(of_kind.values())), *blank, made_of])
             if peaks.engine_bytes is not None:
-                table.add_row("  vllm, while it samples", shown(peaks.engine_bytes))
-        return table
+                rows.append(["  vllm, while it samples", shown(peaks.engine_bytes)])
+        return Table(titles, rows, title, sections)
 
     def notes(self) -> list[str]:
         """What the figures are, and what they are not."""

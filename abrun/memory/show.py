@@ -1,19 +1,16 @@
 """A memory profile for people: tables, pictures as PNG and SVG, and a page of HTML that loads nothing."""
 
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
 
 from abrun import store
 from abrun.memory.attribution import BEFORE
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
+from abrun.present.figures import save_figure, style
+from abrun.present.tables import Table, columns
 
 PUBLIC = 0o666  # as the user's umask says
-Rows = tuple[list[str], list[list[str]]]  # headings, cells
 
 
 def told(cell: Cell, unit: tuple[str, int]) -> str:
@@ -28,35 +25,25 @@ def told(cell: Cell, unit: tuple[str, int]) -> str:
 
 def tables(profile: MemoryProfile) -> list[Table]:
     """For the terminal: peaks by phase; what the allocator had of the device; how far each arm goes."""
-    made = []
-    for title, (headings, rows) in _all_tables(profile):
-        table = Table(title=title, title_justify="left")
-        for heading in headings:
-            is_text = heading in _TEXT
-            table.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
-        by_size = headings[0] == "tokens"
-        for before, row in zip([None, *rows], rows, strict=False):
-            if by_size and before and before[0] != row[0]:
-                table.add_section()
-            table.add_row(*row)
-        made.append(table)
-    return made
+    has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
+    return [
+        _peaks(profile),
+        *([_allocator(profile)] if has_allocator else []),
+        *([_longest(profile)] if profile.longest else []),
+    ]
 
 
-def _all_tables(profile: MemoryProfile) -> list[tuple[str, Rows]]:
-    unit = profile.unit[0]
-    found = [(f"{profile.name}: {profile.what}, {unit}, largest of any rank", _peaks(profile))]
-    if any(cell.reserved_bytes is not None for cell in profile.cells):
-        found.append((f"the allocator, {unit}", _allocator(profile)))
-    if profile.longest:
-        found.append((f"the most that trains: {_quantity(profile.longest)}", _longest(profile)))
-    return found
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    numeric = [heading for heading in headings if heading not in _TEXT]
+    by_size = range(1, len(rows)) if headings[0] == "tokens" else ()
+    sections = [index for index in by_size if rows[index][0] != rows[index - 1][0]]
+    return Table(columns(*headings, numeric=numeric, no_wrap=_TEXT), rows, title, sections)
 
 
 _TEXT = ("arm", "highest in", "ends in", "taken in", "module", "line")
 
 
-def _peaks(profile: MemoryProfile) -> Rows:
+def _peaks(profile: MemoryProfile) -> Table:
     phases = list(dict.fromkeys(phase for cell in profile.cells for phase in cell.by_phase))
     held = list(dict.fromkeys(name for cell in profile.cells for name in cell.held))
     floor = any(cell.floor for cell in profile.cells)
@@ -77,10 +64,10 @@ def _peaks(profile: MemoryProfile) -> Rows:
                 *([_amount(sum(cell.floor.values()) if cell.floor else None, unit)] if floor else []),
             ]
         )
-    return headings, rows
+    return _table(f"{profile.name}: {profile.what}, {unit[0]}, largest of any rank", headings, rows)
 
 
-def _allocator(profile: MemoryProfile) -> Rows:
+def _allocator(profile: MemoryProfile) -> Table:
     places, unit = _places(profile), profile.unit
     used = list(dict.fromkeys(doing for cell in profile.cells for doing in cell.device_used))
     headings = [*places, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
@@ -97,10 +84,10 @@ def _allocator(profile: MemoryProfile) -> Rows:
         ]
         for cell in profile.by_size
     ]
-    return headings, rows
+    return _table(f"the allocator, {unit[0]}", headings, rows)
 
 
-def _longest(profile: MemoryProfile) -> Rows:
+def _longest(profile: MemoryProfile) -> Table:
     keys = list(dict.fromkeys(key for one in profile.longest for key, _ in one.swept))
     first = {one.swept: one.fits for one in reversed(profile.longest) if one.arm == profile.arms[0]}
     rows = []
@@ -116,7 +103,8 @@ def _longest(profile: MemoryProfile) -> Rows:
                 f"{one.fits / base:.2f}" if one.fits and base else "-",
             ]
         )
-    return [*map(_short, keys), "arm", "trains", "does not", "ends in", "ratio"], rows
+    headings = [*map(_short, keys), "arm", "trains", "does not", "ends in", "ratio"]
+    return _table(f"the most that trains: {_quantity(profile.longest)}", headings, rows)
 
 
 def _quantity(longest: Sequence[Longest]) -> str:
@@ -159,22 +147,12 @@ def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:
 
 def show(profile: MemoryProfile, output: Path) -> None:
     """Write memory.png and .svg, attribution.png and .svg, and memory.html."""
-    from matplotlib import pyplot, rc_context
-
     from abrun.memory import pictures
 
-    svgs = []
-    with rc_context({"text.parse_math": False}), store.explained(output):
+    with style():
         drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
-        for name, figure in drawn.items():
-            if figure is None:
-                continue
-            figure.savefig(output / f"{name}.png", dpi=150)
-            svg = io.BytesIO()
-            figure.savefig(svg, format="svg", metadata={"Date": None})
-            store.write_file(output / f"{name}.svg", svg.getvalue(), mode=PUBLIC)
-            svgs.append(svg.getvalue().decode())
-            pyplot.close(figure)
+        files = [save_figure(figure, output / name) for name, figure in drawn.items() if figure is not None]
+        svgs = [svg.read_text("utf-8") for _, svg in files]
         store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
 
 
@@ -196,15 +174,11 @@ def drawn_cells(profile: MemoryProfile) -> list[Cell]:
 def page(profile: MemoryProfile, svgs: Sequence[str]) -> str:
     """The profile as one HTML file."""
     parts = [f"<h1>{html.escape(profile.name)}: memory</h1>"]
-    for title, (headings, rows) in _all_tables(profile):
-        parts.append(f"<h2>{html.escape(title)}</h2>{_html(headings, rows)}")
+    parts += map(_section, tables(profile))
     if profile.note:
         parts.append(f"<p>{html.escape(profile.note)}</p>")
     parts += [f"<figure>{svg[svg.index('<svg') :]}</figure>" for svg in svgs]
-    for cell in drawn_cells(profile):
-        parts.append(
-            f"<h2>{html.escape(f'{cell.arm}: what is held at the peak')}</h2>{_html(*top(cell, profile))}"
-        )
+    parts += [_section(top(cell, profile)) for cell in drawn_cells(profile)]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -212,7 +186,7 @@ def page(profile: MemoryProfile, svgs: Sequence[str]) -> str:
     )
 
 
-def top(cell: Cell, profile: MemoryProfile) -> Rows:
+def top(cell: Cell, profile: MemoryProfile) -> Table:
     """The largest allocations at a cell's peak."""
     assert cell.attribution
     unit, attribution = profile.unit, cell.attribution
@@ -228,19 +202,12 @@ def top(cell: Cell, profile: MemoryProfile) -> Rows:
         ]
         for one in attribution["top"]
     ]
-    return [unit[0], "blocks", "taken in", "module", "line"], rows
+    headings = [unit[0], "blocks", "taken in", "module", "line"]
+    return _table(f"{cell.arm}: what is held at the peak", headings, rows)
 
 
-def _html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(values: Sequence[Any], tag: str) -> str:
-        cells = (
-            f"<{tag}{' class=text' * (heading in _TEXT)}>{html.escape(str(value))}</{tag}>"
-            for heading, value in zip(headings, values, strict=True)
-        )
-        return f"<tr>{''.join(cells)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f"<div class=wide><table><thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table></div>"
+def _section(table: Table) -> str:
+    return f"<h2>{html.escape(table.title)}</h2><div class=wide>{table.html()}</div>"
 
 
 STYLE = (

@@ -32,6 +32,21 @@ def as_json(record: Any) -> Any:
     return content
 
 
+def with_reasons(content: Any) -> Any:
+    """Return the JSON of records with the reasons themselves where `as_json` has sentences."""
+    if isinstance(content, list):
+        return [with_reasons(entry) for entry in content]
+    if not isinstance(content, Mapping):
+        return content
+    restored = {name: with_reasons(value) for name, value in content.items()}
+    for beside in content:
+        name, _, kind = beside.rpartition("_")
+        name = f"{name}s" if kind == "codes" and name not in content else name
+        if kind in ("code", "codes") and name in content:
+            restored[name] = _decoded(restored.pop(beside))
+    return restored
+
+
 def reason_from_json(content: Mapping[str, Any]) -> Reason:
     """Return the reason that code and values stand for."""
     return Reason(Code(content["code"]), {name: _decoded(value) for name, value in content["values"].items()})

@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from abrun.extras import lacking
 from abrun.messages import sentence
@@ -17,16 +17,19 @@ from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
 from abrun.store import is_experiment, make_private_folder, open_experiment
 
+if TYPE_CHECKING:
+    from abrun.compare.judge.verdict_file import VerdictFile
+
 UPLOAD_S = 300.0
 JOB_TYPE = "compare"
 
 
-def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Path | None) -> str:
-    """What to say of it: where the report is, or why it is not there. `content`: verdict.json's."""
+def upload(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
+    """What to say of it: where the report is, or why it is not there."""
     if missing := lacking("wandb"):
         return f"--wandb: the report was not uploaded: {sentence(missing)}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
-    name = content["experiment"]
+    name = verdict.experiment
     asked = {
         **_place(experiment_dir),
         "group": name,
@@ -34,7 +37,7 @@ def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Pa
         "id": hashlib.sha256(f"{name}/report/{folder}".encode()).hexdigest()[:16],
         "dir": str(experiment_dir or folder),
         "files": [str(path.resolve()) for path in files],
-        "summary": summary_of(content),
+        "summary": summary_of(verdict),
     }
     code, lines = bounded.run(["abrun.mirror.report"], UPLOAD_S, said=json.dumps(asked))
     said = [line.removeprefix("report: ") for line in lines if line.startswith("report: ")]
@@ -44,15 +47,17 @@ def upload(content: Mapping[str, Any], files: Sequence[Path], experiment_dir: Pa
     return f"--wandb: the report was not uploaded: {said[-1] if said else why}"
 
 
-def summary_of(content: Mapping[str, Any]) -> dict[str, Any]:
+def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
     """The verdict as values that wandb can list and sort by."""
-    summary = {"verdict": content["verdict"], "reasons": "; ".join(content["reasons"])}
-    summary["num_pairs"] = content["num_pairs"]
-    for claim in content["primaries"]:
-        key = f"{claim['arm']}/{claim['metric']}"
-        wanted = {"result": claim["result"], "mean_difference": claim["mean_difference"]}
-        wanted["certified_bound"] = claim["certified_bound"]
-        summary |= {f"{key}/{part}": value for part, value in wanted.items() if value is not None}
+    summary: dict[str, Any] = {
+        "verdict": verdict.verdict,
+        "reasons": "; ".join(verdict.reasons),
+        "num_pairs": verdict.num_pairs,
+    }
+    for claim in verdict.primaries:
+        for field in ("result", "mean_difference", "certified_bound"):
+            if (value := getattr(claim, field)) is not None:
+                summary[f"{claim.arm}/{claim.metric}/{field}"] = value
     return summary
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun import store
 from abrun.mismatch.budget import Bin, Estimate
 from abrun.mismatch.findings import Budget, Row
-from abrun.redaction import shown
+from abrun.present.figures import COLORS, save_figure, style
+from abrun.present.markdown import literal
+from abrun.present.tables import Table, columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 NOT_MEASURED = "not measured"
 METRIC = "token_mult_prob_error"
-COLOURS = {"trainer": "#0072B2", "engine": "#D55E00", "fault": "#CC79A7", "total": "#555555"}
-HEADINGS = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
+COLOURS = {"trainer": COLORS[0], "engine": COLORS[1], "fault": COLORS[3], "total": "#555555"}
+CHANGES = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
 PATH = ("from the trainer's log-probs to the engine's", "adds [95 %]", "up to")
+SEQUENCES = columns("sequence", "prompt", "tokens", "mean", "largest")
+WORST = columns("sequence", "position", "factor", "engine", "trainer", "token", "after")
 MOST_SEQUENCES = 10
 SHARED = 3.0  # so many times as far from float32 as from each other
 
@@ -29,8 +32,7 @@ SHARED = 3.0  # so many times as far from float32 as from each other
 def write_report(budget: Budget, output: Path) -> None:
     """Write mismatch.json, mismatch.md, and waterfall and tokens as PNG and SVG."""
     store.write_json(output / "mismatch.json", budget.content(), mode=PUBLIC)
-    _draw(output / "waterfall", lambda axes: (_waterfall(axes[0], budget), _changes(axes[1], budget)), 2)
-    _draw(output / "tokens", lambda axes: _tokens(axes, budget), 3)
+    _draw(budget, output)
     store.write_file(output / "mismatch.md", markdown(budget).encode(), mode=PUBLIC)
 
 
@@ -38,8 +40,7 @@ def summary(budget: Budget) -> RenderableType:
     """What the terminal shows."""
     return Group(
         Text("\n".join(_headlines(budget))),
-        _rich(HEADINGS, _change_rows(budget)),
-        _rich(PATH, _bar_rows(budget)),
+        *(table.rich(pad_edge=True) for table in _tables(budget)),
         Text("\n".join(_notes(budget))),
     )
 
@@ -47,19 +48,16 @@ def summary(budget: Budget) -> RenderableType:
 def markdown(budget: Budget) -> str:
     parts = [
         f"# Mismatch of {budget.facts.experiment}, {budget.facts.name}",
-        "\n".join(f"- {_safe(line)}" for line in _headlines(budget)),
+        "\n".join(f"- {literal(line)}" for line in _headlines(budget)),
         "![What adds up to the error, and what each change alone would take off it](waterfall.png)",
-        _piped(HEADINGS, _change_rows(budget)),
-        _piped(PATH, _bar_rows(budget)),
-        "\n".join(f"- {_safe(line)}" for line in _notes(budget)),
+        *map(_marked, _tables(budget)),
+        "\n".join(f"- {literal(line)}" for line in _notes(budget)),
         *_experts(budget),
         "## Tokens",
         "![The error by position, by probability, and by sequence](tokens.png)",
-        _piped(("sequence", "prompt", "tokens", "mean", "largest"), _sequence_rows(budget)),
+        _marked(Table(SEQUENCES, [*_sequence_rows(budget)])),
         "The worst tokens:",
-        _piped(
-            ("sequence", "position", "factor", "engine", "trainer", "token", "after"), _worst_rows(budget)
-        ),
+        _marked(Table(WORST, [*_worst_rows(budget)])),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -191,60 +189,40 @@ def _experts(budget: Budget) -> Iterator[str]:
     if rows:
         yield "Share of tokens that go to other experts than in the run's own scoring, by layer:"
         layers = len(rows[0].rerouted or [])
-        yield _piped(
-            ("one thing changed", *(str(layer) for layer in range(layers))),
-            ((row.label, *(f"{share:.4f}" for share in row.rerouted or [])) for row in rows),
+        yield _marked(
+            Table(
+                columns("one thing changed", *map(str, range(layers))),
+                [(row.label, *(f"{share:.4f}" for share in row.rerouted or [])) for row in rows],
+            )
         )
 
 
-def _rich(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+def _tables(budget: Budget) -> list[Table]:
+    return [
+        Table(columns(*titles, numeric=titles[1:]), [*rows])
+        for titles, rows in ((CHANGES, _change_rows(budget)), (PATH, _bar_rows(budget)))
+    ]
 
 
-def _piped(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(map(_safe, line))} |" for line in lines)
-
-
-def _safe(text: str) -> str:
-    """Text in a line of Markdown that is nothing but text, such as what a model has written."""
-    escaped = shown(text).replace("&", "&amp;").replace("<", "&lt;").replace("\\", "\\\\")
-    for mark in "|`*_[]!":
-        escaped = escaped.replace(mark, f"\\{mark}")
-    return escaped
+def _marked(table: Table) -> str:
+    return "\n".join(table.markdown(literal))
 
 
 # --- figures ---
 
 
-def _draw(path: Path, draw: Callable[[Any], Any], num_axes: int) -> None:
-    from matplotlib import rc_context
+def _draw(budget: Budget, output: Path) -> None:
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 10,
-        "axes.titlelocation": "left",
-        "text.parse_math": False,
-        "svg.hashsalt": "abrun",
-        "svg.fonttype": "none",
-    }
-    with rc_context(style), store.explained(path):
-        if num_axes == 2:
-            figure = Figure(figsize=(9, 7.5), layout="constrained")
-            draw(figure.subplots(2, 1))
-        else:
-            figure = Figure(figsize=(12, 4), layout="constrained")
-            draw(figure.subplots(1, num_axes))
-        figure.savefig(path.with_suffix(".png"), dpi=150)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    with style():
+        figure = Figure(figsize=(9, 7.5), layout="constrained")
+        path, changes = figure.subplots(2, 1)
+        _waterfall(path, budget)
+        _changes(changes, budget)
+        save_figure(figure, output / "waterfall")
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        _tokens(figure.subplots(1, 3), budget)
+        save_figure(figure, output / "tokens")
 
 
 def _waterfall(ax: "Axes", budget: Budget) -> None:
@@ -261,11 +239,11 @@ def _waterfall(ax: "Axes", budget: Budget) -> None:
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.grid(axis="x", alpha=0.25)
-    for row, style in zip(budget.floor, (":", "--"), strict=False):
+    ax.grid(axis="y", visible=False)
+    for row, line in zip(budget.floor, (":", "--"), strict=False):
         if row.moves:
             label = f"floor: the trainer against {_floor_name(row)}"
-            ax.axvline(row.moves.value - 1, color="black", linewidth=1, linestyle=style, label=label)
+            ax.axvline(row.moves.value - 1, color="black", linewidth=1, linestyle=line, label=label)
     if budget.floor:
         ax.legend(frameon=False, fontsize=8)
     ax.set_xlabel(f"added to {METRIC}, above 1")
@@ -285,7 +263,7 @@ def _changes(ax: "Axes", budget: Budget) -> None:
     ax.axvline(0, color="black", linewidth=0.8)
     ax.set_xscale("symlog", linthresh=max((budget.error.value - 1) / 10, 1e-6))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
-    ax.grid(axis="x", alpha=0.25)
+    ax.grid(axis="y", visible=False)
     ax.set_xlabel(f"{METRIC} lower by, with its interval; these do not add up")
     ax.set_title("One thing changed at a time")
 
@@ -312,7 +290,7 @@ def _tokens(axes: Any, budget: Budget) -> None:
     by_sequence.legend(frameon=False)
     for ax, title in zip(axes, ("By position", "By probability", "By sequence"), strict=True):
         ax.set_title(title)
-        ax.grid(axis="y", alpha=0.25)
+        ax.grid(axis="x", visible=False)
 
 
 def _bins(ax: "Axes", bins: Sequence[Bin], name: Callable[[Bin], str]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun import store
 from abrun.errors import StoreError
+from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
@@ -80,16 +80,16 @@ def status_of_experiments(
 ) -> RenderableType:
     """One row an experiment. Raises StoreError where the folder is missing."""
     found, troubles = overview(runs_dir, find_jobs)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("experiment", "runs", "steps", "launched by"):
-        table.add_column(heading)
-    for one in found:
-        table.add_row(
-            Text(shown(one.experiment)),
+    rows = [
+        (
+            one.experiment,
             ", ".join(f"{count} {status}" for status, count in one.runs.items()),
             f"{one.step}/{one.num_steps}",
-            Text(shown(one.launched_by or "")),
+            one.launched_by or "",
         )
+        for one in found
+    ]
+    table = Table(columns("experiment", "runs", "steps", "launched by"), rows)
     said = [Text(shown(line), style="red") for line in troubles]
     return Group(table, *said) if found or said else Text(f"{runs_dir}: no experiments yet")
 

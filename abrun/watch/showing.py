@@ -5,15 +5,17 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
+from abrun.present.tables import Column, Table, columns
 from abrun.redaction import shown
 from abrun.watch.reading import WatchedRun, time_left_s
 
@@ -120,34 +122,36 @@ def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
     return title
 
 
-def _table(runs: Sequence[WatchedRun], width: int) -> Table:
+def _table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     followed = _followed([run for run in runs if not run.is_warm_start])
-    columns = [column for column in _columns(followed, width) if column.is_shown(runs)]
-    rows = [[column.cell(run) for column in columns] for run in runs]
+    listed = [column for column in _columns(followed, width) if column.is_shown(runs)]
+    rows = [[column.cell(run) for column in listed] for run in runs]
     for index in reversed(range(1, len(runs))):  # a seed once for all runs of it
         if rows[index][0] == rows[index - 1][0]:
             rows[index][0] = ""
     gap = 2 if width >= WIDE else 1
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     widths = [
         max(
             len(line) for text in (column.heading, *(row[index] for row in rows)) for line in text.split("\n")
         )
-        for index, column in enumerate(columns)
+        for index, column in enumerate(listed)
     ]
     room = max(6, min(40, width - sum(widths) - gap * len(widths)))
     limits = _limits(runs, followed)
-    for column in columns:
-        heading = column.heading if "\n" in column.heading else f"\n{column.heading}"
-        table.add_column(heading, justify="right" if column.right else "left", no_wrap=True)
-    curve_at = next(index for index, column in enumerate(columns) if not column.heading)
-    status_at = next(index for index, column in enumerate(columns) if column.heading == "status")
+    curve_at = next(index for index, column in enumerate(listed) if not column.heading)
+    status_at = next(index for index, column in enumerate(listed) if column.heading == "status")
+    cells = []
     for run, row in zip(runs, rows, strict=True):
         colour = COLOURS.get(run.status, "yellow")
-        cells = [Text(text, style=_style(text, colour, status=i == status_at)) for i, text in enumerate(row)]
-        cells[curve_at] = _curve(run, followed, room, limits)
-        table.add_row(*cells)
-    return table
+        cells.append(
+            [Text(text, style=_style(text, colour, status=i == status_at)) for i, text in enumerate(row)]
+        )
+        cells[-1][curve_at] = _curve(run, followed, room, limits)
+    aligned = [
+        Column(Text("\n" * ("\n" not in one.heading) + one.heading), one.right, no_wrap=True)
+        for one in listed
+    ]
+    return Table(aligned, cells).rich(padding=(0, gap, 0, 0))
 
 
 def _columns(followed: str, width: int) -> list[_Column]:
@@ -202,14 +206,14 @@ def _arm(run: WatchedRun) -> str:
     return shown(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
-def _progress(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> Table:
+def _progress(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> RichTable:
     total = sum(run.state.num_steps for run in runs)
     done = sum(min(run.step, run.state.num_steps) for run in runs)
     elapsed_s = elapsed(runs)
     since = "" if elapsed_s is None else f"  {_clock(elapsed_s)} elapsed"
     left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
     text = f" {done}/{total} steps  {done / max(1, total):.0%}{since}{left}"
-    grid = Table.grid()
+    grid = RichTable.grid()
     grid.add_row(ProgressBar(total=max(1, total), completed=done, width=max(10, width - len(text) - 1)), text)
     return grid
 
@@ -241,16 +245,14 @@ def summary(name: str, runs: Sequence[WatchedRun]) -> RenderableType:
     """What a launch has done, arm by arm: for its end."""
     planned = [run for run in runs if not run.is_warm_start]
     followed = _followed(planned)
-    headings = ["arm", "runs", f"last {followed.removeprefix('train/')}", "step time", "tokens/s a device"]
+    last = f"last {followed.removeprefix('train/')}"
+    titles = ["arm", "runs", last, "step time", "tokens/s a device", "peak memory"]
     arms = dict.fromkeys(run.state.name.arm for run in planned)
     rows = [_of_arm([run for run in planned if run.state.name.arm == arm], followed) for arm in arms]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     known = [any(cells) for cells in zip(*rows, strict=True)]
-    for index, heading in enumerate([*headings, "peak memory"]):
-        if known[index]:
-            table.add_column(heading, justify="left" if index < 2 else "right")
-    for row in rows:
-        table.add_row(*(Text(cell) for index, cell in enumerate(row) if known[index]))
+    table = Table(
+        columns(*compress(titles, known), numeric=titles[2:]), [[*compress(row, known)] for row in rows]
+    )
     elapsed_s, steps = elapsed(planned), sum(run.step for run in planned)
     took = "" if elapsed_s is None else f" in {_clock(elapsed_s)}"
     title = Text(f"{shown(name)}: {steps} steps of {len(planned)} runs{took}")

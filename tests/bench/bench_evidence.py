@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from abrun.compare.judge.verdict_file import VerdictFile, read_verdict_file
 from abrun.errors import AbrunError
 from abrun.implementations import LAUNCHERS
 from abrun.launch import launch
@@ -237,10 +238,10 @@ def progress(asked: Asked) -> str:
 def ended(one: Launch, output: Path) -> None:
     """Say how, and pack what there is: what a machine that is given back would lose."""
     asked, seconds = one.asked, time.time() - one.started
-    verdict_file, verdict = asked.directory / "report" / "verdict.json", "none"
-    if one.process.returncode == 0 and verdict_file.exists():
-        content = json.loads(verdict_file.read_text())
-        verdict = content["verdict"]
+    path, verdict = asked.directory / "report" / "verdict.json", "none"
+    if one.process.returncode == 0 and path.exists():
+        content = read_verdict_file(path)
+        verdict = content.verdict
         for line in verdict_lines(content):
             print(f"{asked.name}: {line}", flush=True)
     else:
@@ -252,17 +253,17 @@ def ended(one: Launch, output: Path) -> None:
         done_mark(asked).touch()
 
 
-def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
+def verdict_lines(verdict: VerdictFile) -> Iterator[str]:
     """The verdict of each arm with its first reason, each claim with its bound, each planted fault."""
-    for arm, section in verdict["arms"].items():
-        reason = section["reasons"][0] if section["reasons"] else ""
-        yield f"{arm} {section['verdict']} ({section['num_pairs']} pairs) {reason}"
-    for claim in verdict["primaries"]:
-        bound = claim["certified_bound"] or claim["limited_interval"]
-        yield f"{claim['arm']} {claim['metric']} {claim['result']}, {claim['margin_text']}, bound {bound}"
-    for fault in (verdict["sensitivity"] or {}).get("faults", []):
-        at = f"{fault['caught_by']} {fault['metric'] or ''}"
-        yield f"planted {fault['fault']}: {fault['verdict']} by {at}, {fault['figures']}"
+    for arm, section in verdict.arms.items():
+        reason = section.reasons[0] if section.reasons else ""
+        yield f"{arm} {section.verdict} ({section.num_pairs} pairs) {reason}"
+    for claim in verdict.primaries:
+        bound = claim.certified_bound or claim.limited_interval
+        yield f"{claim.arm} {claim.metric} {claim.result}, {claim.margin_text}, bound {bound}"
+    for fault in verdict.sensitivity.faults if verdict.sensitivity else ():
+        at = f"{fault.caught_by} {fault.metric or ''}"
+        yield f"planted {fault.fault}: {fault.verdict} by {at}, {fault.figures}"
 
 
 def pack(asked: Asked, output: Path) -> str:

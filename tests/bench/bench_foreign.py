@@ -18,11 +18,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from abrun.compare.judge.verdict_file import read_verdict_file  # noqa: E402
 from tests.logs.layouts import ARMS, LAYOUTS, SEEDS, every_run, rows  # noqa: E402
 
 MOST_S = 3.0
@@ -105,11 +105,11 @@ def answered(name: str, sources: list[str], output: Path, *, verbose: bool) -> b
     if done.returncode not in (3, 4):
         print(f"{name:28s} refused with exit code {done.returncode}")
         return False
-    content: dict[str, Any] = json.loads((output / "verdict.json").read_text())
-    described = content["descriptions"]
-    metrics = ", ".join(one["metric"] for one in described[:3])
+    content = read_verdict_file(output / "verdict.json")
+    described = content.descriptions
+    metrics = ", ".join(one.metric for one in described[:3])
     counts = (
-        f"{'x'.join(map(str, described[0]['num_runs']))}{'' if content['paired'] else ' unpaired'}"
+        f"{'x'.join(map(str, described[0].num_runs))}{'' if content.paired else ' unpaired'}"
         if described
         else "-"
     )

@@ -17,8 +17,8 @@ from abrun import store
 from abrun.layout import RunName
 from abrun.mismatch.command import measure_run
 from abrun.mismatch.report import summary
+from abrun.present.terminal import terminal
 from abrun.recipe import OwnRunConfig
-from abrun.terminal import terminal
 
 PRESET = "qwen2-tiny-128"
 PROMPTS = ("What is {n} + {n}?", "Count from {n} up.", "Write a line about the number {n}.")

@@ -2,14 +2,17 @@
 
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from abrun.compare.judge.verdict_file import as_json
 from abrun.recipe import OwnRunConfig, load_recipe
 from abrun.store import write_json
 from tests.bench import bench_evidence
 from tests.bench.bench_evidence import SAMPLE, Asked, SharedPlaces, done_mark, num_free, run_all
+from tests.compare.verdicts import VERDICT
 
 GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -76,8 +79,8 @@ def test_whatever_was_begun_is_packed_without_weights(
         (run / name).write_text("...")
     (run / "model.safetensors").write_bytes(bytes(SAMPLE + 1))
     if verdict is not None:
-        judged = {"verdict": verdict, "arms": {}, "primaries": [], "sensitivity": None}
-        write_json(asked.directory / "report" / "verdict.json", judged)
+        judged = replace(VERDICT, verdict=verdict)
+        write_json(asked.directory / "report" / "verdict.json", as_json(judged))
     monkeypatch.setattr(Asked, "command", ["sh", "-c", f"echo said; {command}"])
     run_all([asked], tmp_path / "archives", deadline=time.time() + 2)
     with tarfile.open(tmp_path / "archives" / "smollm2-demo.tar.xz") as packed:

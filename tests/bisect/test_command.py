@@ -22,9 +22,9 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.launch.experiment import owned_experiment
 from abrun.layout import RunName
 from abrun.plan import Plan
+from abrun.present.terminal import terminal
 from abrun.reasons import Code
 from abrun.store import RunDir, is_experiment, run_state
-from abrun.terminal import terminal
 from tests.snapshot import Snapshot
 
 TRAINER = """

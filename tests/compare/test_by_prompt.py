@@ -49,7 +49,7 @@ def validated(
 
 
 def page_of(experiment_dir, comparison):
-    experiment, content = load_experiment(experiment_dir), comparison.as_json()
+    experiment, content = load_experiment(experiment_dir), comparison.content
     return render_page(experiment, content, context(experiment, content, None))
 
 

@@ -10,7 +10,6 @@ from abrun.compare.judge.claims import PrimaryResult, with_holm, with_statistics
 from abrun.compare.judge.guards import Guard
 from abrun.compare.judge.step_one import factor_of_maxima
 from abrun.compare.judge.verdict import decide
-from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.show.evidence import evidence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
@@ -355,7 +354,7 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged):
     comparison = judged(experiment_dir)
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
-    said = dict(evidence(as_json(comparison.content)))["divergence"]
+    said = dict(evidence(comparison.content))["divergence"]
     assert "repeat it bit for bit in 3 metrics; the arms differ from step 1 on (train/loss);" in said
     assert said.endswith("; mean |difference| of train/reward 1.1 of its spread over seeds")
 

@@ -1,6 +1,6 @@
 """Metrics that move in steps (an accuracy over few prompts), and copied runs: ties are no certainty."""
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +9,13 @@ from abrun.compare.judge.claims import WIDE_STEPS
 from abrun.compare.judge.summaries import resolution
 from abrun.compare.judge.verdict import ArmVerdict, judge
 from abrun.compare.read.experiment import Experiment, RecordedRun
-from abrun.compare.show.levels import levels
+from abrun.compare.show.evidence import levels
 from abrun.equivalence import limit_test, paired_tost, pairs_needed, runs_needed, welch_tost
 from abrun.layout import RunName
 from abrun.recipe import Compare, Primary
 from abrun.series import Series
 from abrun.sigmas import sigma_test
+from tests.compare.verdicts import VERDICT
 
 STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
@@ -249,5 +250,5 @@ def test_an_interval_that_allows_for_steps_is_explained(paired):
     claim = Primary(metric=ACCURACY, margin=0.2, climbs=False)
     (result,) = verdict(claim, ACCURACY, paired, baseline=baseline, treatment=treatment).primaries
     assert result.mean_difference == 0 and result.interval is not None and result.interval[1] > 0
-    (text,) = [one.text for one in levels({"baseline": "baseline", "primaries": [asdict(result)]})]
+    (text,) = [one.text for one in levels(replace(VERDICT, primaries=[result]))]
     assert "(90 % interval, which allows for the steps in which the metric moves)" in text

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from abrun.compare.judge.limits import judge_limit, limit_sentence
-from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import next_steps
@@ -60,7 +59,7 @@ def test_a_limit_within_the_interval_is_open(simulated, judged):
     found = outcome(comparison)
     assert beside_limit(1.0000518, 1.0) == "1.0001" and beside_limit(0.99901, 1.0) == "0.999"
     assert found[:2] == ("INCONCLUSIVE", "undecided") and "more seeds narrow it" in found[2]
-    (first, *_) = next_steps(load_experiment(experiment_dir), as_json(comparison.content))
+    (first, *_) = next_steps(load_experiment(experiment_dir), comparison.content)
     assert first.text.startswith("Four times the pairs") and "--seeds 5-24" in first.command
 
 

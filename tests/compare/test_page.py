@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from abrun.compare.judge.guards import Guard
+from abrun.compare.judge.verdict_file import EnvironmentOfRuns
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.show import page
 from abrun.compare.show.buckets import NUM_BUCKETS, bucket_indices, bucket_means
@@ -19,6 +21,7 @@ from abrun.compare.show.panels import NUM_WINDOWS, memory_peaks
 from abrun.layout import RunName
 from abrun.recipe import Compare
 from abrun.series import Series
+from tests.compare.verdicts import claim, section, verdict
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -42,31 +45,6 @@ def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=
     return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
 
 
-def claim(metric="train/reward", arm="treatment", steps=(33, 40), **changed):
-    return {
-        "arm": arm, "metric": metric, "window": "last 20%", "steps": list(steps), "num_steps": 8,
-        "transform": "identity", "reduction": "mean", "test": "paired TOST", "margin": 0.05,
-        "margin_text": "±0.05", "alpha": 0.05, "num_pairs": 3, "seeds": [0, 1, 2],
-        "differences": [0.01, -0.004, 0.002], "mean_difference": 0.0027, "ci90": [-0.009, 0.0144],
-        "interval": [-0.009, 0.0144], "certified_bound": 0.0144, "result": "equivalent",
-    } | changed  # fmt: skip
-
-
-def verdict(primaries=(), arms=("treatment",), **changed):
-    section = {
-        "verdict": "MATCH", "num_pairs": 3, "num_planned_pairs": 3, "looks": [],
-        "coverage": {"shared_steps": 40, "all_steps": 40},
-        "treatment_diff": {"policy.logprobs.impl": ["logits", "chunked"]},
-    }  # fmt: skip
-    return {
-        "schema_version": 2, "experiment": "simulated", "baseline": "baseline", "verdict": "MATCH",
-        "exit_code": 0, "reasons": ["train/reward: equivalent within ±0.05"], "post_hoc": False,
-        "num_pairs": 3,
-        "primaries": list(primaries), "guards": [], "step_one": [], "divergence": [], "savings": [],
-        "arms": dict.fromkeys(arms, section),
-    } | changed  # fmt: skip
-
-
 def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline", "treatment")):
     random = np.random.default_rng(0)
 
@@ -81,14 +59,19 @@ def hostile_page():
     arms = ("baseline", HOSTILE[0])
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
-    guard = {"arm": arms[1], "guard": HOSTILE[0], "limit": 1, "value": 1, "result": HOSTILE[0]}
-    said = {
-        "reasons": HOSTILE, "notes": HOSTILE, "not_tested": HOSTILE, "reference": HOSTILE[0],
-        "guards": [{**guard, "text": HOSTILE[3]}],
-        "environments": [{"runs": HOSTILE, "environment": {HOSTILE[0]: {HOSTILE[1]: HOSTILE}}}],
-    }  # fmt: skip
-    content = verdict(claims, arms=arms[1:], experiment=HOSTILE[1], **said)
-    content["arms"][arms[1]]["treatment_diff"] = {HOSTILE[0]: [HOSTILE[1], {HOSTILE[2]: 2**70}]}
+    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", text=HOSTILE[3])
+    environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
+    content = verdict(
+        claims,
+        experiment=HOSTILE[1],
+        reasons=HOSTILE,
+        notes=HOSTILE,
+        not_tested=HOSTILE,
+        reference=HOSTILE[0],
+        guards=[guard],
+        environments=[environment],
+        arms={arms[1]: section(treatment_diff={HOSTILE[0]: [HOSTILE[1], {HOSTILE[2]: 2**70}]})},
+    )
     return render_page(of_experiment, content)
 
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from abrun.compare import compare
+from abrun.compare.judge.verdict import Look
 from abrun.compare.show.page import render_page
 from abrun.recipe import Primary
-from tests.compare.test_page import claim, experiment, hostile_page, learning, verdict
+from tests.compare.test_page import experiment, hostile_page, learning
+from tests.compare.verdicts import claim, section, verdict
 
 pytestmark = pytest.mark.slow
 CURVE, DIFFERENCE = ".figure .plot.curve", ".figure .plot.difference"
@@ -424,9 +426,9 @@ def test_many_arms_with_long_names_leave_the_bar_its_verdict(opened, width):
 
 
 def test_the_level_of_a_look_stands_with_its_claims(opened):
-    looks = [{"num_pairs": 3, "alpha": 0.0278, "verdict": "MATCH"}]
-    content = verdict([claim(alpha=0.0278)])
-    content["arms"]["treatment"] |= {"looks": looks, "num_planned_pairs": 6}
+    look = Look(num_pairs=3, alpha=0.0278, alpha_difference=0.0278, alpha_guards=0.0278, verdict="MATCH")
+    sections = {"treatment": section(looks=[look], num_planned_pairs=6)}
+    content = verdict([claim(alpha=0.0278)], arms=sections)
     with opened(render_page(experiment(learning()), content)) as page:
         intro = page.locator("#claims .intro").inner_text().replace("\u00a0", " ")
         assert "tested at 97.2 % confidence: 2.78 % lie beyond each end of a 94.4 % interval" in intro

@@ -10,19 +10,18 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.compare import compare
 from abrun.compare.judge.step_one import named_otherwise
-from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.compare.show.context import context
-from abrun.compare.show.levels import _spread, levels
+from abrun.compare.show.evidence import _spread, levels, spent_sentence
 from abrun.compare.show.next_step import next_steps
-from abrun.compare.show.spent import spent_sentence
 from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
 from tests.commands import commands_in
 from tests.compare.simulate import edit_rows, fail, write_experiment
+from tests.compare.verdicts import SPENT, claim
 
 STEPS = list(range(1, 41, 3))
 
@@ -37,14 +36,14 @@ def keep(run: Path, steps: list[int], *samples: Sample) -> None:
 
 
 def beside(comparison, experiment_dir):
-    return context(load_experiment(experiment_dir), as_json(comparison.content), "abrun compare x")
+    return context(load_experiment(experiment_dir), comparison.content, "abrun compare x")
 
 
 # --- levels ---
 
 
 def claims(experiment_dir, judged, **options):
-    return levels(as_json(judged(experiment_dir, **options).content))
+    return levels(judged(experiment_dir, **options).content)
 
 
 def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judged):
@@ -118,7 +117,7 @@ def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, ju
 
 def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     experiment_dir = simulated()
-    content = as_json(judged(experiment_dir).content)
+    content = judged(experiment_dir).content
 
     def typed(line):
         return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
@@ -134,18 +133,18 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be planted in those
     assert only.command == "abrun freeze simulated --output simulated.json"
     foreign = replace(own, launched_compare_sha256=None, directory=None)
-    (again, *_) = next_steps(foreign, content | {"verdict": "INVALID"}, "abrun compare A B --alias x=y")
+    (again, *_) = next_steps(foreign, replace(content, verdict="INVALID"), "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
-    assert next_steps(foreign, content | {"verdict": "INVALID"})[0].command == "abrun compare RUNS"
+    assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == "abrun compare RUNS"
     held = replace(foreign, launched_compare_sha256="of the reference's claims", regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
     fresh = "abrun freeze NEW --primary 'train/reward:last 20%:0.02' --output simulated-fresh.json"
-    assert next_steps(held, content | {"verdict": "MISMATCH"})[0].command == fresh
+    assert next_steps(held, replace(content, verdict="MISMATCH"))[0].command == fresh
 
 
 @pytest.mark.parametrize(("paired", "said"), [(0.002, " (16x narrower than unpaired)"), (4.5e-17, "")])
 def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
-    found = _spread({"baseline_sd": 0.01, "treatment_sd": 0.03, "sd_difference": paired, "num_runs": None})
+    found = _spread(claim(baseline_sd=0.01, treatment_sd=0.03, sd_difference=paired))
     assert found == f"sd over seeds 0.01, of the paired differences {paired:.2g}{said}"
 
 
@@ -163,10 +162,8 @@ def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
 
 
 def test_what_is_open_has_saved_nothing():
-    spent = {"num_runs": 4, "num_planned_runs": 8, "num_pairs": 2, "num_planned_pairs": 4, "device": "GPU"}
-    spent |= {"device_hours": 1.0, "device_hours_saved": 1.0}
-    assert spent_sentence({**spent, "decided_at": 2}).endswith("saved: 4 runs, 1 GPU-hours")
-    assert "saved" not in spent_sentence({**spent, "decided_at": None})
+    assert spent_sentence(SPENT).endswith("saved: 4 runs, 1 GPU-hours")
+    assert "saved" not in spent_sentence(replace(SPENT, decided_at=None))
 
 
 def claimed(margin):
@@ -177,7 +174,7 @@ def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, her
     experiment_dir = simulated()
     comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
     experiment = replace(load_experiment(experiment_dir), compare=claimed(0.1))
-    fresh, freeze = next_steps(experiment, as_json(comparison.content))
+    fresh, freeze = next_steps(experiment, comparison.content)
     assert fresh.command.startswith("abrun launch runs/simulated --seeds 5-9 --set 'compare=")
     assert "±0.1 " in pasted(fresh.command) and "baseline/seed-9" in pasted(fresh.command)
     assert "--primary 'train/reward:last 20%:0.1' --output" in freeze.command
@@ -300,7 +297,7 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
         later = write_experiment(Path("later"), **scenario)
         experiment = against_reference(load_experiment(later), load_reference(Path("ref.json")), "treatment")
         comparison = compare(experiment, output=later / "report", formats=("json",))
-        return next_steps(experiment, as_json(comparison.content), typed)
+        return next_steps(experiment, comparison.content, typed)
 
     by_hand = " && abrun compare NEW --reference ref.json" if "compare" in typed else ""
     recipe = "runs/later" if "compare" in typed else "later.yaml"
@@ -348,7 +345,7 @@ def test_the_date_is_that_of_the_runs(simulated, judged):
 def test_a_secret_in_the_command_is_not_shown(simulated, judged):
     experiment_dir = simulated()
     secret = "hf_" + "a1" * 17
-    content = as_json(judged(experiment_dir).content)
+    content = judged(experiment_dir).content
     assert secret not in context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
 
 

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +71,15 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     simulated: Callable[..., Path], judged: Callable[..., Any]
 ) -> None:
     directory = simulated(controls=FAULTS, shift={LATE: -0.2})
-    content = judged(directory).as_json()
-    assert content["verdict"] == "MATCH" and list(content["arms"]) == ["treatment"]
-    found = content["sensitivity"]
-    assert (found["num_caught"], found["num_judged"]) == (1, 2)
-    missed, caught = found["faults"]
-    assert (missed["caught_by"], missed["verdict"], missed["step"]) == ("nothing", "MATCH", None)
-    assert (caught["caught_by"], caught["metric"], caught["step"]) == ("claim", "train/reward", 40)
-    assert caught["reason"].startswith("train/reward: differs")
-    assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
+    content = judged(directory).content
+    assert content.verdict == "MATCH" and list(content.arms) == ["treatment"]
+    found = content.sensitivity
+    assert (found.num_caught, found.num_judged) == (1, 2)
+    missed, caught = found.faults
+    assert (missed.caught_by, missed.verdict, missed.step) == ("nothing", "MATCH", None)
+    assert (caught.caught_by, caught.metric, caught.step) == ("claim", "train/reward", 40)
+    assert caught.reason.startswith("train/reward: differs")
+    assert (caught.size, caught.unit, caught.num_pairs) == (0.25, "of the rows", 5)
     said = "would have caught 1 of 2 planted faults (5 pairs of 40 steps); would have passed as a match: "
     said += "misgrouped (1 rows off)"
     assert sentence(found, paired=True) == said and said in (directory / "report" / "report.md").read_text()
@@ -91,11 +90,11 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
         r"a smaller margin and more pairs, compare.step_one_tolerance below [\d.e-]+ \(train/\w+ deviates so "
         r"far at step one, and in its reruns by [\d.e-]+\), a size above 1, more than 40 steps, or a claim "
         r"where it shows: step one: loss and grad_norm",
-        missed["advice"],
+        missed.advice,
     )
-    assert caught["advice"] is None and caught["figures"].startswith("train/reward moves by -0.2")
+    assert caught.advice is None and caught.figures.startswith("train/reward moves by -0.2")
     plain = simulated()
-    assert judged(plain).as_json()["sensitivity"] is None
+    assert judged(plain).content.sensitivity is None
 
 
 def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
@@ -106,7 +105,7 @@ def test_a_fault_that_leaves_the_verdict_open_is_no_pass(
     found = sensitivity(experiment)
     assert found is not None and [one.caught for one in found.faults] == [True, False]
     assert found.faults[1].verdict == "INCONCLUSIVE"
-    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(asdict(found), paired=True)
+    assert "; left open: late_half_batch (0.25 of the rows)" in sentence(found, paired=True)
     lacks = {"value_unshifted": "needs algorithm.type: ppo"}
     path = write_sensitivity(found, lacks, tmp_path / "report", "mine", experiment.compare)
     page = path.read_text()
@@ -133,13 +132,13 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
 ) -> None:
     directory = simulated(controls=FAULTS)
     shutil.rmtree(directory / "fault-misgrouped/seed-0")
-    found = judged(directory).as_json()["sensitivity"]
+    found = judged(directory).content.sensitivity
     assert sentence(found, paired=True).endswith(
         "; would have passed as a match: late_half_batch (0.25 of the rows); not "
         "judged: misgrouped (1 rows off)"
     )
     shutil.rmtree(directory / f"{LATE}/seed-0")
-    found = judged(directory).as_json()["sensitivity"]
+    found = judged(directory).content.sensitivity
     said = "could judge none of 2 planted faults: fault-misgrouped/seed-0 is not finished (its directory is "
     assert (
         sentence(found, paired=True).startswith(said)
@@ -168,7 +167,7 @@ def test_a_fault_that_is_part_of_an_arm_is_said(
     simulated: Callable[..., Path], judged: Callable[..., Any], changes: dict[str, Any], said: str, short: str
 ) -> None:
     directory = simulated(**changes)
-    assert f"what it would have caught: {said}" in judged(directory).as_json()["not_tested"]
+    assert f"what it would have caught: {said}" in judged(directory).content.not_tested
     assert in_short(load_experiment(directory), None) == short
 
 

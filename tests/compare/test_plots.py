@@ -12,7 +12,9 @@ from matplotlib.text import Annotation, Text
 
 from abrun.compare.show import plots
 from abrun.compare.show.buckets import NUM_BUCKETS
-from tests.compare.test_page import claim, experiment, learning
+from abrun.present.figures import style
+from tests.compare.test_page import experiment, learning
+from tests.compare.verdicts import claim
 
 
 def labels(ax: Axes) -> dict[str, float]:
@@ -122,7 +124,7 @@ def test_no_text_hides_another_or_leaves_its_figure(num_arms, num_phases):
     of = experiment(values, arms=arms, name="e" * 100)
     wide = {"steps": (9, 12), "margin_text": "±10 % of the baseline's level", "interval": (-0.4, 0.1)}
     claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics[:2] for arm in arms[1:]]
-    with plots.style():
+    with style():
         of_metric = plots.metric_figure(of, metrics[0], claims[: len(arms) - 1])
         for made in (plots.overview(of, 1.05), plots.forest(of, claims), of_metric):
             assert made is not None

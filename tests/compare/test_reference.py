@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.compare import compare, compare_sources, freeze_arm
-from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.reference import against_reference, freeze, load_reference
 from abrun.compare.read.sources import Reading, open_sources
 from abrun.compare.read.stored import load_experiment
@@ -300,13 +299,14 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Pa
     scenario = {"steps": 200, "noise": 0.02, "compare": claims}
     frozen = write_experiment(tmp_path / "frozen", seeds=[0, 1, 2, 3, 4, 5], **scenario)
     freeze(load_experiment(frozen), "baseline", tmp_path / "ref.json")
-    content = as_json(later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario))
+    content = later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario)
     lines = [text for _, text in evidence(content)]
-    (claim,) = content["primaries"]
-    of_pairs = claim["treatment_mean"] - claim["baseline_mean"]
-    assert claim["unused_seeds"] == (4, 5) and f"{of_pairs:+.3g}" != f"{claim['mean_difference']:+.3g}"
+    (claim,) = content.primaries
+    assert claim.treatment_mean is not None and claim.baseline_mean is not None
+    of_pairs = claim.treatment_mean - claim.baseline_mean
+    assert claim.unused_seeds == (4, 5) and f"{of_pairs:+.3g}" != f"{claim.mean_difference:+.3g}"
     (levels,) = [line for line in lines if "paired difference" in line]
-    estimated = f"{claim['mean_difference']:+.3g} ["
+    estimated = f"{claim.mean_difference:+.3g} ["
     assert f"paired difference {of_pairs:+.3g}, with the reference's other seeds {estimated}" in levels
     (shared,) = [line for line in lines if "steps shared" in line]
     assert "of 200 steps shared (a reference keeps every step of its claims' windows, and fewer out" in shared

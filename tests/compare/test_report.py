@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from abrun.compare import compare, compare_sources, verdict_in
-from abrun.compare.judge.verdict_file import as_json
 from abrun.compare.read.sources import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.report import slugs
@@ -77,7 +76,7 @@ def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
     experiment_dir = simulated()
     judged(experiment_dir)
     content = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert content["schema_version"] == 4
+    assert content["schema_version"] == 5
     assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
     assert content["post_hoc"] is False and content["exit_code"] == 0
     wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"
@@ -160,7 +159,7 @@ def test_post_hoc_stands_in_the_headline(simulated, judged):
 @pytest.mark.parametrize("scenario", [{"shift": 0.04}, {"noise": 0.05}, {}])
 def test_words_promise_no_more_than_was_tested(simulated, judged, scenario):
     comparison = judged(simulated(**scenario))
-    text = (shown(comparison) + json.dumps(as_json(comparison.content))).lower()
+    text = (shown(comparison) + json.dumps(comparison.as_json())).lower()
     assert "identical" not in text and "no regression" not in text and "same" not in text
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from abrun.compare.judge.step_noise import noise_share, step_noise, variance_of_mean
-from abrun.compare.show.levels import levels
+from abrun.compare.show.evidence import levels
 from abrun.recipe import Primary
 
 
@@ -75,7 +75,7 @@ def test_the_report_and_the_plan_name_the_share(simulated, judged):
         and noise.worth_pairs[0] == pytest.approx(8 * noise.share / (2 - noise.share))
     )
     sentence = "of the variance of paired differences is noise from step to step: a window or a batch twice"
-    assert sentence in levels(comparison.as_json())[0].text
+    assert sentence in levels(comparison.content)[0].text
     console = Console(width=400, file=io.StringIO(), record=True)
     earlier = load_experiment(experiment_dir)
     console.print(plan_report("next", earlier.compare, 8, earlier=earlier))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from abrun import store
+from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict import EXIT_CODES, worst
 from abrun.errors import ComparisonError
 from abrun.recipe import Primary
@@ -279,7 +280,7 @@ def test_a_torn_last_line_of_a_finished_run_is_damage_and_a_missing_one_shortens
     invalid(
         comparison, "step grids differ: baseline/seed-0 ends at step 39, and train/reward is compared over"
     )
-    assert comparison.arms[0].coverage == {"shared_steps": 39, "all_steps": 40}
+    assert comparison.arms[0].coverage == Coverage(shared_steps=39, all_steps=40)
 
 
 def test_unequal_lengths(simulated, judged):

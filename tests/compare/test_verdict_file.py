@@ -1,14 +1,20 @@
 """verdict.json keeps the contract that its published schema states."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 import abrun.compare
-from abrun.compare.judge.verdict_file import json_schema
+from abrun.compare.judge.verdict_file import as_json, json_schema, read_verdict, read_verdict_file
+from abrun.errors import StoreError
+from abrun.messages import records
+from abrun.reasons import Code, Reason
+from abrun.store.files import json_text
 from tests.compare.simulate import edit_rows
+from tests.compare.verdicts import claim, verdict
 
 SCHEMA = Path(abrun.compare.__file__).parent / "judge/verdict.schema.json"
 WRITE = "python -c 'import json; from abrun.compare.judge.verdict_file import json_schema; "
@@ -43,5 +49,47 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
     if change:
         change(experiment_dir)
     judged(experiment_dir)
-    content = json.loads((experiment_dir / "report/verdict.json").read_text())
+    path = experiment_dir / "report/verdict.json"
+    content = json.loads(path.read_text())
     jsonschema.Draft202012Validator(json_schema()).validate(content)
+    assert json.loads(json_text(as_json(read_verdict_file(path)))) == content
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 2}, "schema_version 2; this version reads 3, 4, 5"),
+        ({"schema_version": None}, "schema_version null"),
+        ({"num_pairs": "many"}, "num_pairs: "),
+        ({"primaries": [{"arm": "treatment"}]}, "primaries.0.metric: "),
+    ],
+)
+def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(as_json(verdict([claim()])) | change))
+    with pytest.raises(StoreError) as refused:
+        read_verdict_file(path)
+    assert said in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+    assert read_verdict(path) == "MATCH"
+
+
+def test_a_file_of_the_version_before_has_no_final_weights(tmp_path):
+    path = tmp_path / "verdict.json"
+    content = as_json(verdict()) | {"schema_version": 3, "final_weights": [{"sampled": 1}]}
+    del content["readings"]
+    path.write_text(json.dumps(content))
+    assert read_verdict_file(path) == replace(verdict(), schema_version=3)
+
+
+@dataclass
+class Noted:
+    problem: Reason | None
+    reasons: list[Reason]
+    exit_code: int
+
+
+def test_reasons_are_read_from_the_codes_beside_their_sentences():
+    nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NO_PRIMARY), "seeds": [1, 2]})
+    for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
+        content = json.loads(json.dumps(records.as_json([noted])))
+        assert Noted(**records.with_reasons(content)[0]) == noted

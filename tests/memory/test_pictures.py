@@ -6,6 +6,7 @@ import pytest
 from abrun.memory import pictures
 from abrun.memory.attribution import BEFORE, REST
 from abrun.memory.cells import Cell, MemoryProfile, Point
+from abrun.present.figures import style
 from tests.compare.test_plots import ARMS, misplaced
 
 GIB = 2**30
@@ -38,13 +39,10 @@ def cell(arm: str, length: int, num_sequences: int) -> Cell:
 def test_no_text_hides_another_and_no_line_leaves_its_panel(num_arms: int) -> None:
     arms = ("baseline", *ARMS[: num_arms - 1])
     cells = [cell(arm, length, size) for size in (1, 4, 16, 64) for length in SEARCHED for arm in arms]
-    of_peaks = pictures.peaks(MemoryProfile(name="n" * 100, counter="peak_allocated_bytes", cells=cells))
-    of_sites = pictures.attribution(cells[-num_arms:])
-    assert of_sites is not None
-    try:
+    with style():
+        of_peaks = pictures.peaks(MemoryProfile(name="n" * 100, counter="peak_allocated_bytes", cells=cells))
+        of_sites = pictures.attribution(cells[-num_arms:])
+        assert of_sites is not None
         assert misplaced(of_peaks) == misplaced(of_sites) == []
-        for ax in of_peaks.axes:
-            assert max(np.max(line.get_ydata()) for line in ax.lines) < ax.get_ylim()[1]
-    finally:
-        for made in (of_peaks, of_sites):
-            pictures.pyplot.close(made)
+    for ax in of_peaks.axes:
+        assert max(np.max(line.get_ydata()) for line in ax.lines) < ax.get_ylim()[1]

@@ -231,7 +231,7 @@ def test_a_sweep_measures_the_arms_at_every_combination(tmp_path: Path) -> None:
         more = of["baseline", 2, size].by_phase["forward"] - of["baseline", 1, size].by_phase["forward"]
         assert more >= 64 * size * 4
     assert of["baseline", 1, 8192].held["weights"] - of["baseline", 1, 1024].held["weights"] == 4 * 96 * 7168
-    headings = [column.header for column in tables(profile)[0].columns]
+    headings = [column.title for column in tables(profile)[0].columns]
     assert headings[:4] == ["tokens", "sequences", "vocab size", "arm"]
 
 
@@ -322,7 +322,7 @@ def test_a_length_that_ran_out_of_memory_has_no_ratio() -> None:
     assert ended.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
     assert ended.reached == ("logprobs", 7)
     assert fits.highest == ("optimizer", 7)
-    assert tables(profile)[0].row_count == 3
+    assert len(tables(profile)[0].rows) == 3
     assert "out of memory in forward" in page(profile, [])
     assert told(ended, ("MiB", 1)) == (
         "baseline, 64 tokens: out of memory in forward; highest before that: 7.0 MiB in logprobs"
@@ -340,7 +340,7 @@ def test_what_a_gpu_s_allocator_says_and_how_far_arms_go_have_tables_of_their_ow
         Longest(arm="treatment", swept=(), what="length", fits=4096, fails=None, failed_in=None),
     ]
     profile = MemoryProfile(name="x", counter="peak_allocated_bytes", cells=cells, longest=longest)
-    peaks, allocator, most = ([list(column.cells) for column in table.columns] for table in tables(profile))
+    peaks, allocator, most = ([*map(list, zip(*table.rows, strict=True))] for table in tables(profile))
     assert peaks[-1] == ["-", "0.8"] and peaks[-2] == ["1.000", "0.200"]  # GiB of the floor, ratio
     assert [column[0] for column in allocator[2:]] == ["5.0", "6.0", "0.5", "3", "8.0"]
     assert [column[1] for column in most] == ["treatment", "4,096", "the model takes no more", "-", "4.10"]

@@ -18,6 +18,7 @@ from abrun.logs.wandb_files import read_run_files
 from abrun.mirror import bounded, report, wandb_run
 from abrun.mirror.sync import sync
 from abrun.store import RunDir, write_experiment
+from tests.compare.verdicts import claim, verdict
 from tests.mirror.server import Server, serving
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
@@ -149,9 +150,7 @@ def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(
 ) -> None:
     page = tmp_path / "report.html"
     page.write_text("the report")
-    claim = {"arm": "treatment", "metric": "train/reward", "result": "equivalent", "mean_difference": 0.5}
-    claim["certified_bound"] = None
-    content = {"experiment": "x", "verdict": "MATCH", "reasons": ["so"], "num_pairs": 4, "primaries": [claim]}
+    content = verdict([claim(mean_difference=0.5, certified_bound=None)], experiment="x", num_pairs=4)
     said = report.upload(content, [page], None)
     snapshot(said)
     (kept,) = [run for run in server.runs.values() if run.artifacts]
@@ -166,15 +165,13 @@ def test_what_is_switched_off_is_no_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
     monkeypatch.chdir(tmp_path)
-    said = report.upload(content, [], None)
+    said = report.upload(verdict(), [], None)
     snapshot(said)
 
 
 def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
-    content = {"experiment": "x", "verdict": "MATCH", "reasons": [], "num_pairs": 4, "primaries": []}
-    said = report.upload(content, [], None)
+    said = report.upload(verdict(), [], None)
     assert "API key" in said and "\n" not in said
     snapshot(said)
 

@@ -7,7 +7,7 @@ import pytest
 from abrun.mismatch.command import measure_run
 from abrun.mismatch.findings import Budget, Row
 from abrun.mismatch.report import summary
-from abrun.terminal import terminal
+from abrun.present.terminal import terminal
 from tests.mismatch.conftest import LEARNING
 from tests.rollout.vllm_sampling import PRESET
 from tests.test_implementations import verifier

@@ -12,7 +12,7 @@ from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_ru
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.margins import Margin, yardstick
 from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
-from abrun.compare.judge.step_noise import StepNoise, step_noise
+from abrun.compare.judge.step_noise import step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
 from abrun.compare.judge.unused_seeds import has_use, unused_summaries
 from abrun.compare.judge.whole_curve import curve_warnings
@@ -40,6 +40,7 @@ from abrun.equivalence import (
 )
 from abrun.errors import ComparisonError
 from abrun.metric_names import Transform, default_reduction, default_transform
+from abrun.power import StepNoise
 from abrun.recipe import Primary
 from abrun.recipe.claims import Unit
 from abrun.series import Array, Steps, on_shared_steps, window_bounds
@@ -71,9 +72,7 @@ class PrimaryResult:
     reduction: Literal["mean", "median", "maximum", "minimum"]
     test: Test
     margin: float | None  # in units of the transformed metric; None: relative, and not yet measured
-    margin_unit: (
-        Unit  # what it was declared in: the metric's own unit (""), or the baseline's sigma, level, climb
-    )
+    margin_unit: Unit  # of the declaration: the metric's own (""), or the baseline's sigma, level, climb
     margin_number: float  # in that unit; a share of the level or climb
     margin_text: str
     alpha: float  # of each one-sided test: 0.05, or this look's level

@@ -1,6 +1,5 @@
 """The share of step-to-step noise in the spread over seeds: what a longer window would save."""
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -8,6 +7,7 @@ from scipy import special
 
 from abrun.compare.judge.summaries import transformed
 from abrun.metric_names import default_reduction, default_transform
+from abrun.power import StepNoise
 from abrun.recipe import Primary
 from abrun.series import Array
 
@@ -15,15 +15,6 @@ MIN_PAIRS, MIN_STEPS = 5, 15
 MIN_SHARE = 0.2  # of the interval's lower end, below which nothing is said
 MOST_STEPS = 200  # that the autocorrelation is read of
 AUTOCORRELATIONS = np.linspace(0.0, 0.95, 39)  # between steps; less than none counts as none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNoise:
-    """The variance of a window's mean difference that its steps explain, as a share of that over pairs."""
-
-    share: float
-    interval: tuple[float, float]  # 90 %
-    worth_pairs: tuple[float, float, float]  # more pairs for twice the steps, at the share and at both ends
 
 
 def step_noise(baseline: Array, treatment: Array, primary: Primary) -> StepNoise | None:

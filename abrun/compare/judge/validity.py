@@ -1,6 +1,7 @@
 """INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -121,12 +122,19 @@ def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
     return found
 
 
-def coverage(sides: Sides) -> dict[str, int]:
-    """How many steps the finished pairs, or runs, share, of those that any of them has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Steps that the finished pairs, or runs, share, of those that any of them has."""
+
+    shared_steps: int
+    all_steps: int
+
+
+def coverage(sides: Sides) -> Coverage:
     finished = sides.finished.runs
     everything = union(run.steps for run in finished)
     shared = shared_steps(everything, *(run.steps for run in finished))
-    return {"shared_steps": len(shared), "all_steps": len(everything)}
+    return Coverage(shared_steps=len(shared), all_steps=len(everything))
 
 
 def _unpaired(experiment: Experiment, arm: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.step_one import StepOne, named_otherwise, share_of_scale, step_one
 from abrun.compare.judge.summaries import difference_unit
 from abrun.compare.judge.untested import counted, not_tested, step_one_unread
-from abrun.compare.judge.validity import coverage, differences, invalid_reasons
+from abrun.compare.judge.validity import Coverage, coverage, differences, invalid_reasons
 from abrun.compare.read.experiment import Experiment, Sides, no_shared_step
 from abrun.equivalence import ALPHA, bound_text
 from abrun.looks import levels_of_looks
@@ -74,7 +74,7 @@ class ArmVerdict:
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
-    coverage: dict[str, int]
+    coverage: Coverage
     num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     step_one: list[StepOne]
     divergence: list[Divergence]

@@ -1,7 +1,8 @@
 """What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from abrun.compare.judge.by_prompt import ByPrompt
@@ -18,13 +19,18 @@ from abrun.compare.judge.planted import Sensitivity, sensitivity
 from abrun.compare.judge.readings import Readings, count_readings, reading_sentences
 from abrun.compare.judge.spent import Spent, spent
 from abrun.compare.judge.step_one import StepOne
+from abrun.compare.judge.validity import Coverage
 from abrun.compare.judge.verdict import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.compare.read.claim_tests import ClaimTest
 from abrun.compare.read.experiment import Experiment
+from abrun.errors import StoreError
 from abrun.messages import records
 from abrun.reasons import Reason
+from abrun.redaction import shortened
+from abrun.store import read_as, read_json
 
 SCHEMA_VERSION = 5
+READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
 MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
@@ -51,7 +57,7 @@ class ArmSection:
     num_planned_pairs: int
     num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
     treatment_diff: dict[str, list[Any]]
-    coverage: dict[str, int]
+    coverage: Coverage
     num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
     looks: list[Look]
 
@@ -194,9 +200,52 @@ def _reading_notes(
     return [line for one in readings for line in reading_sentences(one, paired=paired, arms=num_arms)]
 
 
+def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
+    """Return the verdict file as if `arm` were the only treatment."""
+    evidence = {key: [one for one in getattr(content, key) if one.arm == arm] for key in _EVIDENCE}
+    section = content.arms[arm]
+    return replace(content, **evidence, arms={arm: section}, verdict=section.verdict)
+
+
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
     return records.as_json(content)
+
+
+def read_verdict_file(path: Path) -> VerdictFile:
+    """Read a verdict.json of one of READABLE_VERSIONS. Raises StoreError for any other file."""
+    content = read_json(path)
+    version = content.get("schema_version")
+    if version not in READABLE_VERSIONS:
+        versions = ", ".join(map(str, READABLE_VERSIONS))
+        raise StoreError(f"{path}: got schema_version {shortened(version)}; this version reads {versions}")
+    if version == 3:  # no readings; distances of final weights are estimates from samples that can mislead
+        content = {"readings": [], **content, "final_weights": []}
+    return verdict_file_of(content, path)
+
+
+def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
+    """Return what `as_json` made a mapping of; NaN and Inf may be text. Raises StoreError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(VerdictFile).validate_python(records.with_reasons(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise StoreError(f"{path}: {place}: {first['msg']}; compare the runs again") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VerdictAlone:
+    """The field of verdict.json that is the same in every schema version."""
+
+    verdict: Verdict
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Read the verdict alone, of any schema version. Raises StoreError."""
+    return read_as(_VerdictAlone, path).verdict
 
 
 def json_schema() -> dict[str, Any]:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from abrun.compare.judge.verdict_file import VerdictFile
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import by_prompt_facts
 from abrun.compare.show.completions import Completions, completions
-from abrun.compare.show.levels import Levels, levels
+from abrun.compare.show.evidence import Levels, by_prompt_facts, levels, spent_sentence
 from abrun.compare.show.next_step import NextStep, next_steps
 from abrun.compare.show.planted import in_short
-from abrun.compare.show.spent import spent_sentence
 from abrun.redaction import shown
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
@@ -33,8 +32,7 @@ class Context:
     planted_faults: str | None  # in a few words; None: without a recipe there can be none
 
 
-def context(experiment: Experiment, content: Mapping[str, Any], command: str | None) -> Context:
-    """`content` is what verdict.json holds."""
+def context(experiment: Experiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=shown(command or f"abrun compare {experiment.name}"),
         ran=_ran(experiment),
@@ -42,10 +40,10 @@ def context(experiment: Experiment, content: Mapping[str, Any], command: str | N
         levels=levels(content),
         next_steps=next_steps(experiment, content, command),
         completions=completions(experiment),
-        by_prompt=[by_prompt_facts(one) for one in content["by_prompt"]],
-        spent=spent_sentence(content["spent"]) if content["spent"] else None,
+        by_prompt=[by_prompt_facts(one) for one in content.by_prompt],
+        spent=spent_sentence(content.spent) if content.spent else None,
         has_recipe=experiment.has_recipe,
-        planted_faults=in_short(experiment, content["sensitivity"]),
+        planted_faults=in_short(experiment, content.sensitivity),
     )
 
 
@@ -60,11 +58,11 @@ def _ran(experiment: Experiment) -> str | None:
     return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _environment(experiment: Experiment, content: Mapping[str, Any]) -> str | None:
+def _environment(experiment: Experiment, content: VerdictFile) -> str | None:
     """Of the first runs that say it, and how many others read differently; the report has them all."""
     runs = experiment.runs.values()
     shown = [name for name in SHOWN_VERSIONS if any(run.imports(name) for run in runs)]
-    found = dict.fromkeys(_machine(one["environment"], shown) for one in content["environments"])
+    found = dict.fromkeys(_machine(one.environment, shown) for one in content.environments)
     first, *others = [text for text in found if text] or [None]
     return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first
 

@@ -3,16 +3,15 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.verdict import AT_OBSERVED
+from abrun.compare.judge.verdict_file import VerdictFile
 from abrun.compare.read.experiment import Experiment
 from abrun.plan import compare_hash
 from abrun.recipe import primary_option, units
-
-Content = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +70,31 @@ def declared_options(experiment: Experiment, num_pairs: int | None = None) -> st
     return "" if looks == compare.looks else " --set compare.looks=[]"
 
 
-def pairs_that_decide(content: Content, undecided: Sequence[Content]) -> tuple[str, int | None]:
+def pairs_that_decide(content: VerdictFile, undecided: Sequence[PrimaryResult]) -> tuple[str, int | None]:
     """A sentence on how many fresh pairs decide the claims, and their number; None: no such number."""
-    needed, counted = [one["pairs_needed"] for one in undecided], units(paired=content["paired"])
+    counted = units(paired=content.paired)
+    needed = [one.pairs_needed for one in undecided if one.pairs_needed is not None]
     if any(map(beyond_margin, undecided)):
         return f"No number of {counted} shows this margin if the observed difference is the true one", None
-    if any(one["limited"] is not None for one in undecided):
+    if any(one.limited is not None for one in undecided):
         text = f"Four times the {counted} halve the interval that a limit is tested by"
-        return text, 4 * max(undecided[0]["num_runs"] or [undecided[0]["num_pairs"]])
-    if None in needed:
+        return text, 4 * max(undecided[0].num_runs or [undecided[0].num_pairs])
+    if len(needed) < len(undecided):
         return f"This margin takes more than 1000 {counted}", None
     text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
-    observed = [one["pairs_needed_observed"] for one in undecided]
-    if None not in observed and max(observed) > max(needed):
+    observed = [one.pairs_needed_observed for one in undecided if one.pairs_needed_observed is not None]
+    if len(observed) == len(undecided) and max(observed) > max(needed):
         text += f" ({max(observed)}, if they differ as they do here)"
     return text, max(needed)
 
 
-def beyond_margin(claim: Content) -> bool:
+def beyond_margin(claim: PrimaryResult) -> bool:
     """Return whether a difference was detected, and the observed one is no smaller than the margin."""
-    if claim["interval"] is None or claim["margin_unit"] == "sigma" or claim["margin"] is None:
+    if claim.interval is None or claim.mean_difference is None or claim.margin is None:
         return False
-    low, high = claim["interval"]
-    return not low <= 0 <= high and abs(claim["mean_difference"]) >= claim["margin"]
+    low, high = claim.interval
+    is_detected = claim.margin_unit != "sigma" and not low <= 0 <= high
+    return is_detected and abs(claim.mean_difference) >= claim.margin
 
 
 def in_stages(fresh: NextStep, num_pairs: int) -> NextStep | None:

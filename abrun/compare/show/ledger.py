@@ -1,20 +1,18 @@
 """A reference's ledger as a table: `abrun ledger`."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun.compare.judge.ledger import ledger_sentence
 from abrun.compare.read.experiment import Reference
+from abrun.present.tables import Table, columns
 from abrun.redaction import in_yaml, printable
 
 
 def ledger_shown(reference: Reference) -> RenderableType:
     """The sentence, then a row for each entry. The reference has a ledger."""
     assert reference.ledger is not None
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for number, entry in enumerate(reference.ledger.entries, 1):
         changes = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in entry.treatment.items()]
         changes += [f"not judged: {entry.moved}"] if entry.moved else []
@@ -28,6 +26,7 @@ def ledger_shown(reference: Reference) -> RenderableType:
             f"{entry.difference:+.3g} [{low:.3g}, {high:.3g}]",
             f"{entry.drift:.3g}",
         )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        rows.append(cells)
+    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
     sentence = Text(printable(ledger_sentence(reference)), style="bold")
-    return Group(table, sentence) if reference.ledger.entries else sentence
+    return Group(Table(columns(*titles, fold=True), rows), sentence) if rows else sentence

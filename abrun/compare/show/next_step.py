@@ -3,18 +3,22 @@
 import difflib
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from abrun.compare.judge.assay import no_signal
+from abrun.compare.judge.by_prompt import ByPrompt
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
+from abrun.compare.judge.guards import Guard
 from abrun.compare.judge.machines import versions_follow_arms
+from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict import AT_OBSERVED
+from abrun.compare.judge.verdict_file import VerdictFile
 from abrun.compare.read.experiment import Experiment, no_shared_step
 from abrun.compare.read.samples import samples_in
 from abrun.compare.show.fresh_pairs import (
@@ -37,25 +41,24 @@ from abrun.redaction import shown
 
 MOST_STEPS = 2
 MEND = "Mend what the reasons name, then compare again"
-Content = Mapping[str, Any]
 
 
-def next_steps(experiment: Experiment, content: Content, typed: str | None = None) -> list[NextStep]:
+def next_steps(experiment: Experiment, content: VerdictFile, typed: str | None = None) -> list[NextStep]:
     """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
     of = {"MATCH": _match, "MISMATCH": _mismatch, "INCONCLUSIVE": _inconclusive, "INVALID": _invalid}
-    steps = islice(of[content["verdict"]](experiment, content), MOST_STEPS)
+    steps = islice(of[content.verdict](experiment, content), MOST_STEPS)
     words = shlex.split(typed or "")
     return [replace(step, command=shown(filled(step.command, experiment, words))) for step in steps]
 
 
-def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _match(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
-    if content["post_hoc"]:
+    if content.post_hoc:
         declare = "Declare the claim, and test it on fresh seeds"
         yield with_fresh_seeds(
             experiment, declare if experiment.directory else "Test the claim on fresh seeds"
         )
-    elif content["sensitivity"] is None and experiment.can_plant:
+    elif content.sensitivity is None and experiment.can_plant:
         yield NextStep(
             text="Measure what this comparison would have caught: faults planted in the baseline",
             command="abrun sensitivity RECIPE",
@@ -65,7 +68,7 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         yield NextStep(text="Launch it again after the next change", command=again)
     elif experiment.regression:
         yield NextStep(text="Compare the runs of the next change with it, too", command=AGAIN)
-    elif declared or (content["paired"] and experiment.compare.step_one):
+    elif declared or (content.paired and experiment.compare.step_one):
         # A reference takes claims alone: later runs are compared seed by seed, their first step too
         of, file = "RUNS", f"{name_of(experiment)}.json"
         if experiment.directory:
@@ -76,10 +79,10 @@ def _match(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         )
 
 
-def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    failing = [one for one in content["guards"] if one["result"] == "fail"]
-    deviating = [one for one in content["step_one"] if one["result"] == "fail"]
-    differing = [one for one in content["primaries"] if one["result"] == "different"]
+def _mismatch(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
+    failing = [one for one in content.guards if one.result == "fail"]
+    deviating = [one for one in content.step_one if one.result == "fail"]
+    differing = [one for one in content.primaries if one.result == "different"]
     if experiment.directory is None:
         if deviating and not (failing or differing):
             yield NextStep(
@@ -90,17 +93,17 @@ def _mismatch(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         return
     arm, seed = _of_first([*deviating, *failing, *differing], experiment)
     run = f"{name_of(experiment)}/{shlex.quote(arm)}/seed-{seed}"
-    if any(one["guard"] == "finished" for one in failing):
+    if any(one.guard == "finished" for one in failing):
         yield NextStep(text="See how the failed runs ended", command=f"abrun status {name_of(experiment)}")
     errors = {TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR}
-    of_engines = [one for one in deviating if one["metric"] in errors]
-    if of_engines or any("prob_error" in one["guard"] or "kl_error" in one["guard"] for one in failing):
-        before = f" --step {of_engines[0]['step'] - 1}" if of_engines else ""  # its first update
+    of_engines = [one for one in deviating if one.metric in errors]
+    if of_engines or any("prob_error" in one.guard or "kl_error" in one.guard for one in failing):
+        before = f" --step {of_engines[0].step - 1}" if of_engines else ""  # its first update
         yield NextStep(
             text="Find what makes trainer and rollout engine differ", command=f"abrun mismatch {run}{before}"
         )
     if not experiment.regression and all(_said(experiment, one, seed) for one in (arm, experiment.baseline)):
-        step = f" --step {deviating[0]['step']}" if deviating else ""
+        step = f" --step {deviating[0].step}" if deviating else ""
         other = f"{name_of(experiment)}/{experiment.baseline}/seed-{seed}"
         yield NextStep(
             text="Read what both arms said to each prompt",
@@ -117,49 +120,49 @@ def _said(experiment: Experiment, arm: str, seed: int) -> bool:
     return False
 
 
-def _inconclusive(experiment: Experiment, content: Content) -> Iterator[NextStep]:
-    unsettled = {one["arm"] for one in content["step_one"] if one["result"] == "open"}  # by any more pairs
+def _inconclusive(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
+    unsettled = {one.arm for one in content.step_one if one.result == "open"}  # by any more pairs
     looks = [
         look
-        for arm, section in content["arms"].items()
-        if section["verdict"] == "INCONCLUSIVE" and arm not in unsettled
-        for look in section["looks"]
+        for arm, section in content.arms.items()
+        if section.verdict == "INCONCLUSIVE" and arm not in unsettled
+        for look in section.looks
     ]
-    problems = [one["problem"] for one in content["primaries"] if one["problem"]]
-    undecided = [one for one in content["primaries"] if one["result"] == "undecided"]
+    problems = [one.problem for one in content.primaries if one.problem]
+    undecided = [one for one in content.primaries if one.result == "undecided"]
     if experiment.regression:
         yield from _inconclusive_with_reference(experiment, content)
         return
     if experiment.directory is None:
         yield from _inconclusive_of_others(experiment, content)
         return
-    if not content["primaries"]:
+    if not content.primaries:
         yield from _claim_to_declare(experiment)
         return
-    if content["descriptions"]:
+    if content.descriptions:
         yield with_fresh_seeds(experiment, "Three seeds or more can decide", 3)
         return
-    if any(look["verdict"] is None for look in looks):
+    if any(look.verdict is None for look in looks):
         yield NextStep(
-            text="A declared look is still to come: let its pairs finish",
-            command=_resumed(experiment),
+            text="A declared look is still to come: let its pairs finish", command=_resumed(experiment)
         )
         return
     if problems:
         yield _longer(experiment, "These runs could not have shown it (see the reasons)")
-    unsure = any(one["result"] == "open" for one in content["step_one"])
-    if unsure:
-        num_pairs = max((one["pairs_needed"] or 0 for one in undecided), default=0) or None
-        yield from _rounding_or_fault(experiment, content["step_one"], num_pairs)
+    if unsettled:
+        num_pairs = max((one.pairs_needed or 0 for one in undecided), default=0) or None
+        yield from _rounding_or_fault(experiment, content.step_one, num_pairs)
     if undecided:
         yield from _more_pairs(experiment, content, undecided)
     elif problems:
         yield from _other_claims(experiment, content)
-    elif not unsure:
+    elif not unsettled:
         yield with_fresh_seeds(experiment, "Fresh seeds say whether it was chance")
 
 
-def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Content]) -> Iterator[NextStep]:
+def _more_pairs(
+    experiment: Experiment, content: VerdictFile, undecided: Sequence[PrimaryResult]
+) -> Iterator[NextStep]:
     """Yield how many more pairs decide the claims that are open."""
     text, count = pairs_that_decide(content, undecided)
     if count is None:
@@ -169,16 +172,16 @@ def _more_pairs(experiment: Experiment, content: Content, undecided: Sequence[Co
         )
     else:
         yield with_fresh_seeds(experiment, text, count)
-    cheaper = [one for one in content["by_prompt"] if _fewer_pairs(one)]
+    cheaper = [one for one in content.by_prompt if _fewer_pairs(one)]
     if cheaper and not any(map(beyond_margin, undecided)):
-        pairs, prompts = cheaper[0]["pairs_needed_with_twice"], 2 * cheaper[0]["num_prompts"]
+        pairs, prompts = cheaper[0].pairs_needed_with_twice, 2 * cheaper[0].num_prompts
         text = f"Or twice the validation prompts, with which {pairs} pairs would do"
         fresh = with_fresh_seeds(experiment, text, pairs)
         yield replace(fresh, command=f"{fresh.command} --set validation.num_prompts={prompts}")
 
 
 def _rounding_or_fault(
-    experiment: Experiment, checks: Sequence[Content], num_pairs: int | None
+    experiment: Experiment, checks: Sequence[StepOne], num_pairs: int | None
 ) -> Iterator[NextStep]:
     """What raises the first step's distance between trainer and engine where values are rounded coarsely."""
     runs = experiment.runs.values()
@@ -192,21 +195,21 @@ def _rounding_or_fault(
             f"--name {folder_name(experiment, '-float32')}",
         )
     declared = experiment.compare.step_one_tolerance
-    unsure = [one for one in checks if one["result"] == "open"]
-    tolerances = {one["metric"]: math.ceil(125 * one["deviation"]) / 100 for one in unsure}
+    unsure = [one for one in checks if one.result == "open"]
+    tolerances = {one.metric: math.ceil(125 * one.deviation) / 100 for one in unsure}
     tolerances = {**(declared if isinstance(declared, dict) else {}), **tolerances}
     compare = experiment.compare.model_copy(update={"step_one_tolerance": tolerances})
     text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
     # Of the others the largest deviation is noise: that of 5 fresh pairs is beyond 1.25 times it 1 time in 3.
-    left = dict.fromkeys(one["metric"] for one in checks if one["result"] == "not tested")
+    left = dict.fromkeys(one.metric for one in checks if one.result == "not tested")
     untested = ", ".join(metric for metric in left if metric not in tolerances)
     text += f"; untested stays, as rounding may well take fresh seeds further: {untested}" if untested else ""
     yield with_fresh_seeds(replace(experiment, compare=compare), text, num_pairs)
 
 
-def _open_of_others(content: Content) -> Iterator[NextStep]:
+def _open_of_others(content: VerdictFile) -> Iterator[NextStep]:
     """Of runs that no recipe is at hand for."""
-    if any(one["result"] == "open" for one in content["step_one"]):
+    if any(one.result == "open" for one in content.step_one):
         yield NextStep(
             text="Train one step in float32, where rounding is no reason; if it was one, leave step one out",
             command="abrun compare RUNS --no-step-one",
@@ -254,29 +257,29 @@ def _claim_to_declare(experiment: Experiment) -> Iterator[NextStep]:
         )
 
 
-def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _inconclusive_of_others(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """Of runs that abrun did not launch."""
-    described = content["descriptions"]
+    described = content.descriptions
     yield from _open_of_others(content)
-    problems = any(one["problem"] for one in content["primaries"])
+    problems = any(one.problem for one in content.primaries)
     if problems and not described:
         yield from _other_claims(experiment, content)
-    open_arms = [one for one in content["arms"].values() if one["verdict"] == "INCONCLUSIVE"]
-    if any(look["verdict"] is None for one in open_arms for look in one["looks"]):
+    open_arms = [one for one in content.arms.values() if one.verdict == "INCONCLUSIVE"]
+    if any(look.verdict is None for one in open_arms for look in one.looks):
         yield next_look(experiment)
         return
-    if described and not content["primaries"]:
+    if described and not content.primaries:
         yield _claim_to_make(experiment, content)
     if described:
-        if max(described[0]["num_runs"]) == 1:
-            shared = ", with the same seeds in both arms" if content["paired"] else ""
+        if max(described[0].num_runs) == 1:
+            shared = ", with the same seeds in both arms" if content.paired else ""
             yield NextStep(
                 text=f"Train two runs or more beside each{shared}, then compare again",
                 command="abrun compare RUNS",
             )
-    elif not content["primaries"] and any(run.unread for run in experiment.runs.values()):
+    elif not content.primaries and any(run.unread for run in experiment.runs.values()):
         yield NextStep(text=MEND, command="abrun compare RUNS")
-    elif not content["primaries"]:
+    elif not content.primaries:
         yield NextStep(
             text="Say which metrics are the same", command="abrun compare RUNS --alias train/reward=NAME"
         )
@@ -286,9 +289,9 @@ def _inconclusive_of_others(experiment: Experiment, content: Content) -> Iterato
         yield from _fresh_pairs_of_others(experiment, content)
 
 
-def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _fresh_pairs_of_others(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """More runs for an open claim: fresh ones judged alone, as a test repeated on the same runs errs more."""
-    undecided = [one for one in content["primaries"] if one["result"] == "undecided" and one["interval"]]
+    undecided = [one for one in content.primaries if one.result == "undecided" and one.interval]
     text, count = pairs_that_decide(content, undecided) if undecided else ("Fresh seeds decide", None)
     if count is None and undecided:
         yield NextStep(
@@ -299,14 +302,14 @@ def _fresh_pairs_of_others(experiment: Experiment, content: Content) -> Iterator
         return
     fresh = with_fresh_seeds(experiment, text, count)
     yield fresh
-    if content["paired"] and count and (staged := in_stages(fresh, count)):
+    if content.paired and count and (staged := in_stages(fresh, count)):
         yield staged
 
 
-def _inconclusive_with_reference(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _inconclusive_with_reference(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """Of a frozen reference, which pairs the seeds that it has, and no others."""
     yield from _open_of_others(content)
-    if not content["primaries"]:
+    if not content.primaries:
         yield NextStep(
             text="The reference keeps no claim: say what has to agree, and how closely",
             command="abrun compare RUNS --primary METRIC:WINDOW:MARGIN",
@@ -314,7 +317,7 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
         return
     there, here = set(experiment.arm(experiment.baseline)), set(experiment.arm(experiment.treatments[0]))
     left = ", ".join(map(str, sorted(there - here)))
-    if not left and any(one["problem"] for one in content["primaries"]):
+    if not left and any(one.problem for one in content.primaries):
         yield from _over_shared_steps(experiment)
         yield NextStep(text=MEND, command="abrun compare RUNS")
         return
@@ -338,7 +341,7 @@ def _inconclusive_with_reference(experiment: Experiment, content: Content) -> It
     )
 
 
-def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
+def _claim_to_make(experiment: Experiment, content: VerdictFile) -> NextStep:
     """Of runs without a claim: one on what they learn, with a margin that owes nothing to the treatment."""
     found = claimable(experiment)
     if found is None:
@@ -349,7 +352,7 @@ def _claim_to_make(experiment: Experiment, content: Content) -> NextStep:
     claims = claim_options(_claiming(experiment, [claim_on(found)]))
     return NextStep(
         text=f"Claim that they are alike within a margin that you accept ({_margin_offered(found)})",
-        command=f"abrun compare RUNS{'' if content['paired'] else UNPAIRED}{claims}",
+        command=f"abrun compare RUNS{'' if content.paired else UNPAIRED}{claims}",
     )
 
 
@@ -369,9 +372,9 @@ def _margin_offered(found: Description) -> str:
     return offered
 
 
-def _other_claims(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _other_claims(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     """In the place of those that these runs cannot show, however many seeds there are."""
-    cannot = {(one["metric"], one["window"]) for one in content["primaries"] if one["problem"]}
+    cannot = {(one.metric, one.window) for one in content.primaries if one.problem}
     claims = [one for one in experiment.compare.primary if (one.metric, one.window) not in cannot]
     text = "Leave out what these runs cannot show"
     if not cannot:
@@ -393,20 +396,20 @@ def _claiming(experiment: Experiment, claims: list[Primary]) -> Experiment:
     return replace(experiment, compare=experiment.compare.model_copy(update={"primary": claims}))
 
 
-def _fewer_pairs(one: Content) -> bool:
+def _fewer_pairs(one: ByPrompt) -> bool:
     """Whether more prompts would spare pairs."""
-    needed, with_twice = one["pairs_needed"], one["pairs_needed_with_twice"]
+    needed, with_twice = one.pairs_needed, one.pairs_needed_with_twice
     return with_twice is not None and (needed is None or with_twice < needed)
 
 
-def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
+def _invalid(experiment: Experiment, content: VerdictFile) -> Iterator[NextStep]:
     if experiment.directory is None:
         if versions_follow_arms(experiment):
             text = "If the versions are what you compare, say that they are the treatment"
             yield NextStep(text=text, command="abrun compare RUNS --versions-differ")
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         shared = sorted(set.intersection(*of_arms)) if of_arms else []
-        apart = any("seed" in reason and "--unpaired" in reason for reason in content["reasons"])
+        apart = any("seed" in reason and "--unpaired" in reason for reason in content.reasons)
         if apart and shared:
             seeds = ",".join(map(str, shared))
             yield NextStep(
@@ -431,12 +434,9 @@ def _invalid(experiment: Experiment, content: Content) -> Iterator[NextStep]:
         if began:
             run = f"{name_of(experiment)}/{began[0].name}"
             yield NextStep(text="See how the first of them ended", command=f"abrun logs {run}")
-        yield NextStep(
-            text="Continue the runs that did not finish",
-            command=_resumed(experiment),
-        )
+        yield NextStep(text="Continue the runs that did not finish", command=_resumed(experiment))
     else:
-        missing = any("(primary)" in reason for reason in content["reasons"])
+        missing = any("(primary)" in reason for reason in content.reasons)
         if missing and not experiment.regression:
             reread = [*_read_with_another_alias(experiment)]
             # A launch with the wrong alias would end its runs again
@@ -491,9 +491,10 @@ def _stages(experiment: Experiment) -> str:
     return f"--until-decided --max-seeds {looks[-1]} " if looks else ""
 
 
-def _of_first(evidence: list[Content], experiment: Experiment) -> tuple[str, int]:
+def _of_first(evidence: Sequence[StepOne | Guard | PrimaryResult], experiment: Experiment) -> tuple[str, int]:
     """The arm and a seed that the evidence is about: a step-one check names its seed, a claim has several."""
-    arm = evidence[0]["arm"] if evidence else experiment.treatments[0]
+    arm = evidence[0].arm if evidence else experiment.treatments[0]
     seeds = [pair.seed for pair in experiment.pairs(arm)]
-    named = evidence[0].get("seed") if evidence else None
-    return arm, seeds[0] if named is None and seeds else named or 0
+    if evidence and isinstance(evidence[0], StepOne):
+        return arm, evidence[0].seed
+    return arm, seeds[0] if seeds else 0

@@ -5,13 +5,14 @@ A band is a picture, not a test: it is labelled as exactly what it is (±1 sd ov
 difference with its intervals stands below it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from scipy import special
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.compare.judge.summaries import comparable, difference_unit, reduced
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
@@ -22,7 +23,6 @@ from abrun.series import Array, Steps
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
 MOST_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
 T = TypeVar("T")
-Content = Mapping[str, Any]  # an entry of what verdict.json holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ class Panel:
     differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
 
 
-def panel(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Panel:
-    """The description of one metric; `claims` are those about it, as verdict.json holds them."""
+def panel(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Panel:
+    """The description of one metric; `claims` are those about it."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
     unit, divisor = display_unit(metric, highest)
@@ -112,7 +112,7 @@ def panel(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Pan
         unit=unit,
         steps=union(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
-        windows=tuple(sorted({tuple(claim["steps"]) for claim in claims if claim.get("steps")})),
+        windows=tuple(sorted({claim.steps for claim in claims if claim.steps})),
         differences=tuple(_differences(experiment, metric, claims)),
     )
 
@@ -152,14 +152,16 @@ def _line(run: RecordedRun, steps: Steps, values: Array) -> Line:
     return Line(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
 
 
-def _differences(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Iterator[Difference]:
+def _differences(
+    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]
+) -> Iterator[Difference]:
     wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
-        (claim["arm"], claim["transform"]) for claim in claims if claim["arm"] in experiment.arms
+        (claim.arm, claim.transform) for claim in claims if claim.arm in experiment.arms
     )
     for arm, transform in wanted:
         pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
         sides = experiment.sides(arm).finished
-        about = [one for one in claims if (one["arm"], one["transform"]) == (arm, transform)]
+        about = [one for one in claims if (one.arm, one.transform) == (arm, transform)]
         if min(sides.sizes):
             yield _difference(sides, pairs, metric, arm, experiment.arms.index(arm), transform, about)
 
@@ -171,7 +173,7 @@ def _difference(
     arm: str,
     index: int,
     transform: Transform,
-    claims: Sequence[Content],
+    claims: Sequence[PrimaryResult],
 ) -> Difference:
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
@@ -227,17 +229,17 @@ def _windows(
         yield Window(steps=ends, pairs=differences, interval=known)
 
 
-def _claim(claim: Content) -> Claim | None:
+def _claim(claim: PrimaryResult) -> Claim | None:
     """None where there is no margin zone to draw."""
-    if not claim.get("steps") or claim.get("margin") is None:
+    if not claim.steps or claim.margin is None:
         return None
-    interval = claim.get("interval")
+    interval = claim.interval
     return Claim(
-        steps=(claim["steps"][0], claim["steps"][1]),
-        margin=claim["margin"],
-        margin_text=claim["margin_text"],
+        steps=(claim.steps[0], claim.steps[1]),
+        margin=claim.margin,
+        margin_text=claim.margin_text,
         interval=(interval[0], interval[1]) if interval else None,
-        level=1 - 2 * claim["alpha"],
+        level=1 - 2 * claim.alpha,
     )
 
 

@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from abrun.compare.judge.by_prompt import ACCURACY, by_prompt
 from abrun.compare.judge.claims import judge_primary
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.by_prompt import advice
-from abrun.compare.show.levels import step_noise_text
+from abrun.compare.show.evidence import prompt_advice, step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import levels_of_looks
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
+from abrun.present.tables import Table, columns
 from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted, units
 from abrun.redaction import shortened, shown_tree
 
@@ -51,7 +50,7 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(widest.steps)}",
         level=widest.baseline_mean,
         climb=widest.climb,
-        step_noise=asdict(widest.step_noise) if widest.step_noise else None,
+        step_noise=widest.step_noise,
     )
 
 
@@ -151,10 +150,7 @@ def plan_report(
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {counted} planned", style="bold"), Text("")]
     planned = list(_planned(compare, earlier, sigma, correlation))
     powers = [one.power for one in planned if one.power]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    counts = sorted({*COUNTS, num_pairs, *compare.looks})
-    for heading in ("claim", "margin", *(f"n={count}" for count in counts), "80 % at"):
-        table.add_column(heading, justify="left" if heading in ("claim", "margin") else "right")
+    counts, rows = sorted({*COUNTS, num_pairs, *compare.looks}), []
     for one in planned:
         claim, spread, expected = one.claim, one.spread, one.power
         if claim.margin is None:
@@ -170,9 +166,11 @@ def plan_report(
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
-            table.add_row(Text(claim.metric), margin, *cells, _needed(expected, counted))
+            rows.append((claim.metric, margin, *cells, _needed(expected, counted)))
     if powers:
         by_number = f"\nP(match) if the arms are truly equal, by number of {counted}"
+        numbers = [*(f"n={count}" for count in counts), "80 % at"]
+        table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         lines += [Text(by_number, style="bold"), table]
     if len(powers) > 1:
         least = max(0.0, 1 - sum(1 - one.power(num_pairs) for one in powers))
@@ -257,7 +255,7 @@ def _of_prompts(
             planned = [claim_power(claim, compare, one, alpha) for one in spreads]
             needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
             said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
-            yield f"{arm}: {'; '.join(advice(asdict(said)))}"
+            yield f"{arm}: {'; '.join(prompt_advice(said))}"
 
 
 def _about(
@@ -302,12 +300,11 @@ def _needed(expected: ClaimPower, counted: str) -> str:
 def _without_sigma() -> Iterator[RenderableType]:
     """For want of a sigma: margins in sigmas against correlations."""
     yield Text("P(match) by margin and pair correlation, in sigmas over seeds", style="bold")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at"):
-        table.add_column(heading, justify="right")
+    titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at")
+    rows = []
     for margin in (1.0, 1.5, 2.0):
         for correlation in (0.0, 0.5, 0.8):
             cells = (f"{power(margin, 1.0, correlation, count):.0%}" for count in COUNTS)
             needed = pairs_needed(margin, sd_of_difference(1.0, correlation))
-            table.add_row(f"{margin:g} sigma", f"{correlation:g}", *cells, f"{needed} pairs")
-    yield table
+            rows.append((f"{margin:g} sigma", f"{correlation:g}", *cells, f"{needed} pairs"))
+    yield Table(columns(*titles, numeric=titles), rows)

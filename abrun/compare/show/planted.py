@@ -5,17 +5,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.compare.judge.planted import Sensitivity
+from abrun.compare.judge.planted import FaultFound, Sensitivity
 from abrun.compare.read.experiment import Experiment
-from abrun.compare.show.markup import escaped, table_row
+from abrun.present import tables
+from abrun.present.markdown import escaped
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
 from abrun.store import write_file, write_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
-LIBRARY_COLUMNS = ("name", "seam", "what it does", "size", "needs", "shows", "source")
 PUBLIC = 0o666
 
 
@@ -27,79 +27,76 @@ def write_sensitivity(
     `not_planted`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = asdict(found)
-    write_json(folder / FILE, {**content, "not_planted": dict(not_planted)}, mode=PUBLIC)
-    page = "\n".join(_page(content, not_planted, name, compare)) + "\n"
+    write_json(folder / FILE, {**asdict(found), "not_planted": dict(not_planted)}, mode=PUBLIC)
+    page = "\n".join(_page(found, not_planted, name, compare)) + "\n"
     write_file(folder / PAGE, page.encode(), mode=PUBLIC)
     return folder / PAGE
 
 
-def sentence(content: Mapping[str, Any], *, paired: bool) -> str:
-    """Of `verdict.json`'s section. It says both sizes: the experiment's, and that of each fault missed."""
-    if not content["num_judged"]:
-        planted = _count(len(content["faults"]), "planted fault")
-        return f"could judge none of {planted}: {content['faults'][0]['reason']}"
-    pairs = _count(content["num_pairs"], "pair") if paired else f"{content['num_pairs']} runs of each arm"
-    runs = f"{pairs} of {_count(content['num_steps'], 'step')}"
-    said = f"would have caught {content['num_caught']} of {content['num_judged']} planted faults ({runs})"
+def sentence(content: Sensitivity, *, paired: bool) -> str:
+    """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
+    if not content.num_judged:
+        planted = _count(len(content.faults), "planted fault")
+        return f"could judge none of {planted}: {content.faults[0].reason}"
+    pairs = _count(content.num_pairs, "pair") if paired else f"{content.num_pairs} runs of each arm"
+    runs = f"{pairs} of {_count(content.num_steps, 'step')}"
+    said = f"would have caught {content.num_caught} of {content.num_judged} planted faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
         ("INCONCLUSIVE", "left open"),
         ("INVALID", "not judged"),
     ):
-        names = [_with_size(one) for one in content["faults"] if one["verdict"] == verdict]
+        names = [_with_size(one) for one in content.faults if one.verdict == verdict]
         said += f"; {outcome}: {', '.join(names)}" if names else ""
     return said
 
 
-def in_short(experiment: Experiment, content: Mapping[str, Any] | None) -> str | None:
+def in_short(experiment: Experiment, content: Sensitivity | None) -> str | None:
     """In a few words; None of runs without a recipe, in which nothing could be planted."""
     if content is None:
         own, how = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_plant
         none = f"none {'as a control' if own else 'planted'}{how}"
         return "; ".join([*own, none]) if experiment.has_recipe else None
-    if not content["num_judged"]:
-        return f"could judge none of {len(content['faults'])}"
-    return f"would have caught {content['num_caught']} of {content['num_judged']}"
+    if not content.num_judged:
+        return f"could judge none of {len(content.faults)}"
+    return f"would have caught {content.num_caught} of {content.num_judged}"
 
 
-def advice(content: Mapping[str, Any]) -> Iterator[str]:
+def advice(content: Sensitivity) -> Iterator[str]:
     """For each fault that was not caught, what could show it."""
-    for one in content["faults"]:
-        if one["advice"] is not None:
-            yield f"{_with_size(one)} could be seen by {one['advice']}"
+    for one in content.faults:
+        if one.advice is not None:
+            yield f"{_with_size(one)} could be seen by {one.advice}"
 
 
 def columns(*, paired: bool) -> tuple[str, ...]:
     return ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs" if paired else "runs")
 
 
-def rows(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows(content: Sensitivity) -> list[tuple[str, ...]]:
     """In the order of `columns`."""
     return [
         (
-            one["fault"],
-            "-" if one["size"] is None else f"{one['size']:g} {one['unit']}",
-            one["verdict"],
+            one.fault,
+            "-" if one.size is None else f"{one.size:g} {one.unit}",
+            one.verdict,
             _evidence(one),
-            "-" if one["step"] is None else str(one["step"]),
-            one["figures"] or "-",
-            str(one["num_pairs"]),
+            "-" if one.step is None else str(one.step),
+            one.figures or "-",
+            str(one.num_pairs),
         )
-        for one in content["faults"]
+        for one in content.faults
     ]
 
 
-def table(found: Sensitivity, *, paired: bool) -> "Table":
+def table(found: Sensitivity, *, paired: bool) -> "RenderableType":
     """For a terminal."""
-    return _table(columns(paired=paired), rows(asdict(found)))
+    return _table(columns(paired=paired), rows(found)).rich(padding=(0, 1))
 
 
-def _page(
-    content: Mapping[str, Any], not_planted: Mapping[str, str], name: str, compare: Compare
-) -> Iterator[str]:
+def _page(content: Sensitivity, not_planted: Mapping[str, str], name: str, compare: Compare) -> Iterator[str]:
     claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
-    declared, headings = ", ".join(claims) or "none", columns(paired=compare.paired)
+    declared = ", ".join(claims) or "none"
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
     yield f"It {escaped(sentence(content, paired=compare.paired))}."
@@ -110,9 +107,7 @@ def _page(
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield table_row(headings)
-    yield "|" + " --- |" * len(headings)
-    yield from (table_row(row) for row in rows(content))
+    yield from _table(columns(paired=compare.paired), rows(content)).markdown()
     for title, lines in (
         ("Not caught", list(advice(content))),
         ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
@@ -121,10 +116,10 @@ def _page(
             yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
 
 
-def library() -> "Table":
+def library() -> "RenderableType":
     """For a terminal: without the sizes and sources, which each fault's own page has."""
     cells = [(one.name, one.does, ", ".join(one.needs) or "-", one.shows) for one in FAULTS]
-    return _table(("name", "what it does", "needs", "what should show it"), cells)
+    return _table(("name", "what it does", "needs", "what should show it"), cells).rich(padding=(0, 1))
 
 
 def of_algorithms() -> str:
@@ -157,43 +152,27 @@ def details(fault: Fault) -> Iterator[str]:
     yield f"           planted_fault: {sized}"
 
 
-def library_row(fault: Fault) -> tuple[str, ...]:
-    size = "-" if fault.size is None else f"{fault.size:g} {fault.unit}"
-    needs = ", ".join(fault.needs) or "-"
-    return fault.name, fault.seam, fault.does, size, needs, fault.shows, fault.source
-
-
 def _link(fault: Fault) -> str:
     """GitHub sends an issue's address on to a pull request's."""
     repository, _, number = fault.source.partition("#")
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def _with_size(one: Mapping[str, Any]) -> str:
-    return one["fault"] if one["size"] is None else f"{one['fault']} ({one['size']:g} {one['unit']})"
+def _with_size(one: FaultFound) -> str:
+    return one.fault if one.size is None else f"{one.fault} ({one.size:g} {one.unit})"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _evidence(one: Mapping[str, Any]) -> str:
-    if one["verdict"] == "INVALID":
-        return f"not judged: {one['reason']}"
-    if one["caught_by"] == "nothing":
+def _evidence(one: FaultFound) -> str:
+    if one.verdict == "INVALID":
+        return f"not judged: {one.reason}"
+    if one.caught_by == "nothing":
         return "nothing"
-    return f"{one['caught_by']}: {one['metric']}" if one["metric"] else one["caught_by"]
+    return f"{one.caught_by}: {one.metric}" if one.metric else one.caught_by
 
 
-def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    from abrun.redaction import shown
-
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold", no_wrap=column in ("name", "fault"))
-    for row in cells:
-        made.add_row(*(Text(shown(cell)) for cell in row))
-    return made
+def _table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> tables.Table:
+    return tables.Table(tables.columns(*titles, no_wrap=("name", "fault"), fold=True), cells)

@@ -1,58 +1,29 @@
 """Panels as figures: functions draw on an `ax`; `metric_figure` and `overview` compose them."""
 
-import contextlib
 import textwrap
-import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.buckets import NUM_BUCKETS, averaged, bucket_indices
-from abrun.compare.show.panels import Claim, Content, Curve, Difference, Panel, Peaks, memory_peaks, panel
+from abrun.compare.show.panels import Claim, Curve, Difference, Panel, Peaks, memory_peaks, panel
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.present.figures import COLORS, legend_below, short
 
-# Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 WIDTH, PANEL = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
 BAR, LEAST_ROW = 0.13, 0.3  # inches of height: a bar with a figure beside it; a phase of the memory's panel
-LEGEND_ROW, LEGEND_COLUMN = 0.19, 54  # inches of height; characters that leave room for a second column
+LEGEND_COLUMN = 54  # characters that leave room for a second column
 LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "legend.framealpha": 0.8,
-    "legend.edgecolor": "none",
-    "legend.fontsize": 8,
-    "text.parse_math": False,  # a metric may be called $x$
-    "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
-    "svg.fonttype": "none",
-}
 
 
-@contextlib.contextmanager
-def style() -> Iterator[None]:
-    """What every figure is drawn and saved in."""
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
-        yield
-
-
-def metric_figure(experiment: Experiment, metric: str, claims: Sequence[Content]) -> Figure | None:
+def metric_figure(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
@@ -83,32 +54,32 @@ def _sample(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
+def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
-    shown = [claim for claim in claims if claim.get("margin") and claim.get("interval")]
-    shown = [claim for claim in shown if np.isfinite(np.divide(claim["interval"], claim["margin"])).all()]
+    shown = [claim for claim in claims if claim.margin and claim.interval]
+    shown = [claim for claim in shown if np.isfinite(np.divide(claim.interval, claim.margin)).all()]
     if len(shown) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
     ax = figure.subplots()
-    ends = np.array([claim["interval"] for claim in shown]) / np.array([[claim["margin"]] for claim in shown])
+    ends = np.array([claim.interval for claim in shown]) / np.array([[claim.margin] for claim in shown])
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
     ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
     ax.axvline(0, color="black", linewidth=0.8)
     names = []
     for row, (claim, (low, high)) in enumerate(zip(shown, ends, strict=True)):
-        color = COLORS[experiment.arms.index(claim["arm"]) % len(COLORS)]
+        color = COLORS[experiment.arms.index(claim.arm) % len(COLORS)]
         ax.plot([low, high], [row, row], color=color, linewidth=2, marker="|", markersize=9)
         ax.plot([(low + high) / 2], [row], "D", color=color, markersize=5)
         ax.annotate(
-            claim["result"],
+            claim.result,
             (1.01, row),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize=8,
         )
-        arm = f"{short(claim['arm'], 28)}: " if len(experiment.treatments) > 1 else ""
-        names.append(f"{arm}{short(claim['metric'], 28)}\n{claim['margin_text']}")
+        arm = f"{short(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
+        names.append(f"{arm}{short(claim.metric, 28)}\n{claim.margin_text}")
     ax.set_yticks(range(len(shown)), names)
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
@@ -118,21 +89,11 @@ def forest(experiment: Experiment, claims: Sequence[Content]) -> Figure | None:
 
 
 def _legend_below(figure: Figure) -> None:
-    """What lines, bands and bars are, once for all panels; inside, it would hide some of them.
-
-    The figure grows by it, so that the panels keep their heights.
-    """
+    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
     handles = {}
     for ax in figure.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    columns = 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (1 + -(-len(handles) // columns)))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-
-
-def short(name: str, most: int) -> str:
-    """A name of at most so many characters, without its middle if need be: names differ at their ends."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+    legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1)
 
 
 def _plain(metric: str) -> str:

@@ -3,27 +3,30 @@
 Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
 """
 
-import io
 import multiprocessing
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.description import Description
 from abrun.compare.judge.direction import difference_text
 from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.claim_tests import STAMP, ClaimTest, claim_tests_in
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context, context
 from abrun.compare.show.evidence import evidence
-from abrun.compare.show.markup import code, escaped, table_row
 from abrun.compare.show.next_step import NextStep
 from abrun.equivalence import beside_limit, bound_text
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.messages import sentence
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
+from abrun.present.figures import FIGURES, save_figure, style
+from abrun.present.markdown import code, escaped
+from abrun.present.tables import Table, columns
 from abrun.recipe import units
 from abrun.redaction import shown
 from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
@@ -36,7 +39,6 @@ PAGE = "report.html"
 WORTH_A_PROCESS = 1_000_000  # points to draw
 PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 FORMATS = ("json", "html", "markdown", "png", "svg")
-FIGURES = ("png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
 MOST_LINES = 30  # of the markdown, without images
@@ -46,7 +48,6 @@ OF_ONE_RUN, OF_SEVERAL = (
     ["smallest margin these runs show", "a suggested margin, were the arms equal"],
 )
 MOST_LINKS = 20  # to runs in wandb
-Content = Mapping[str, Any]
 
 
 def drawable() -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def drawable() -> tuple[str, ...]:
 
 def write_report(
     experiment: Experiment,
-    verdict: VerdictFile,
+    content: VerdictFile,
     output: Path,
     formats: Collection[str],
     command: str | None = None,
@@ -69,7 +70,6 @@ def write_report(
     """
     if not formats:
         return []
-    content = as_json(verdict)
     beside = context(experiment, content, command)
     files: list[Path] = []
     images = [form for form in FIGURES if form in formats]
@@ -81,7 +81,7 @@ def write_report(
         write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
         if "json" in formats:
             files.append(output / "verdict.json")
-            write_json(files[-1], content, mode=PUBLIC)
+            write_json(files[-1], as_json(content), mode=PUBLIC)
         if "html" in formats:
             files.append(output / PAGE)
         if "markdown" in formats:
@@ -112,7 +112,7 @@ def report_folder(experiment: Experiment) -> Path:
 
 def _draw(
     experiment: Experiment,
-    content: Content,
+    content: VerdictFile,
     beside: Context,
     output: Path,
     images: Sequence[str],
@@ -165,17 +165,17 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
 
 
 def _draw_claims(
-    experiment: Experiment, content: Content, output: Path, images: Sequence[str]
+    experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    if not content["primaries"]:
+    if not content.primaries:
         return
     from abrun.compare.show import plots  # half a second
 
-    with plots.style():
-        yield from _save(plots.forest(experiment, content["primaries"]), output / "claims", images)
-    for stem, metric in slugs(claim["metric"] for claim in content["primaries"]).items():
-        of_metric = [claim for claim in content["primaries"] if claim["metric"] == metric]
-        with plots.style():
+    with style():
+        yield from _save(plots.forest(experiment, content.primaries), output / "claims", images)
+    for stem, metric in slugs(claim.metric for claim in content.primaries).items():
+        of_metric = [claim for claim in content.primaries if claim.metric == metric]
+        with style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
 
 
@@ -186,25 +186,12 @@ def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) 
     from abrun.compare.show import plots
 
     limit = experiment.compare.guards.token_mult_prob_error_median
-    with plots.style():
+    with style():
         yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
 
-def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> Iterator[Path]:
-    if figure is None:
-        return
-    layout = figure.get_layout_engine()
-    if layout:
-        layout.execute(figure)
-        figure.set_layout_engine("none")  # laid out once for all formats
-    for form in images:
-        path = stem.with_name(f"{stem.name}.{form}")
-        # No date and no version of matplotlib in the file: same runs, same bytes.
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format=form, dpi=150, metadata=metadata)
-        write_file(path, drawing.getvalue(), mode=PUBLIC)
-        yield path
+def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
+    return save_figure(figure, stem, images) if figure else []
 
 
 def slugs(metrics: Iterable[str]) -> dict[str, str]:
@@ -227,32 +214,22 @@ def slug(name: str) -> str:
 # --- markdown, for a pull request ---
 
 
-def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
+def markdown(content: VerdictFile, beside: Context, images: Sequence[str]) -> str:
     """A page of at most MOST_LINES lines, then the figures."""
     lines = [
         f"# {escaped(_headline(content))}",
         "",
-        *(f"- {escaped(reason)}" for reason in content["reasons"]),
+        *(f"- {escaped(reason)}" for reason in content.reasons),
         "",
         *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
     ]
-    primaries = content["primaries"]
-    if primaries:
-        several = len(content["arms"]) > 1
-        head = ["arm"] * several + claim_columns(content)
-        lines += ["", escaped(_compared(content))]
-        lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row([one["arm"]] * several + claim_cells(one)) for one in primaries]
-    if content["descriptions"]:
-        head = _description_columns(content)
-        lines += ["", escaped(_compared(content))]
-        lines += ["", table_row(head), table_row(["---"] * len(head))]
-        lines += [table_row(cells) for cells in _described_rows(content)]
+    for table in _tables(content):
+        lines += ["", escaped(_compared(content)), "", *table.markdown()]
     facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
     made = f"report made by {code(beside.command)}"
     known = [escaped(text) for text in (beside.ran, beside.environment) if text]
     lines += ["", *facts, f"**runs**: {'; '.join([*known, made])}  "]
-    links = [f"[{escaped(run)}]({url})" for run, url in content["wandb"].items()]
+    links = [f"[{escaped(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
         lines.append(f"**wandb**: {', '.join(links[:MOST_LINKS])}{more}")
@@ -263,21 +240,32 @@ def markdown(content: Content, beside: Context, images: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _description_columns(content: Content) -> list[str]:
-    arm = ["arm"] * (len(content["arms"]) > 1)
-    described = ["metric", "steps", content["baseline"], treatment_name(content)]
-    if all(one["interval"] is None for one in content["descriptions"]):
+def _tables(content: VerdictFile) -> list[Table]:
+    """Return the claims' table and the descriptions', each only if it has rows."""
+    several, tables = len(content.arms) > 1, []
+    if content.primaries:
+        rows = [[one.arm] * several + claim_cells(one) for one in content.primaries]
+        tables.append(Table(columns(*["arm"] * several, *claim_columns(content), fold=True), rows))
+    if content.descriptions:
+        tables.append(Table(columns(*_description_columns(content)), _described_rows(content)))
+    return tables
+
+
+def _description_columns(content: VerdictFile) -> list[str]:
+    arm = ["arm"] * (len(content.arms) > 1)
+    described = ["metric", "steps", content.baseline, treatment_name(content)]
+    if all(one.interval is None for one in content.descriptions):
         return [*arm, *described, "difference", *OF_ONE_RUN]
     return [*arm, *described, "difference [90 %]", *OF_SEVERAL]
 
 
-def _compared(content: Content) -> str:
+def _compared(content: VerdictFile) -> str:
     """Say which arm a difference is taken from, and what 90 % and 95 % stand for in a report."""
     roles = [
         name if name == role else f"{name} ({role})"
-        for name, role in ((treatment_name(content), "treatment"), (content["baseline"], "baseline"))
+        for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
-    tested = [one["alpha"] for one in content["primaries"] if one["test"] != "exact"]
+    tested = [one.alpha for one in content.primaries if one.test != "exact"]
     text = f"differences are {roles[0]} minus {roles[1]}"
     if not tested:
         return text
@@ -288,56 +276,54 @@ def _compared(content: Content) -> str:
     )
 
 
-def treatment_name(content: Content) -> str:
+def treatment_name(content: VerdictFile) -> str:
     """Return the name of the treatment for heads of columns; 'treatment' where there are several."""
-    return next(iter(content["arms"])) if len(content["arms"]) == 1 else "treatment"
+    return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
 
 
-def _described_rows(content: Content) -> list[list[str]]:
+def _described_rows(content: VerdictFile) -> list[list[str]]:
     """The first few of every arm."""
-    several = len(content["arms"]) > 1
-    of_arms = [[one for one in content["descriptions"] if one["arm"] == arm] for arm in content["arms"]]
+    several = len(content.arms) > 1
+    of_arms = [[one for one in content.descriptions if one.arm == arm] for arm in content.arms]
     shown = [one for of in of_arms for one in of[: MOST_DESCRIBED // (1 + several)]]
-    return [[one["arm"]] * several + _described(one) for one in shown]
+    return [[one.arm] * several + _described(one) for one in shown]
 
 
-def _described(one: Content) -> list[str]:
-    cells = [one["metric"], f"{one['steps'][0]}-{one['steps'][1]}"]
-    cells += [f"{one[key]:.4g}" for key in ("baseline", "treatment")]
-    if one["mean_distance"] is not None:
-        apart = (
-            f"{one['mean_distance']:.3g}, at most {one['largest_distance']:.3g} (step {one['largest_at']})"
-        )
-        return [*cells, f"{one['difference']:+.3g}", apart]
-    if one["interval"] is None:
-        return [*cells, f"{one['difference']:+.3g}", "-", "two runs of each arm"]
+def _described(one: Description) -> list[str]:
+    cells = [one.metric, f"{one.steps[0]}-{one.steps[1]}"]
+    cells += [f"{one.baseline:.4g}", f"{one.treatment:.4g}"]
+    if one.mean_distance is not None:
+        apart = f"{one.mean_distance:.3g}, at most {one.largest_distance:.3g} (step {one.largest_at})"
+        return [*cells, f"{one.difference:+.3g}", apart]
+    if one.interval is None or one.certified_bound is None:
+        return [*cells, f"{one.difference:+.3g}", "-", "two runs of each arm"]
     takes = "-"
-    if one["margin"] is not None:
-        count = one["runs_needed"] or "more than 1000"
-        takes = f"±{one['margin']:.3g}: {count} {units(paired=one['paired'])}"
-        if one["detected"]:
-            takes += f", but it is {one['detected']['direction']}"
-        if min(abs(end) for end in one["interval"]) > one["margin"] and one["detected"]:
-            takes = f"±{one['margin']:.3g}: the difference is beyond it"
+    if one.margin is not None:
+        count = one.runs_needed or "more than 1000"
+        takes = f"±{one.margin:.3g}: {count} {units(paired=one.paired)}"
+        if one.detected:
+            takes += f", but it is {one.detected.direction}"
+        if min(abs(end) for end in one.interval) > one.margin and one.detected:
+            takes = f"±{one.margin:.3g}: the difference is beyond it"
     return [
         *cells,
-        difference_text(one["difference"], one["interval"]),
-        f"±{bound_text(one['certified_bound'])}",
+        difference_text(one.difference, one.interval),
+        f"±{bound_text(one.certified_bound)}",
         takes,
     ]
 
 
-def _headline(content: Content) -> str:
-    described = content["descriptions"] and content["verdict"] == "INCONCLUSIVE"
-    said = ["post hoc"] * content["post_hoc"] + ["unpaired"] * (not content["paired"])
+def _headline(content: VerdictFile) -> str:
+    described = content.descriptions and content.verdict == "INCONCLUSIVE"
+    said = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
     marks = f" ({', '.join(said)})" if said else ""
-    return f"{'DESCRIPTION' if described else content['verdict']}{marks}: {content['experiment']}"
+    return f"{'DESCRIPTION' if described else content.verdict}{marks}: {content.experiment}"
 
 
-def claim_columns(content: Content) -> list[str]:
-    level = 100 * (1 - 2 * max(one["alpha"] for one in content["primaries"]))
-    counted = "pairs" if content["paired"] else "runs"
-    tested = {one["test"] for one in content["primaries"] if one["test"] != "exact"}
+def claim_columns(content: VerdictFile) -> list[str]:
+    level = 100 * (1 - 2 * max(one.alpha for one in content.primaries))
+    counted = "pairs" if content.paired else "runs"
+    tested = {one.test for one in content.primaries if one.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tested or tested - levels.keys())
     kinds += [name for test, name in levels.items() if test in tested]
@@ -345,38 +331,39 @@ def claim_columns(content: Content) -> list[str]:
     return ["metric", "steps", counted, heading, "margin", "certified bound", "result"]
 
 
-def claim_cells(one: Content) -> list[str]:
-    steps = f"{one['steps'][0]}-{one['steps'][1]}" if one["steps"] else one["window"]
-    interval = one["interval"]
-    difference = difference_text(one["mean_difference"], interval) if interval else "-"
-    bound = "-" if one["certified_bound"] is None else bound_text(one["certified_bound"])
-    if one["margin_unit"] and one["certified_number"] is not None:
-        number = one["certified_number"]
+def claim_cells(one: PrimaryResult) -> list[str]:
+    steps = f"{one.steps[0]}-{one.steps[1]}" if one.steps else one.window
+    difference = "-"
+    if one.interval and one.mean_difference is not None:
+        difference = difference_text(one.mean_difference, one.interval)
+    bound = "-" if one.certified_bound is None else bound_text(one.certified_bound)
+    if one.margin_unit and one.certified_number is not None:
+        number = one.certified_number
         bound = (
-            f"{bound_text(number)} sigma" if one["margin_unit"] == "sigma" else f"{bound_text(100 * number)}%"
+            f"{bound_text(number)} sigma" if one.margin_unit == "sigma" else f"{bound_text(100 * number)}%"
         )
-    if one["limited"] is not None:
-        found = (one["limited"], *(one["limited_interval"] or ()))
-        middle, *ends = (beside_limit(value, one["margin_number"]) for value in found)
+    if one.limited is not None:
+        found = (one.limited, *(one.limited_interval or ()))
+        middle, *ends = (beside_limit(value, one.margin_number) for value in found)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    limited = one["limited"] is not None  # a limit says in its own words what it is of
-    scale = "" if limited or one["transform"] == "identity" else f" ({one['transform'].replace('_', ' ')})"
-    metric = f"{one['metric']}{scale}"
-    counted = "{} and {}".format(*one["num_runs"]) if one["num_runs"] else str(one["num_pairs"])
-    return [metric, steps, counted, difference, one["margin_text"], bound, outcome(one)]
+    limited = one.limited is not None  # a limit says in its own words what it is of
+    scale = "" if limited or one.transform == "identity" else f" ({one.transform.replace('_', ' ')})"
+    metric = f"{one.metric}{scale}"
+    counted = "{} and {}".format(*one.num_runs) if one.num_runs else str(one.num_pairs)
+    return [metric, steps, counted, difference, one.margin_text, bound, outcome(one)]
 
 
-def outcome(one: Content) -> str:
+def outcome(one: PrimaryResult) -> str:
     """A claim's result in the words of its kind: a limit is broken, and not different."""
     broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
-    return broken.get(one["test"], one["result"]) if one["result"] == "different" else one["result"]
+    return broken.get(one.test, one.result) if one.result == "different" else one.result
 
 
 # --- terminal ---
 
 
 def terminal_summary(
-    verdict: VerdictFile,
+    content: VerdictFile,
     files: Sequence[Path],
     next_steps: Sequence[NextStep],
     declared: Path | None = None,
@@ -385,14 +372,12 @@ def terminal_summary(
 
     `declared`: the report of what was declared at launch, where this one is post hoc and leaves it as it is.
     """
-    content = as_json(verdict)
     from rich.console import Group
     from rich.panel import Panel
-    from rich.table import Table
     from rich.text import Text
 
-    color = COLORS[content["verdict"]]
-    why = Text("\n".join(map(shown, content["reasons"])))
+    color = COLORS[content.verdict]
+    why = Text("\n".join(map(shown, content.reasons)))
     parts: list[RenderableType] = [
         Panel(
             why,
@@ -401,33 +386,19 @@ def terminal_summary(
             border_style=color,
         )
     ]
-    several = len(content["arms"]) > 1
-    if content["primaries"] or content["descriptions"]:
+    tables = _tables(content)
+    if tables:
         parts.append(Text(shown(_compared(content)), style="dim"))
-    if content["primaries"]:
-        columns = ["arm"] * several + claim_columns(content)
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in columns:
-            table.add_column(Text(shown(column)), overflow="fold")
-        for one in content["primaries"]:
-            table.add_row(*(Text(shown(cell)) for cell in [one["arm"]] * several + claim_cells(one)))
-        parts += [table, Text("")]
-    if content["descriptions"]:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in _description_columns(content):
-            table.add_column(Text(shown(column)))
-        for cells in _described_rows(content):
-            table.add_row(*(Text(shown(cell)) for cell in cells))
-        parts += [table, Text("")]
-    facts = Table.grid(padding=(0, 2))
-    for label, text in evidence(content):
-        lines = content["not_tested"] if label == "not tested" else [text]
-        facts.add_row(Text(shown(label), style="bold"), Text("\n").join(Text(shown(one)) for one in lines))
-    for step in next_steps:
-        facts.add_row(Text("next", style="bold"), Text(shown(f"{step.text}: {step.command}")))
-    parts.append(facts)
+    for table in tables:
+        parts += [table.rich(padding=(0, 1)), Text("")]
+    facts = [
+        (label, "\n".join(map(shown, content.not_tested if label == "not tested" else [text])))
+        for label, text in evidence(content)
+    ]
+    facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
     if files and (missing := lacking("figures")):
-        facts.add_row(Text("figures", style="bold"), Text(f"PNG and SVG: {sentence(missing)}"))
+        facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
+    parts.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         parts.append(Text("        " + ", ".join(path.name for path in files)))

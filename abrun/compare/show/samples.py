@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from abrun.compare.read.samples import SideBySide
+from abrun.present.tables import Table, columns
 from abrun.redaction import shown
 from abrun.store import Sample
 
@@ -23,13 +23,12 @@ def samples_shown(names: Sequence[str], pairs: Sequence[SideBySide]) -> "Rendera
 def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["RenderableType"]:
     for pair in pairs:
         yield Text(f"step {pair.step}: {_one_line(pair.prompt)}", style="bold")
-        table = Table(box=None, pad_edge=False, expand=len(names) > 1)
-        for name in names:
-            table.add_column(Text(shown(name)), overflow="fold", ratio=1)
         both = (pair.left, pair.right)[: len(names)]
-        table.add_row(*(Text("not kept" if one is None else _lines(one.text)) for one in both))
-        table.add_row(*(Text("" if one is None else _facts(one), style="dim") for one in both))
-        yield table
+        rows = [
+            [Text("not kept" if one is None else _lines(one.text)) for one in both],
+            [Text("" if one is None else _facts(one), style="dim") for one in both],
+        ]
+        yield Table(columns(*names, fold=True), rows).rich(padding=(0, 1), expand=len(names) > 1)
         yield Text("")
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from abrun.compare.judge.claims import PrimaryResult
+from abrun.compare.judge.verdict_file import VerdictFile, as_json
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.context import Context
 from abrun.compare.show.page import charts
@@ -33,8 +35,8 @@ LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: Experiment, content: Mapping[str, Any], beside: Context | None = None) -> str:
-    """The page of a comparison; `content` is what verdict.json holds. The same input gives the same bytes."""
+def render_page(experiment: Experiment, content: VerdictFile, beside: Context | None = None) -> str:
+    """The page of a comparison. The same input gives the same bytes."""
     styles, scripts = [_code(name) for name in STYLES], [_code(name) for name in SCRIPTS]
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
@@ -43,21 +45,21 @@ def render_page(experiment: Experiment, content: Mapping[str, Any], beside: Cont
     return Template(_file("template.html")).substitute(
         policy=html.escape(policy, quote=False),
         license=_file("uPlot.LICENSE"),
-        title=html.escape(_text(f"{content['verdict']}: {experiment.name}")),
+        title=html.escape(_text(f"{content.verdict}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data="\n".join(_data_blocks(experiment, content, beside)),
     )
 
 
-def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Context | None) -> list[str]:
+def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context | None) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart.
 
     Metrics whose charts would make the page too large share a block, as means alone.
     """
-    claims = content.get("primaries", [])
+    claims = content.primaries
     recorded = dict.fromkeys(experiment.metrics())
-    claimed = {claim["metric"]: None for claim in claims if claim["metric"] in recorded}
+    claimed = {claim.metric: None for claim in claims if claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
     means: list[bytes] = []
@@ -70,7 +72,7 @@ def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Con
     drawn = len(blocks) + len(means)
     peaks = memory_peaks(experiment)
     report = {
-        "content": content,
+        "content": as_json(content),
         "arms": experiment.arms,
         "runs": [
             {
@@ -99,13 +101,13 @@ def _data_blocks(experiment: Experiment, content: Mapping[str, Any], beside: Con
 
 
 def _chart_blocks(
-    experiment: Experiment, claims: Sequence[Mapping[str, Any]], metrics: Sequence[str], max_bytes: int
+    experiment: Experiment, claims: Sequence[PrimaryResult], metrics: Sequence[str], max_bytes: int
 ) -> list[str]:
     """Return the charts of the first metrics, as many as `max_bytes` hold."""
     blocks: list[str] = []
     most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(metrics)))
     for index, metric in enumerate(metrics):
-        about = [claim for claim in claims if claim["metric"] == metric]
+        about = [claim for claim in claims if claim.metric == metric]
         chart = _json(charts.chart(experiment, metric, about, most_values))
         max_bytes -= len(chart)
         if max_bytes < 0:

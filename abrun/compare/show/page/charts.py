@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from abrun.compare.judge.claims import PrimaryResult
 from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.show.buckets import (
     NUM_BUCKETS,
@@ -21,7 +22,7 @@ from abrun.compare.show.buckets import (
     bucket_steps,
     smallest_and_largest,
 )
-from abrun.compare.show.panels import Content, Curve, Difference, Panel, panel
+from abrun.compare.show.panels import Curve, Difference, Panel, panel
 from abrun.series import Array, Steps
 
 MOST_NOTES = 8
@@ -51,7 +52,7 @@ class Rows:
 
 
 def chart(
-    experiment: Experiment, metric: str, claims: Sequence[Content], most_values: int = MOST_VALUES
+    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult], most_values: int = MOST_VALUES
 ) -> dict[str, Any]:
     """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
 

@@ -29,6 +29,10 @@ class Terminal(Console):
                 kept = (char if char.isprintable() or char == "\n" else "?" for char in segment.text)
                 yield Segment("".join(kept), segment.style)
 
+    def say(self, line: str) -> None:
+        """Print a line that is as long as it is: the terminal wraps it."""
+        self.print(line, soft_wrap=True)
+
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that is being handled; rich would end the process."""
         raise

@@ -1,0 +1,21 @@
+"""Text as Markdown shows it, with nothing in it that would be read as more."""
+
+import re
+
+from abrun.redaction import shown
+
+
+def escaped(text: str) -> str:
+    """Escape what Markdown or the HTML in it would read as more than text."""
+    escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
+    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
+
+
+def literal(text: str) -> str:
+    """Escape every mark of Markdown: for text that is no prose, such as what a model has written."""
+    entities = shown(text).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\|`*_\[\]!])", r"\\\1", entities)
+
+
+def code(text: str) -> str:
+    return escaped(text) if "`" in text else f"`{shown(text)}`"
