@@ -110,11 +110,11 @@ def test_too_few_devices_for_engines_of_their_own(
     pretend(monkeypatch, {"vllm": "0.28.0"})
     plan = make_plan(load_recipe(SMALL, ["rollout={engine: vllm, devices: 2}", "cluster.gpus_per_node=1"]))
     reason = refused(plan, Machine(gpus=("0", "1"), cores=1))
-    assert reason == Code.TOO_FEW_GPUS(ranks=1, engines=2, gpus=2)
+    assert reason and reason == Code.TOO_FEW_GPUS(ranks=1, engines=2, gpus=2)
     snapshot(sentence(reason))
     assert refused(plan, Machine(gpus=("0", "1", "2"), cores=1)) is None
     reason = refused(plan, Machine(gpus=("0", "1", "2"), cores=1), num_jobs=2)
-    assert reason == Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=3, gpus=3)
+    assert reason and reason == Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=3, gpus=3)
     snapshot(sentence(reason))
 
 
@@ -140,7 +140,7 @@ def test_exact_support_has_to_be_possible_with_the_installed_vllm(
     pretend(monkeypatch, {"vllm": "0.27.1"})
     cannot = Code.VLLM_WITHOUT_SAMPLING_MASKS(package="vllm", version="0.27.1", oldest="0.28")
     reason = refused(plan, on_one_gpu)
-    assert reason == Code.EXACT_SUPPORT_UNAVAILABLE(problem=cannot)
+    assert reason and reason == Code.EXACT_SUPPORT_UNAVAILABLE(problem=cannot)
     snapshot(sentence(reason))
 
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Sna
     assert damage(10) is Code.CHECKPOINT_FILE_TRUNCATED
     (tmp_path / "rank-0.safetensors").write_bytes(b"x")
     late = reason(9)
-    assert late == Code.START_AFTER_LAST_STEP(folder=tmp_path, step=9, steps=9)
+    assert late and late == Code.START_AFTER_LAST_STEP(folder=tmp_path, step=9, steps=9)
     snapshot(sentence(late))
     assert reason(10) is None
     (tmp_path / "state.json").write_text(json.dumps(state | {"num_ranks": 2}))
