@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from abrun.reasons import Code, Reason
+
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -27,19 +29,25 @@ IMPORTED_WITH = {
 }
 
 
-def lacking(extra: str) -> str | None:
-    """`needs torch: pip install 'abrun[train]'`; None where the extra's packages are there."""
+def lacking(extra: str) -> Reason | None:
+    """Return the first package of an extra that is missing; None where all are there."""
     missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
-    return f"needs {missing[0].replace('_', '-')}: pip install 'abrun[{extra}]'" if missing else None
+    if not missing:
+        return None
+    return Code.PACKAGE_MISSING(package=missing[0].replace("_", "-"), extra=extra)
 
 
-def without(package: str, remedy: str) -> str:
-    """Return `without the package NAME; REMEDY`; where this Python has no wheel of it, the Python to use."""
+def without(field: str, got: str, package: str, install: str, instead: str) -> Reason:
+    """Return that a setting needs a package; where this Python has no wheel of it, the Python to use."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
-        return f"without the package {package}; {remedy}"
-    current, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
-    return f"without the package {package}, which has no wheel for Python {current}; use Python {supported}"
+        return Code.SETTING_NEEDS_PACKAGE(
+            field=field, got=got, package=package, install=install, instead=instead
+        )
+    python, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
+    return Code.PACKAGE_WITHOUT_WHEEL(
+        field=field, got=got, package=package, python=python, newest=supported, instead=instead
+    )
 
 
 def installed_version(package: str) -> str | None:
@@ -79,8 +87,8 @@ def install_command(package: str, *options: str) -> str:
     return " ".join(words)
 
 
-def untested_version(package: str, version: str | None) -> str | None:
-    """Return a line about a version outside the tested range; None if it is inside, or not known."""
+def untested_version(package: str, version: str | None) -> Reason | None:
+    """Return a reason about a version outside the tested range; None if it is inside, or not known."""
     from packaging.version import InvalidVersion, Version
 
     tested = tested_versions(package)
@@ -91,7 +99,7 @@ def untested_version(package: str, version: str | None) -> str | None:
             return None
     except InvalidVersion:
         return None
-    return f"{package} {version}: not tested with abrun; if runs fail: {install_command(package)}"
+    return Code.VERSION_UNTESTED(package=package, version=version, install=install_command(package))
 
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from abrun.errors import RecipeError
 from abrun.layout import RunName
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
+from abrun.reasons import Code
 from abrun.recipe import (
     BASELINE,
     ONE_ULP,
@@ -88,8 +89,9 @@ def make_plan(recipe: Declared) -> Plan:
     num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
     if num_runs > MOST_RUNS:
         raise RecipeError(
-            f"{recipe.name}: got {num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs; "
-            f"allowed: at most {MOST_RUNS} an experiment: leave some out, or make it several"
+            Code.PLAN_TOO_LARGE(
+                recipe=recipe.name, arms=num_arms, seeds=len(recipe.seeds), runs=num_runs, max_runs=MOST_RUNS
+            )
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
@@ -98,15 +100,9 @@ def make_plan(recipe: Declared) -> Plan:
     treatment_diff = {arm: _difference(base, _resolved(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
-            raise RecipeError(
-                f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's "
-                "configuration; change at least one value (controls.aa_reruns repeats the baseline)"
-            )
+            raise RecipeError(Code.ARM_CHANGES_NOTHING(recipe=recipe.name, arm=arm, changes=recipe.arms[arm]))
         if any(key.split(".")[0] == "validation" for key in diff):
-            raise RecipeError(
-                f"{recipe.name}: arms.{arm}.validation: not the baseline's; all arms are validated alike: "
-                "set validation outside of arms"
-            )
+            raise RecipeError(Code.ARM_VALIDATION_DIFFERS(recipe=recipe.name, arm=arm))
     for arm in recipe.control_arms:
         configs[arm] = recipe.control_config(arm)
         treatment_diff[arm] = _difference(base, _resolved(configs[arm]))
@@ -174,7 +170,7 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     tolerance = recipe.compare.step_one_tolerance
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
         why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
-        raise RecipeError(f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {why}; drop it")
+        raise RecipeError(Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=why))
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
     usual = Guards().finite  # not all of which every algorithm records
@@ -182,11 +178,11 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     read += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
     for key, metric in read:
         if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
-            raise RecipeError(f"{recipe.name}: compare.{key}: {problem}; or leave it out: nothing reads it")
+            raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
-            raise RecipeError(f"{recipe.name}: compare.primary.{index}: got a claim twice; every claim once")
+            raise RecipeError(Code.CLAIM_TWICE(recipe=recipe.name, index=index))
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):
@@ -194,7 +190,9 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
             elif not problem and claim.metric == FINAL_WEIGHTS:
                 field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
             if problem:
-                raise RecipeError(f"{recipe.name}: compare.primary.{index}.{field}: {problem}")
+                raise RecipeError(
+                    Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
+                )
 
 
 def _window_problem(window: str, num_steps: int) -> str | None:

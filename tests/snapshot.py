@@ -40,15 +40,15 @@ class Snapshot:
             seen = seen.replace(volatile, stable)
         for pattern, stable in VOLATILE.items():
             seen = re.sub(pattern, stable, seen)
+        lines = seen.splitlines() if "\n" in seen else seen
         recorded = json.loads(self.path.read_text()) if self.path.exists() else {}
         key = self.test if self.count == 0 else f"{self.test} {self.count + 1}"
         self.count += 1
         if self.update:
-            recorded[key] = seen.splitlines() if "\n" in seen else seen
+            recorded[key] = lines
             self.path.parent.mkdir(parents=True, exist_ok=True)
             ordered = dict(sorted(recorded.items()))
             self.path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
             return
-        expected = recorded.get(key)
-        expected = "\n".join(expected) if isinstance(expected, list) else expected
-        assert seen == expected, f"pytest --update-snapshots records it anew ({self.path.relative_to(TESTS)})"
+        place = self.path.relative_to(TESTS)
+        assert lines == recorded.get(key), f"pytest --update-snapshots records it anew ({place})"

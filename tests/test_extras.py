@@ -19,10 +19,13 @@ from packaging.requirements import Requirement
 import abrun
 from abrun import cli, extras
 from abrun.errors import AbrunError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import megatron_refusal
 from tests.compare.simulate import write_experiment
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
+from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -97,16 +100,19 @@ def test_data_frames_without_pandas_are_one_line(without, tmp_path: Path) -> Non
     write_experiment(tmp_path / "apart", shift=0.2)
     result = abrun.compare("apart", runs_dir=tmp_path, formats=[])
     without("pandas")
-    line = "data frames: needs pandas: pip install 'abrun[frames]'"
+    missing = Code.PACKAGE_MISSING(package="pandas", extra="frames")
     for table in (lambda: result.claims, lambda: result.metrics, lambda: result.experiment.runs):
-        with pytest.raises(AbrunError, match=re.escape(line)):
+        with pytest.raises(AbrunError) as refusal:
             table()
+        assert refusal.value.reason == Code.DATA_FRAMES_NEED_PACKAGE(problem=missing)
     for shown in (result._repr_html_(), result.experiment._repr_html_()):  # a notebook shows the rest
-        assert html.escape(line) in shown
+        assert html.escape(sentence(missing)) in shown
     assert "MISMATCH: apart" in result._repr_html_() and result.content["primaries"]
 
 
-def test_a_package_that_a_python_lacks_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_a_python_lacks_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     """The markers of pyproject.toml and the refusals name the same Pythons."""
     marked = {}
     for requirement in map(Requirement, chain(*PROJECT["optional-dependencies"].values())):
@@ -114,13 +120,14 @@ def test_a_package_that_a_python_lacks_is_left_out_and_named(monkeypatch: pytest
             minors = [n for n in range(11, 21) if requirement.marker.evaluate({"python_version": f"3.{n}"})]
             marked[requirement.name] = (3, minors[-1])
     assert marked == extras.NEWEST_PYTHON
-    install = "without the package megatron-core; pip install 'abrun[megatron]', or use type: dtensor"
-    lacks = "megatron-core, which has no wheel for Python 3.{}; use Python 3.13, or use type: dtensor"
-    for minor, words in ((13, install), (14, lacks.format(14)), (15, lacks.format(15))):
+    install, lacks = Code.SETTING_NEEDS_PACKAGE, Code.PACKAGE_WITHOUT_WHEEL
+    for minor, code in ((13, install), (14, lacks), (15, lacks)):
         version = (3, minor, 0)
         monkeypatch.setattr(sys, "version_info", version)
         monkeypatch.setattr(importlib.metadata, "version", missing_distribution)
-        assert (megatron_refusal() or "").endswith(words)
+        refusal = megatron_refusal()
+        assert refusal and (refusal.code, refusal["package"]) == (code, "megatron-core")
+        snapshot(sentence(refusal))
 
 
 def missing_distribution(package: str) -> str:
@@ -202,12 +209,9 @@ def test_the_tested_versions_are_those_of_the_metadata(
     version: str | None, is_tested: bool, installed_metadata
 ) -> None:
     installed_metadata("numpy>=2", "torch<2.16,>=2.11; extra == 'train'")
-    line = extras.untested_version("torch", version)
-    assert line == (
-        None
-        if is_tested
-        else f"torch {version}: not tested with abrun; if runs fail: pip install 'torch<2.16,>=2.11'"
-    )
+    install = "pip install 'torch<2.16,>=2.11'"
+    untested = Code.VERSION_UNTESTED(package="torch", version=version, install=install)
+    assert extras.untested_version("torch", version) == (None if is_tested else untested)
 
 
 def test_ranges_of_several_extras_hold_together_and_only_where_they_apply(installed_metadata) -> None:

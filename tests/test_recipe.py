@@ -36,6 +36,7 @@ from abrun.recipe import (
 )
 from abrun.recipe.reading import Loader
 from tests.fuzzing import SEED, bounded, check_line, damaged, rounds
+from tests.snapshot import Snapshot
 from tests.test_shipped_recipes import RECIPES, each_recipe
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
@@ -70,334 +71,164 @@ def refused(path: Path, *overrides: str) -> str:
     return line
 
 
+FOR_TWO_RANKS = (
+    "validation={every: 2, num_prompts: 7}",
+    "algorithm={type: dpo, batch_size: 7}",
+    "policy.backend.context_parallel=3",
+    "policy.backend={type: megatron, expert_parallel: 4}",
+    "policy.backend.expert_parallel=4",
+    "rollout={engine: vllm, tensor_parallel: 4}",
+)
+
+
 @pytest.mark.parametrize(
-    ("override", "words"),
+    "override",
     [
-        ("stepz=3", ["stepz", "did you mean 'steps'"]),
-        (
-            "compare.step_one_tolerance={train/grad_nrm: 0.1}",
-            ["'train/grad_nrm'", "did you mean 'train/grad_norm'"],
-        ),
-        ("compare.step_one_tolerance={}", ["compare.step_one_tolerance: got {}", "drop it"]),
-        (
-            "compare={step_one: false, step_one_tolerance: 0.1}",
-            ["compare.step_one_tolerance: got 0.1", "step_one: false", "drop it"],
-        ),
-        (
-            "compare.primary=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
-            ["compare.primary.1: got a claim twice", "every claim once"],
-        ),
-        ("seeds=0-3", ["seeds: got '0-3'", "a list of numbers; write [0, 1, 2, 3]"]),
-        ("seeds='1, 5'", ["seeds: got '1, 5'", "write [1, 5]"]),
-        ("seeds=7", ["seeds: got 7, which is one seed", "for 7 seeds write 0-6 to --seeds", "write [7]"]),
-        ("seeds=1", ["seeds: got 1, which is one seed, number 1; for that seed alone write [1]"]),
-        ("compare.looks=all", ["compare.looks: got 'all'", "a list of numbers, such as [4, 8]"]),
-        ("arms.treatment.policy.logprob.impl=chunked", ["policy.logprob", "did you mean 'logprobs'"]),
-        ("arms.treatment.seeds=[1]", ["arms.treatment.seeds", "unknown key"]),
-        ("steps=1e3", ["steps", "1000.0", "a whole number", "write 1000"]),
-        ("steps='3'", ["steps", "'3'", "a whole number", "without quotes"]),
-        ("steps=0", ["steps", "0", "1 or more"]),
-        ("steps=99999999999999999999", ["steps", "a number below 2147483648"]),
-        ("policy.optimizer.learning_rate=.nan", ["policy.optimizer.learning_rate", "nan", "finite"]),
-        ("policy.logprobs.impl=triton9", ["policy.logprobs.impl", "triton9", "'chunked'"]),
-        ("algorithm={type: sftt}", ["algorithm.type", "sftt", "'grpo'"]),
-        (f"algorithm={{type: {'a' * 5000}}}", ["algorithm.type", "aaa...", "'grpo'"]),
-        ("task={type: gsm8k}", ["task.path", "missing"]),
-        ("task=null", ["task", "null", "a mapping"]),
-        ("task={type: arithmetic, operations: [+]}", ["task.operations", "'+'", "'multiply'"]),
-        ("task={type: arithmetic, operations: []}", ["task.operations", "[]", "a list of 1 or more"]),
-        ("task={type: word_problems, topics: [chess]}", ["task.topics", "'chess'", "'sharing'"]),
-        ("task={type: jsonl, path: x, answer: last}", ["task.answer", "'last'", "'final_number', 'boxed'"]),
-        (
-            "task={type: gsm8k, path: x, answer: boxed, verifier: 'a:b'}",
-            ["task.answer", "'boxed'", "verifier 'a:b'", "answer: null"],
-        ),
-        ("task={type: jsonl, path: x, verifier: judge}", ["task.verifier", "'judge'", "module:function"]),
-        (
-            "task={type: gsm8k, path: x, verifier: a.b:c()}",
-            ["task.verifier", "'a.b:c()'", "my_rewards:judge"],
-        ),
-        ("validation={}", ["validation.every", "missing"]),
-        ("validation={every: 2, temperature: -1}", ["validation.temperature", "-1", "0 or more"]),
-        ("validation={every: 2, path: x}", ["validation.path", "'x'", "'arithmetic'", "path: null"]),
-        (
-            "validation={every: 2, num_prompts: 7}",
-            ["validation.num_prompts", "7", "2 data-parallel ranks", "multiple of 2"],
-        ),
-        (
-            "arms.treatment.validation={every: 2}",
-            ["arms.treatment.validation", "all arms are validated alike"],
-        ),
-        ("algorithm.group_size=1", ["algorithm.group_size", "2 or more"]),
-        ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'gspo'"]),
-        (
-            "algorithm.loss_reduction=document_mean",
-            ["algorithm.loss_reduction", "'document_mean'", "'document_sum'", "'sequence_mean'"],
-        ),
-        ("algorithm.grad_divisor=0", ["algorithm.grad_divisor", "got 0", "above 0, 'documents' or"]),
-        ("algorithm.grad_divisor=tokens", ["algorithm.grad_divisor", "'tokens'", "'documents_squared'"]),
-        ("algorithm.clip_low=1.5", ["algorithm.clip_low", "1.5", "1 or less"]),
-        ("algorithm.dual_clip=1.0", ["algorithm.dual_clip", "1.0", "above 1"]),
-        (
-            "algorithm={type: grpo, loss: cispo, dual_clip: 3.0}",
-            ["algorithm.dual_clip", "3.0", "'cispo'", "clipped or gspo", "dual_clip: null"],
-        ),
-        (
-            "algorithm={type: grpo, normalize_over: batch, normalize_advantages: false}",
-            ["algorithm.normalize_over", "'batch'", "normalize_over: group"],
-        ),
-        (
-            "algorithm={type: grpo, ratio: on_policy, epochs_per_step: 2, minibatches_per_step: 3}",
-            ["algorithm.ratio", "'on_policy'", "6 optimizer steps", "ratio: old"],
-        ),
-        (
-            "policy={compile: true, backend: {type: megatron}}",
-            ["policy.compile", "'megatron'", "compile: false", "type: dtensor"],
-        ),
-        (
-            "policy={compile: true, liger: true}",
-            ["policy.liger: got true with compile: true", "liger: false"],
-        ),
-        (
-            "policy={liger: true, backend: {tensor_parallel: 2}}",
-            ["policy.liger: got true with tensor_parallel 2", "liger: false", "tensor_parallel: 1"],
-        ),
-        (
-            "policy={liger: true, backend: {type: megatron}}",
-            ["policy.liger: got true with backend 'megatron'", "liger: false"],
-        ),
-        (
-            "policy={compile: true, backend: {context_parallel: 2}}",
-            ["policy.compile", "'dtensor'", "a replica of many ranks", "compile: false"],
-        ),
-        (
-            "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
-            ["algorithm.dynamic_sampling", "'batch_mean'", "leave_one_out", "dynamic_sampling: null"],
-        ),
-        (
-            "algorithm.kl_in=reward_to_go",
-            ["algorithm.kl_in", "'reward_to_go'", "'group_mean'", "batch_mean or none", "kl_in: reward"],
-        ),
-        (
-            "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: leave_one_out, "
-            "normalize_advantages: false}",
-            ["algorithm.kl_in", "'reward_to_go'", "'leave_one_out'", "batch_mean or none"],
-        ),
-        (
-            "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: none}",
-            ["algorithm.kl_in", "'reward_to_go'", "normalize_over 'group'", "normalize_over: batch"],
-        ),
-        (
-            "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k1}",
-            ["algorithm.kl_estimator: got 'k1' with kl_in 'loss'", "gradient is zero", "k2, k3 or k3+"],
-        ),
-        (
-            "algorithm={type: ppo, kl_coefficient: 0.1, kl_estimator: k1}",
-            ["algorithm.kl_estimator: got 'k1' with kl_in 'loss'", "kl_in: reward"],
-        ),
-        (
-            "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k3+, kl_in: reward}",
-            ["algorithm.kl_estimator: got 'k3+' with kl_in 'reward'", "use kl_estimator: k3"],
-        ),
-        (
-            "algorithm={type: grpo, normalize_over: leave_one_out}",
-            ["algorithm.normalize_over", "'leave_one_out'", "'group_mean'", "normalize_over: group"],
-        ),
-        (
-            "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
-            "normalize_advantages: false}",
-            ["algorithm.normalize_over", "'leave_one_out'", "normalize_advantages: true"],
-        ),
-        (
-            "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
-            "group_size: 2}",
-            ["algorithm.group_size", "got 2", "3 or more", "normalize_over: group"],
-        ),
-        (
-            "algorithm.overlong_punishment={buffer: 1000}",
-            ["algorithm.overlong_punishment.buffer", "1000", "rollout.max_new_tokens 6", "6 or less"],
-        ),
-        ("algorithm.overlong_punishment={buffer: 0}", ["algorithm.overlong_punishment.buffer", "0"]),
-        ("algorithm.overlong_punishment={factor: 1}", ["overlong_punishment.buffer", "missing"]),
-        ("algorithm.dynamic_sampling={max_tries: 0}", ["algorithm.dynamic_sampling.max_tries", "0"]),
-        ("algorithm.minibatches_per_step=3", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
-        (
-            "algorithm={type: grpo, prompts_per_step: 6, minibatches_per_step: 3, dynamic_sampling: {}, "
-            "documents_per_step: 40}",
-            ["algorithm.documents_per_step", "40", "groups of 8", "multiple of 24"],
-        ),
-        (
-            "algorithm.documents_per_step=127",
-            ["algorithm.documents_per_step", "127", "prompts_per_step 16 times group_size 8", "128 or more"],
-        ),
-        (
-            "algorithm={type: ppo, prompts_per_step: 8, documents_per_step: 7}",
-            ["algorithm.documents_per_step", "got 7", "use 8 or more"],
-        ),
-        ("algorithm.importance_correction={type: tis}", ["algorithm.importance_correction", "'icepop'"]),
-        (
-            "algorithm.importance_correction={type: icepop, low: 3.0, high: 2.0}",
-            ["algorithm.importance_correction.low", "3.0", "above high, 2.0"],
-        ),
-        (
-            "arms.treatment={algorithm.loss: gspo, policy.logprobs: {impl: chunked, one_pass: true}}",
-            ["algorithm.loss", "'gspo'", "one_pass", "whole sequence", "one_pass: false"],
-        ),
-        (
-            "arms.treatment={algorithm: {type: dpo}, policy.logprobs: {impl: chunked, one_pass: true}}",
-            ["algorithm.type", "'dpo'", "one_pass", "both completions", "one_pass: false"],
-        ),
-        (
-            "arms.treatment={algorithm: {type: dpo}, policy.micro_batch_size: 3}",
-            ["policy.micro_batch_size", "3", "'dpo'", "even number"],
-        ),
-        (
-            "arms.treatment={algorithm: {type: dpo}, task: {type: word_problems}}",
-            ["task.type", "'word_problems'", "'dpo'", "preferences or arithmetic"],
-        ),
-        (
-            "task={type: preferences, path: x}",
-            ["task.type", "'preferences'", "'grpo'", "judge a completion", "jsonl"],
-        ),
-        ("task={type: completions}", ["task.path", "missing"]),
-        ("algorithm={type: dpo, beta: 0}", ["algorithm.beta", "0", "above 0"]),
-        ("algorithm={type: dpo, logprob_reduction: max}", ["algorithm.logprob_reduction", "'mean'"]),
-        (
-            "algorithm={type: dpo, batch_size: 7}",
-            ["algorithm.batch_size", "7", "2 data-parallel ranks", "of 2"],
-        ),
-        ("rollout.top_p=0.9", ["rollout.top_p", "0.9", "chunked", "impl: logits"]),
-        ("rollout.top_k=20", ["rollout.top_k", "20", "chunked", "top_k: null", "impl: logits"]),
-        ("rollout.min_p=0.1", ["rollout.min_p", "0.1", "chunked", "min_p: 0.0", "impl: logits"]),
-        (
-            "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
-            ["rollout.top_p", "0.9", "'triton'", "top_p: 1.0", "impl: logits with one_pass: false"],
-        ),
-        (
-            "arms.baseline.policy.logprobs.chunk_size=32",
-            ["policy.logprobs.chunk_size", "32", "'logits'", "chunked or triton", "chunk_size: null"],
-        ),
-        (
-            "arms.baseline.policy.logprobs.memory_budget_mib=64",
-            ["policy.logprobs.memory_budget_mib", "64", "'logits'", "memory_budget_mib: null"],
-        ),
-        (
-            "arms.baseline.policy.logprobs.one_pass=true",
-            ["policy.logprobs.one_pass", "true", "'logits'", "one pass already", "one_pass: false"],
-        ),
-        (
-            "arms.treatment.policy.logprobs={impl: chunked, one_pass: true, chunk_size: 32}",
-            ["policy.logprobs.chunk_size", "32", "one_pass", "memory_budget_mib", "chunk_size: null"],
-        ),
-        ("policy.logprobs.memory_budget_mib=0", ["policy.logprobs.memory_budget_mib", "0", "1 or more"]),
-        (
-            "policy.logprobs.memory_budget_mib=0.5",
-            ["policy.logprobs.memory_budget_mib", "0.5", "a whole number"],
-        ),
-        ("policy.logprobs.one_pass=1", ["policy.logprobs.one_pass", "1", "true or false"]),
-        (
-            "arms.treatment.policy.logprobs.impl=logits",
-            ["arms.treatment", "baseline's", "at least one value"],
-        ),
-        ("arms={../up: {steps: 3}}", ["arms", "'../up'", "letters"]),
-        ("arms={other: null}", ["arms.other", "null", "a mapping"]),
-        ("seeds=[0]", ["seeds", "one seed with an equivalence margin"]),
-        ("seeds=[1, 1]", ["seeds", "twice"]),
-        ("seeds=[]", ["seeds", "[]", "a list of 1 or more: add one"]),
-        ("model.path=x", ["model", "both", "exactly one"]),
-        ("cluster={cpu_ranks: 3}", ["algorithm.prompts_per_step", "16", "multiple of 3"]),
-        ("cluster={gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks", "drop one"]),
-        ("policy.backend={type: fsdp}", ["policy.backend.type", "'fsdp'", "'megatron'"]),
-        ("policy.backend=megatron", ["policy.backend", "'megatron'", "a mapping"]),
-        (
-            "policy.backend.pipeline_parallel=2",
-            ["policy.backend.pipeline_parallel", "unknown key with this type; use type: 'megatron'"],
-        ),
-        (
-            "policy.backend.context_parallel=3",
-            ["context_parallel 3 = 3 ranks a replica", "2 ranks", "divides 2"],
-        ),
-        (
-            "policy.backend={type: megatron, sequence_parallel: true}",
-            ["policy.backend.sequence_parallel", "true", "tensor_parallel 1", "2 or more"],
-        ),
-        (
-            "policy.backend={type: megatron, tensor_parallel: 2, expert_parallel: 2}",
-            ["policy.backend.sequence_parallel", "false", "expert_parallel 2", "sequence_parallel: true"],
-        ),
-        (
-            "arms.treatment={policy.backend: {type: megatron}, "
-            "algorithm: {type: ppo, value_head_dtype: bfloat16}}",
-            ["algorithm.value_head_dtype", "'bfloat16'", "'megatron'", "use float32"],
-        ),
-        (
-            "policy.backend={type: megatron, overlap_param_gather: true}",
-            ["policy.backend.overlap_param_gather", "unknown key"],
-        ),
-        (
-            "policy.backend={type: megatron, expert_parallel: 4}",
-            ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
-        ),
-        (
-            "policy.backend.expert_parallel=4",
-            ["policy.backend.expert_parallel", "4", "2 ranks", "divisor of 2"],
-        ),
-        ("rollout.engine=sglang", ["rollout.engine", "'sglang'", "'vllm'"]),
-        ("rollout.tensor_parallel=2", ["rollout.tensor_parallel", "2", "'torch'", "engine: vllm"]),
-        ("rollout.devices=2", ["rollout.devices", "2", "'torch'", "engine: vllm"]),
-        (
-            "rollout={engine: vllm, devices: 3, tensor_parallel: 2}",
-            ["rollout.tensor_parallel", "2", "devices 3", "divisor of 3"],
-        ),
-        (
-            "rollout.gpu_memory_utilization=0.5",
-            ["rollout.gpu_memory_utilization", "0.5", "'torch'", "gpu_memory_utilization: null"],
-        ),
-        (
-            "rollout={engine: vllm, temperature: 0.005}",
-            ["rollout.temperature", "0.005", "0.01 to 2.0", "engine: torch"],
-        ),
-        ("rollout={engine: vllm, temperature: 2.5}", ["rollout.temperature", "2.5", "0.01 to 2.0"]),
-        (
-            "arms.treatment={rollout: {engine: vllm}, validation: {every: 1, temperature: 2.5}}",
-            ["validation.temperature", "2.5", "0.01 to 2.0", "or 0"],
-        ),
-        ("rollout.batch_invariant=true", ["rollout.batch_invariant", "'torch'", "batch_invariant: false"]),
-        (
-            "rollout={engine: vllm, batch_invariant: true}",
-            ["rollout.batch_invariant", "gpus_per_node: 0", "batch_invariant: false"],
-        ),
-        ("trainer.env={RANK: '1'}", ["trainer.env", "RANK", "the launcher sets itself"]),
-        ("trainer.env={a-b: '1'}", ["trainer.env", "'a-b'", "letters"]),
-        ("trainer.env={HOST: '${NAME}'}", ["trainer.env", "HOST", "inherits the environment", "plain text"]),
-        ("trainer.env={VLLM_X: 1}", ["trainer.env.VLLM_X", "1"]),
-        (
-            "rollout={engine: vllm, tensor_parallel: 4}",
-            ["rollout.tensor_parallel", "4", "2 ranks a node", "divisor of 2"],
-        ),
-        (
-            "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
-            ["window", "last week", "last 20%"],
-        ),
-        ("compare.primary=[{metric: a, margin: 0.1, window: steps 9-2}]", ["ends before it begins"]),
-        ("name=a/b", ["name", "'a/b'", "letters"]),
-        ("controls.aa_reruns=1000000000", ["controls.aa_reruns", "1000"]),
+        "stepz=3",
+        "compare.step_one_tolerance={train/grad_nrm: 0.1}",
+        "compare.step_one_tolerance={}",
+        "compare={step_one: false, step_one_tolerance: 0.1}",
+        "compare.primary=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
+        "seeds=0-3",
+        "seeds='1, 5'",
+        "seeds=7",
+        "seeds=1",
+        "compare.looks=all",
+        "arms.treatment.policy.logprob.impl=chunked",
+        "arms.treatment.seeds=[1]",
+        "steps=1e3",
+        "steps='3'",
+        "steps=0",
+        "steps=99999999999999999999",
+        "policy.optimizer.learning_rate=.nan",
+        "policy.logprobs.impl=triton9",
+        "algorithm={type: sftt}",
+        f"algorithm={{type: {'a' * 5000}}}",
+        "task={type: gsm8k}",
+        "task=null",
+        "task={type: arithmetic, operations: [+]}",
+        "task={type: arithmetic, operations: []}",
+        "task={type: word_problems, topics: [chess]}",
+        "task={type: jsonl, path: x, answer: last}",
+        "task={type: gsm8k, path: x, answer: boxed, verifier: 'a:b'}",
+        "task={type: jsonl, path: x, verifier: judge}",
+        "task={type: gsm8k, path: x, verifier: a.b:c()}",
+        "validation={}",
+        "validation={every: 2, temperature: -1}",
+        "validation={every: 2, path: x}",
+        "validation={every: 2, num_prompts: 7}",
+        "arms.treatment.validation={every: 2}",
+        "algorithm.group_size=1",
+        "algorithm.loss=ppo",
+        "algorithm.loss_reduction=document_mean",
+        "algorithm.grad_divisor=0",
+        "algorithm.grad_divisor=tokens",
+        "algorithm.clip_low=1.5",
+        "algorithm.dual_clip=1.0",
+        "algorithm={type: grpo, loss: cispo, dual_clip: 3.0}",
+        "algorithm={type: grpo, normalize_over: batch, normalize_advantages: false}",
+        "algorithm={type: grpo, ratio: on_policy, epochs_per_step: 2, minibatches_per_step: 3}",
+        "policy={compile: true, backend: {type: megatron}}",
+        "policy={compile: true, liger: true}",
+        "policy={liger: true, backend: {tensor_parallel: 2}}",
+        "policy={liger: true, backend: {type: megatron}}",
+        "policy={compile: true, backend: {context_parallel: 2}}",
+        "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
+        "algorithm.kl_in=reward_to_go",
+        "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: leave_one_out, "
+        "normalize_advantages: false}",
+        "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: none}",
+        "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k1}",
+        "algorithm={type: ppo, kl_coefficient: 0.1, kl_estimator: k1}",
+        "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k3+, kl_in: reward}",
+        "algorithm={type: grpo, normalize_over: leave_one_out}",
+        "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+        "normalize_advantages: false}",
+        "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+        "group_size: 2}",
+        "algorithm.overlong_punishment={buffer: 1000}",
+        "algorithm.overlong_punishment={buffer: 0}",
+        "algorithm.overlong_punishment={factor: 1}",
+        "algorithm.dynamic_sampling={max_tries: 0}",
+        "algorithm.minibatches_per_step=3",
+        "algorithm={type: grpo, prompts_per_step: 6, minibatches_per_step: 3, dynamic_sampling: {}, "
+        "documents_per_step: 40}",
+        "algorithm.documents_per_step=127",
+        "algorithm={type: ppo, prompts_per_step: 8, documents_per_step: 7}",
+        "algorithm.importance_correction={type: tis}",
+        "algorithm.importance_correction={type: icepop, low: 3.0, high: 2.0}",
+        "arms.treatment={algorithm.loss: gspo, policy.logprobs: {impl: chunked, one_pass: true}}",
+        "arms.treatment={algorithm: {type: dpo}, policy.logprobs: {impl: chunked, one_pass: true}}",
+        "arms.treatment={algorithm: {type: dpo}, policy.micro_batch_size: 3}",
+        "arms.treatment={algorithm: {type: dpo}, task: {type: word_problems}}",
+        "task={type: preferences, path: x}",
+        "task={type: completions}",
+        "algorithm={type: dpo, beta: 0}",
+        "algorithm={type: dpo, logprob_reduction: max}",
+        "algorithm={type: dpo, batch_size: 7}",
+        "rollout.top_p=0.9",
+        "rollout.top_k=20",
+        "rollout.min_p=0.1",
+        "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
+        "arms.baseline.policy.logprobs.chunk_size=32",
+        "arms.baseline.policy.logprobs.memory_budget_mib=64",
+        "arms.baseline.policy.logprobs.one_pass=true",
+        "arms.treatment.policy.logprobs={impl: chunked, one_pass: true, chunk_size: 32}",
+        "policy.logprobs.memory_budget_mib=0",
+        "policy.logprobs.memory_budget_mib=0.5",
+        "policy.logprobs.one_pass=1",
+        "arms.treatment.policy.logprobs.impl=logits",
+        "arms={../up: {steps: 3}}",
+        "arms={other: null}",
+        "seeds=[0]",
+        "seeds=[1, 1]",
+        "seeds=[]",
+        "model.path=x",
+        "cluster={cpu_ranks: 3}",
+        "cluster={gpus_per_node: 2, cpu_ranks: 2}",
+        "policy.backend={type: fsdp}",
+        "policy.backend=megatron",
+        "policy.backend.pipeline_parallel=2",
+        "policy.backend.context_parallel=3",
+        "policy.backend={type: megatron, sequence_parallel: true}",
+        "policy.backend={type: megatron, tensor_parallel: 2, expert_parallel: 2}",
+        "arms.treatment={policy.backend: {type: megatron}, "
+        "algorithm: {type: ppo, value_head_dtype: bfloat16}}",
+        "policy.backend={type: megatron, overlap_param_gather: true}",
+        "policy.backend={type: megatron, expert_parallel: 4}",
+        "policy.backend.expert_parallel=4",
+        "rollout.engine=sglang",
+        "rollout.tensor_parallel=2",
+        "rollout.devices=2",
+        "rollout={engine: vllm, devices: 3, tensor_parallel: 2}",
+        "rollout.gpu_memory_utilization=0.5",
+        "rollout={engine: vllm, temperature: 0.005}",
+        "rollout={engine: vllm, temperature: 2.5}",
+        "arms.treatment={rollout: {engine: vllm}, validation: {every: 1, temperature: 2.5}}",
+        "rollout.batch_invariant=true",
+        "rollout={engine: vllm, batch_invariant: true}",
+        "trainer.env={RANK: '1'}",
+        "trainer.env={a-b: '1'}",
+        "trainer.env={HOST: '${NAME}'}",
+        "trainer.env={VLLM_X: 1}",
+        "rollout={engine: vllm, tensor_parallel: 4}",
+        "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
+        "compare.primary=[{metric: a, margin: 0.1, window: steps 9-2}]",
+        "name=a/b",
+        "controls.aa_reruns=1000000000",
     ],
 )
 def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
-    override: str, words: list[str]
+    override: str, snapshot: Snapshot
 ) -> None:
-    ranks = (
-        ["cluster.cpu_ranks=2"] if any(word.startswith("2 ") and "ranks" in word for word in words) else []
-    )
-    line = refused(SMALL, override, *ranks)
-    assert all(word in line for word in words), line
+    ranks = ["cluster.cpu_ranks=2"] if override in FOR_TWO_RANKS else []
+    snapshot(refused(SMALL, override, *ranks))
 
 
-def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
+def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks(snapshot: Snapshot) -> None:
     """16 ranks; what counts is how many of them hold another part of the batch."""
     sixteen = ["cluster={nodes: 2, gpus_per_node: 8}", "validation={every: 1, num_prompts: 4}"]
-    assert "4 for 16 data-parallel ranks" in refused(SMALL, *sixteen)
+    snapshot(refused(SMALL, *sixteen))
     for backend, data_parallel in (
         ("{tensor_parallel: 2, context_parallel: 2}", 4),
         ("{type: megatron, tensor_parallel: 4, pipeline_parallel: 4}", 1),
@@ -406,38 +237,29 @@ def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
         recipe = own(SMALL, *sixteen, f"policy.backend={backend}")
         assert recipe.data_parallel == own_run(recipe, "treatment").data_parallel == data_parallel
     experts = "{type: megatron, tensor_parallel: 2, expert_parallel: 8, sequence_parallel: true}"
-    assert "4 for 8 data-parallel ranks" in refused(SMALL, *sixteen, f"policy.backend={experts}")
+    snapshot(refused(SMALL, *sixteen, f"policy.backend={experts}"))
 
 
-def test_experts_are_spread_over_ranks_with_other_tokens_each() -> None:
+def test_experts_are_spread_over_ranks_with_other_tokens_each(snapshot: Snapshot) -> None:
     """Tensor-parallel ranks have the same tokens, those of a context-parallel group other ones."""
     eight, experts = "cluster={gpus_per_node: 8}", "model.preset=qwen3-moe-tiny"
     fits = "policy.backend={tensor_parallel: 2, context_parallel: 2, expert_parallel: 4}"
     assert own(SMALL, eight, experts, fits).policy.backend.expert_parallel == 4
-    line = refused(SMALL, eight, experts, "policy.backend={tensor_parallel: 2, expert_parallel: 8}")
-    assert "got 8 for 4 ranks" in line and "divisor of 4" in line
-    line = refused(SMALL, eight, "policy.backend.expert_parallel=2")
-    assert "'qwen2-tiny', which has no experts; use expert_parallel: 1" in line
+    snapshot(refused(SMALL, eight, experts, "policy.backend={tensor_parallel: 2, expert_parallel: 8}"))
+    snapshot(refused(SMALL, eight, "policy.backend.expert_parallel=2"))
     three = ["cluster={cpu_ranks: 3}", "algorithm.prompts_per_step=6", "policy.backend.expert_parallel=3"]
-    line = refused(SMALL, experts, *three)
-    assert "'qwen3-moe-tiny', whose layers have 8 experts; use a divisor of 8" in line
+    snapshot(refused(SMALL, experts, *three))
 
 
-def test_what_only_a_mixture_of_experts_has_is_asked_of_no_other_model() -> None:
-    for setting, off in (("router_aux_loss_coefficient=0.1", "0.0"), ("replay_routing=true", "false")):
-        name = setting.partition("=")[0]
-        line = refused(SMALL, f"policy.{setting}")
-        assert (
-            f"policy.{name}: got" in line and f"'qwen2-tiny', which has no experts; use {name}: {off}" in line
-        )
+def test_what_only_a_mixture_of_experts_has_is_asked_of_no_other_model(snapshot: Snapshot) -> None:
+    for setting in ("router_aux_loss_coefficient=0.1", "replay_routing=true"):
+        snapshot(refused(SMALL, f"policy.{setting}"))
     sft = ["algorithm={type: sft, batch_size: 8}", "compare.primary.0.metric=train/loss"]
-    line = refused(SMALL, *sft, "model.preset=qwen3-moe-tiny", "policy.replay_routing=true")
-    assert "policy.replay_routing: got true with algorithm.type 'sft'" in line
+    snapshot(refused(SMALL, *sft, "model.preset=qwen3-moe-tiny", "policy.replay_routing=true"))
 
 
-def test_a_tensor_parallel_group_stays_inside_a_node() -> None:
-    line = refused(SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend.tensor_parallel=8")
-    assert "policy.backend.tensor_parallel: got 8 for 4 ranks a node" in line and "divisor of 4" in line
+def test_a_tensor_parallel_group_stays_inside_a_node(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend.tensor_parallel=8"))
 
 
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
@@ -452,76 +274,65 @@ def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    "override",
     [
-        ("trainer.argz=[x]", ["trainer.argz", "did you mean 'argv'"]),
-        ("trainer.type=comand", ["trainer.type", "'comand'", "'abrun', 'command'"]),
-        ("trainer={type: [1]}", ["trainer.type", "[1]", "'abrun', 'command'"]),
-        ("trainer=3", ["trainer", "3", "a mapping"]),
-        ("policy={dtype: float32}", ["policy", "unknown key", "trainer"]),
-        ("arms.treatment.policy.dtype=bfloat16", ["arms.treatment.policy", "unknown key", "trainer"]),
-        ("arms.treatment.trainer.type=comand", ["arms.treatment", "trainer.type", "'comand'"]),
-        ("arms.other.trainer={type: abrun}", ["arms.other", "algorithm", "missing"]),
-        ("trainer.argv=[]", ["trainer.argv", "[]", "a list of 1 or more"]),
-        ("trainer.argv=[a, 3]", ["trainer.argv.1", "3", "text", "in quotes"]),
-        (
-            "trainer.argv=['{python}', '{sed}']",
-            ["trainer.argv.1", "{sed}", "{seed}", "{learning_rate}", "{{"],
-        ),
-        ("trainer.argv=['{seed!r}']", ["trainer.argv.0", "{seed!r}", "{seed}"]),
-        ("trainer.argv=['{seed:>3}']", ["trainer.argv.0", "{seed:>3}"]),
-        ("trainer.argv=['{}']", ["trainer.argv.0", "{}", "literal braces"]),
-        ("trainer.argv=['{seed.real}']", ["trainer.argv.0", "{seed.real}"]),
-        ("trainer.argv=['a}']", ["trainer.argv.0", "'a}'", "single brace", "}}"]),
-        ('trainer.argv=["a\\0b"]', ["trainer.argv.0", "NUL"]),
-        ("trainer.env.A='{nope}'", ["trainer.env.A", "{nope}", "{run_dir}"]),
-        ("trainer.env={'a b': c}", ["trainer.env", "'a b'", "letters"]),
-        ("trainer.env.ABRUN_SEED='3'", ["trainer.env", "ABRUN_SEED", "launcher sets itself"]),
-        ("trainer.env.CUDA_VISIBLE_DEVICES='0'", ["trainer.env", "CUDA_VISIBLE_DEVICES", "cluster:"]),
-        ("arms.treatment.trainer.parameters.lr=3", ["arms.treatment", "parameters.lr", "not used", "{lr}"]),
-        ("trainer.parameters.seed=3", ["trainer.parameters", "'seed'", "none of seed"]),
-        ("trainer.parameters.a-b=3", ["trainer.parameters", "'a-b'", "letters"]),
-        (
-            "trainer.parameters.learning_rate=[1]",
-            ["trainer.parameters.learning_rate", "[1]", "a finite number"],
-        ),
-        ("trainer.parameters.learning_rate=.nan", ["trainer.parameters.learning_rate", "nan", "finite"]),
-        ("trainer.parameters.learning_rate=null", ["trainer.parameters.learning_rate", "null", "text"]),
-        ("trainer.metrics.format=excel", ["trainer.metrics.format", "'excel'", "'tensorboard'"]),
-        ("trainer.metrics.path=/tmp/m.jsonl", ["trainer.metrics.path", "/tmp/m.jsonl", "{run_dir}/"]),
-        ("trainer.metrics.path='/tmp/{arm}/{seed}'", ["trainer.metrics.path", "{arm}, {seed} and {rerun}"]),
-        ("trainer.metrics.path='tmp/{arm}{seed}{rerun}'", ["trainer.metrics.path", "an absolute path"]),
-        (
-            "trainer.metrics.path='{run_dir}/metrics.jsonl'",
-            ["trainer.metrics.path", "metrics.jsonl", "abrun's"],
-        ),
-        ("trainer.metrics.path='{run_dir}'", ["trainer.metrics.path", "{run_dir}/"]),
-        ("trainer.aliases=tlr", ["trainer.aliases", "'tlr'", "'trl'", "a mapping"]),
-        ("trainer.aliases={a: 3}", ["trainer.aliases", "{'a': 3", "'trl'"]),
-        ("steps=0", ["steps", "0", "1 or more"]),
+        "trainer.argz=[x]",
+        "trainer.type=comand",
+        "trainer={type: [1]}",
+        "trainer=3",
+        "policy={dtype: float32}",
+        "arms.treatment.policy.dtype=bfloat16",
+        "arms.treatment.trainer.type=comand",
+        "arms.other.trainer={type: abrun}",
+        "trainer.argv=[]",
+        "trainer.argv=[a, 3]",
+        "trainer.argv=['{python}', '{sed}']",
+        "trainer.argv=['{seed!r}']",
+        "trainer.argv=['{seed:>3}']",
+        "trainer.argv=['{}']",
+        "trainer.argv=['{seed.real}']",
+        "trainer.argv=['a}']",
+        'trainer.argv=["a\\0b"]',
+        "trainer.env.A='{nope}'",
+        "trainer.env={'a b': c}",
+        "trainer.env.ABRUN_SEED='3'",
+        "trainer.env.CUDA_VISIBLE_DEVICES='0'",
+        "arms.treatment.trainer.parameters.lr=3",
+        "trainer.parameters.seed=3",
+        "trainer.parameters.a-b=3",
+        "trainer.parameters.learning_rate=[1]",
+        "trainer.parameters.learning_rate=.nan",
+        "trainer.parameters.learning_rate=null",
+        "trainer.metrics.format=excel",
+        "trainer.metrics.path=/tmp/m.jsonl",
+        "trainer.metrics.path='/tmp/{arm}/{seed}'",
+        "trainer.metrics.path='tmp/{arm}{seed}{rerun}'",
+        "trainer.metrics.path='{run_dir}/metrics.jsonl'",
+        "trainer.metrics.path='{run_dir}'",
+        "trainer.aliases=tlr",
+        "trainer.aliases={a: 3}",
+        "steps=0",
     ],
 )
-def test_each_rule_of_command_arms_is_one_line(override: str, words: list[str]) -> None:
-    line = refused(FOREIGN, override)
-    assert all(word in line for word in words), line
+def test_each_rule_of_command_arms_is_one_line(override: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, override))
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
 @pytest.mark.parametrize("form", ["{{run_dir}}/{}", "{{run_dir}}//x/.././{}/below", "{{run_dir}}/{{label}}"])
-def test_a_command_s_metrics_are_none_of_abrun_s_files(name: str, form: str) -> None:
+def test_a_command_s_metrics_are_none_of_abrun_s_files(name: str, form: str, snapshot: Snapshot) -> None:
     overrides = [f"trainer.metrics.path='{form.format(name)}'", f"trainer.parameters.label={name.upper()}"]
-    line = refused(FOREIGN, *overrides)
-    assert "trainer.metrics.path: got" in line and "none of abrun's names" in line
+    snapshot(refused(FOREIGN, *overrides))
 
 
 @pytest.mark.parametrize(
     "path", ["{run_dir}/..", "{run_dir}/../m.csv", "{run_dir}/a/../../m.csv", "{run_dir}/."]
 )
-def test_a_command_s_metrics_lie_in_its_run_directory(path: str) -> None:
-    assert "stay in there" in refused(FOREIGN, f"trainer.metrics.path='{path}'")
+def test_a_command_s_metrics_lie_in_its_run_directory(path: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, f"trainer.metrics.path='{path}'"))
 
 
-def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own() -> None:
+def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own(snapshot: Snapshot) -> None:
     run = {"experiment": "e", "seed": 3, "rerun": 1, "run_dir": "/runs/x"}
     for template, path in (
         ("/scratch/{arm}/{seed}-{rerun}//a/../log", "/scratch/treatment/3-1/log"),
@@ -532,14 +343,14 @@ def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own() -> 
         filled = invocation(command_run(recipe, "treatment"), arm="treatment", **run)
         assert filled.metrics_path == path
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='/runs/{arm}/{seed}{rerun}/../result.json'"])
-    with pytest.raises(RecipeError, match=r"got '/runs/x/result.json', a file of abrun's;"):
+    with pytest.raises(RecipeError) as refusal:
         invocation(command_run(recipe, "treatment"), arm="x", **run)
+    snapshot(refusal.value)
 
 
-def test_no_template_of_a_command_names_a_file_of_abrun() -> None:
-    line = refused(FOREIGN, "trainer.env.ARGS='--out={run_dir}/logs,{run_dir}/./result.json'")
-    assert "trainer.env.ARGS: got" in line and "none of abrun's names" in line
-    assert "trainer.env.OUT: got" in refused(FOREIGN, "trainer.env.OUT='{run_dir}/checkpoints'")
+def test_no_template_of_a_command_names_a_file_of_abrun(snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, "trainer.env.ARGS='--out={run_dir}/logs,{run_dir}/./result.json'"))
+    snapshot(refused(FOREIGN, "trainer.env.OUT='{run_dir}/checkpoints'"))
 
 
 @pytest.mark.parametrize(
@@ -553,24 +364,25 @@ def test_no_template_of_a_command_names_a_file_of_abrun() -> None:
         "cp x {run_dir}/../seed-1/result.json",
     ],
 )
-def test_a_line_of_shell_names_no_file_of_abrun(line: str) -> None:
-    said = refused(FOREIGN, f"trainer.env.LINE='{line}'")
-    assert "trainer.env.LINE: got" in said and "none of abrun's names" in said
+def test_a_line_of_shell_names_no_file_of_abrun(line: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, f"trainer.env.LINE='{line}'"))
     load_recipe(FOREIGN, ["trainer.env.LINE='" + line.replace("result", "results") + "'"])
 
 
-def test_an_arm_named_like_a_file_of_abrun_does_not_write_it() -> None:
+def test_an_arm_named_like_a_file_of_abrun_does_not_write_it(snapshot: Snapshot) -> None:
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='{run_dir}/{arm}'", "trainer.parameters.format=csv"])
     run = {"experiment": "e", "seed": 0, "rerun": 0, "run_dir": "/runs/x"}
     assert (
         invocation(command_run(recipe, "baseline"), arm="baseline", **run).metrics_path == "/runs/x/baseline"
     )
-    with pytest.raises(RecipeError, match=r"got '/runs/x/result.json', a file of abrun's;"):
+    with pytest.raises(RecipeError) as refusal:
         invocation(command_run(recipe, "baseline"), arm="result.json", **run)
+    snapshot(refusal.value)
     command = command_run(load_recipe(FOREIGN, ["trainer.env.OUT='{run_dir}/{arm}.json'"]), "baseline")
     assert invocation(command, arm="a", **run).env["OUT"] == "/runs/x/a.json"
-    with pytest.raises(RecipeError, match=r"got '/runs/x/result.json', a file of abrun's;"):
+    with pytest.raises(RecipeError) as refusal:
         invocation(command, arm="result", **run)
+    snapshot(refusal.value)
 
 
 def test_templates_are_filled_in_with_the_run_and_its_parameters() -> None:
@@ -622,47 +434,46 @@ def test_the_family_of_grpo_plans(algorithm: str) -> None:
     assert make_plan(recipe).runs
 
 
-def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path) -> None:
+def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path, snapshot: Snapshot) -> None:
     tree = yaml.load(SMALL.read_text(), Loader)
     path = tmp_path / "arms.yaml"
     for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
         path.write_text(yaml.safe_dump(tree | {"arms": arms}))
-        assert "an experiment needs an arm named 'baseline'" in refused(path)
+        snapshot(refused(path))
     del tree["task"]["type"]
     path.write_text(yaml.safe_dump(tree))
-    assert "task.type: missing" in refused(path)
+    snapshot(refused(path))
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    "override",
     [
-        ("steps", "got 'steps'; allowed: key=value"),
-        ("=3", "got '=3'; allowed: key=value"),
-        ("", "got ''; allowed: key=value"),
-        ("a..b=3", "allowed: key=value"),
-        (".a=3", "allowed: key=value"),
-        ("a.b.=3", "allowed: key=value"),
-        ("a\nb=3", "allowed: key=value"),
-        ("steps=[", "--set steps, line 1: not readable as YAML"),
-        (f"{'a' * 5000}=[", "not readable as YAML"),
-        ("steps=*x", "aliases (*name) are not supported"),
-        ("steps=!!int 3", "tags are not supported"),
-        ("steps=!!bool maybe", "tags are not supported"),
-        ("steps=" + "9" * 5000, "a number of thousands of digits"),
-        ("steps=\udcff", "not readable as YAML"),
-        ('model.path="\\ud800"', "half of a surrogate pair"),
-        ("steps={1: 2}", "key 1 is not a line of text: put it in quotes"),
-        ("steps={[1]: 2}", "key [1] is not a line of text"),
-        ("compare.primary.1.sigma=1", "got '1' as the index into compare.primary; allowed: 0; or"),
-        ("compare.primary.-1.sigma=1", "got '-1' as the index into compare.primary; allowed: 0"),
-        ("seeds.2=1", "got '2' as the index into seeds; allowed: 0 to 1; or give the list whole: seeds="),
-        ("compare.looks.0=2", "where compare.looks is no list (but null); give the list whole"),
-        ("steps.0=2", "got the index 0 where steps is no list (but 3)"),
+        "steps",
+        "=3",
+        "",
+        "a..b=3",
+        ".a=3",
+        "a.b.=3",
+        "a\nb=3",
+        "steps=[",
+        f"{'a' * 5000}=[",
+        "steps=*x",
+        "steps=!!int 3",
+        "steps=!!bool maybe",
+        "steps=" + "9" * 5000,
+        "steps=\udcff",
+        'model.path="\\ud800"',
+        "steps={1: 2}",
+        "steps={[1]: 2}",
+        "compare.primary.1.sigma=1",
+        "compare.primary.-1.sigma=1",
+        "seeds.2=1",
+        "compare.looks.0=2",
+        "steps.0=2",
     ],
 )  # fmt: skip
-def test_an_override_that_cannot_be_read_is_refused(override: str, words: str) -> None:
-    line = refused(SMALL, override)
-    assert line.startswith("--set") and words in line
+def test_an_override_that_cannot_be_read_is_refused(override: str, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, override))
 
 
 def test_a_number_in_a_key_reaches_into_a_list() -> None:
@@ -690,61 +501,59 @@ def test_what_is_set_replaces_what_was_there() -> None:
     assert own(SMALL, *changes).policy == own(SMALL).policy
 
 
-def test_absurdly_deep_and_recursive_input_is_refused(tmp_path: Path) -> None:
-    assert "too deeply" in refused(SMALL, f"arms.treatment.{'a.' * 5000}b=3")
+def test_absurdly_deep_and_recursive_input_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"arms.treatment.{'a.' * 5000}b=3"))
     path = tmp_path / "recipe.yaml"
     path.write_text("[" * 5000)
-    assert f"{path}: not readable as YAML: nested too deeply" in refused(path)
+    snapshot(refused(path))
     for text in ("a: &a [1]\nb: *a\n", "a: &a {b: *a}\n"):
         path.write_text(text)
-        assert "aliases (*name) are not supported" in refused(path)
+        snapshot(refused(path))
 
 
-def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
-    assert "no such recipe" in refused(tmp_path / "nowhere.yaml")
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path, snapshot: Snapshot) -> None:
+    snapshot(refused(tmp_path / "nowhere.yaml"))
     (tmp_path / "child.yaml").write_text("defaults: quickstart")
-    expected = (
-        f"child.yaml: defaults: {tmp_path}/quickstart: no such recipe; give a path from that file's folder"
-    )
-    assert expected in refused(tmp_path / "child.yaml")
-    assert "cannot be read" in refused(tmp_path)
-    assert "cannot be read" in refused(SMALL / "below-a-file.yaml")
+    snapshot(refused(tmp_path / "child.yaml"))
+    snapshot(refused(tmp_path))
+    snapshot(refused(SMALL / "below-a-file.yaml"))
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
     assert refused(tmp_path / "binary.yaml").endswith("not UTF-8 (byte 129 is none of it); save it as UTF-8")
     (tmp_path / "empty.yaml").touch()
-    assert "empty.yaml: an empty recipe; abrun init writes one" in refused(tmp_path / "empty.yaml")
+    snapshot(refused(tmp_path / "empty.yaml"))
     (tmp_path / "named.yaml").write_text("name: named\n")
     missing = "steps: missing; add it to the recipe (and 5 more: algorithm, model, task, arms, seeds)"
     assert refused(tmp_path / "named.yaml").endswith(missing)
     (tmp_path / "named.yaml").write_text("".join(f"{'x' * 30}{number}: 1\n" for number in range(9)))
-    line = refused(tmp_path / "named.yaml")
-    assert line.endswith(f"(and 15 more: algorithm, model, task, name, arms, seeds, {'x' * 30}0, ...)")
+    snapshot(refused(tmp_path / "named.yaml"))
 
 
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, snapshot: Snapshot) -> None:
     """A pipe that nobody writes to would be waited for, and a device never ends."""
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "recipe.yaml"
     for odd in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         path.write_text(f"defaults: {odd}\n")
         assert refused(path).startswith(f"{odd}: cannot be read as a recipe: ")
-    assert "not a regular file" in refused(tmp_path / "pipe")
+    snapshot(refused(tmp_path / "pipe"))
 
 
-def test_a_recipe_of_any_size_is_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_of_any_size_is_read_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("a: [" + "1," * 3_000_000 + "1]\n")
-    assert "recipe.yaml: larger than 128 KiB, with all that the recipe inherits" in refused(path)
+    snapshot(refused(path))
     arms = ", ".join(f"a{number}: {{steps: 9}}" for number in range(1001))
-    assert "arms: got 1002 arms; allowed: at most 1000" in refused(SMALL, f"arms={{baseline: {{}}, {arms}}}")
+    snapshot(refused(SMALL, f"arms={{baseline: {{}}, {arms}}}"))
     copies: list[Any] = []
     monkeypatch.setattr(reading, "dict", lambda one: copies.append(one) or dict(one), raising=False)
     flat = {"a": {"c": 0}} | {f"a.b{number}": number for number in range(100)}
     assert len(nested(flat)["a"]) == 101 and copies == [{"c": 0}]  # a branch once, not for each of its names
 
 
-def test_numbers_of_thousands_of_digits_are_one_line() -> None:
-    assert "steps: got '0xffff" in refused(SMALL, f"steps=0x{'f' * 6000}")
+def test_numbers_of_thousands_of_digits_are_one_line(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"steps=0x{'f' * 6000}"))
     assert own(SMALL, "steps=0x1F").steps == 31
 
 
@@ -901,13 +710,12 @@ class TestAnotherType:
         )
         assert own_run(recipe, "other").trainer.env == {"A": "b"}
 
-    def test_a_launcher_keeps_what_both_have(self) -> None:
+    def test_a_launcher_keeps_what_both_have(self, snapshot: Snapshot) -> None:
         launcher = "launcher={type: slurm, cpus_per_rank: 4, interface: ib0}"
         recipe = load_recipe(SMALL, [launcher, "launcher.type=ray"])
         assert recipe.launcher and recipe.launcher.type == "ray"
         assert (recipe.launcher.cpus_per_rank, recipe.launcher.interface) == (4, "ib0")
-        line = refused(SMALL, "launcher={type: slurm, account: lab}", "launcher.type=ray")
-        assert "launcher.account: unknown key with this type; use type: 'slurm'" in line
+        snapshot(refused(SMALL, "launcher={type: slurm, account: lab}", "launcher.type=ray"))
 
     def test_the_plan_names_the_type_and_no_default_of_one_type(self) -> None:
         arm = "arms={baseline: {}, other: {policy.backend.type: megatron}}"
@@ -978,41 +786,38 @@ class TestDefaults:
         path = self.write(tmp_path, base=base, link="defaults: near.yaml", child=child)
         assert own(path).steps == 4
 
-    def test_there_are_at_most_so_many(self, tmp_path: Path) -> None:
+    def test_there_are_at_most_so_many(self, tmp_path: Path, snapshot: Snapshot) -> None:
         layers = {f"l{number}": f"defaults: l{number + 1}.yaml" for number in range(100)}
-        line = refused(self.write(tmp_path, **layers, child="defaults: l0.yaml"))
-        assert "l63.yaml: defaults: got more than 64 files behind one recipe" in line
-        line = refused(self.write(tmp_path, child=f"defaults: [{'a.yaml, ' * 17}]"))
-        assert "defaults: got 17 paths; allowed: at most 16" in line
+        snapshot(refused(self.write(tmp_path, **layers, child="defaults: l0.yaml")))
+        snapshot(refused(self.write(tmp_path, child=f"defaults: [{'a.yaml, ' * 17}]")))
 
-    def test_cycles_are_refused(self, tmp_path: Path) -> None:
+    def test_cycles_are_refused(self, tmp_path: Path, snapshot: Snapshot) -> None:
         path = self.write(tmp_path, child="defaults: other.yaml", other="defaults: child.yaml")
         assert "cycle" in refused(path) and "child.yaml > other.yaml > child.yaml" in refused(path)
-        assert "cycle" in refused(self.write(tmp_path, child="defaults: child.yaml"))
+        snapshot(refused(self.write(tmp_path, child="defaults: child.yaml")))
 
     @pytest.mark.parametrize("value", ["3", "{a: b}", "[1]", '"a\\nb"'])
-    def test_what_is_no_path_is_refused(self, tmp_path: Path, value: str) -> None:
-        assert "a path or a list of paths" in refused(self.write(tmp_path, child=f"defaults: {value}"))
+    def test_what_is_no_path_is_refused(self, tmp_path: Path, value: str, snapshot: Snapshot) -> None:
+        snapshot(refused(self.write(tmp_path, child=f"defaults: {value}")))
 
-    def test_a_missing_base_names_both_files(self, tmp_path: Path) -> None:
-        line = refused(self.write(tmp_path, child="defaults: gone.yaml"))
-        assert "child.yaml" in line and "gone.yaml" in line
+    def test_a_missing_base_names_both_files(self, tmp_path: Path, snapshot: Snapshot) -> None:
+        snapshot(refused(self.write(tmp_path, child="defaults: gone.yaml")))
 
 
-def test_yaml_reads_as_people_write_it(tmp_path: Path) -> None:
+def test_yaml_reads_as_people_write_it(tmp_path: Path, snapshot: Snapshot) -> None:
     assert own(SMALL, "policy.optimizer.eps=1e-6").policy.optimizer.eps == 1e-6
     assert "on" in load_recipe(SMALL, ["arms.on.steps=9"]).arms
     for text in ("010", "1:30", "yes", "2020-01-01"):
-        assert f"steps: got '{text}'; allowed: a whole number" in refused(SMALL, f"steps={text}")
+        snapshot(refused(SMALL, f"steps={text}"))
     path = tmp_path / "twice.yaml"
     path.write_text("name: a\nsteps: 1\nmodel: {}\nsteps: 2\n")
-    assert f"{path}, line 4: " in refused(path)
-    assert "key 'steps' is given twice, first in line 2: drop one" in refused(path)
+    snapshot(refused(path))
+    snapshot(refused(path))
     path.write_text("name: a\nmodel:\n  preset: a\n  preset: b\n")
-    assert f"{path}, line 4: " in refused(path)
+    snapshot(refused(path))
 
 
-def test_primaries_of_the_command_line() -> None:
+def test_primaries_of_the_command_line(snapshot: Snapshot) -> None:
     claim = parse_primary("timing/train/total_step_time_s:steps 10-50:0.1")
     assert (claim.metric, claim.window, claim.margin) == (
         "timing/train/total_step_time_s",
@@ -1020,8 +825,9 @@ def test_primaries_of_the_command_line() -> None:
         0.1,
     )
     for bad in ("", "a", "a:all", "a:all:b", ":all:1", "a:all:-1", "a:never:1", "a:all:nan", "a:all:1:2"):
-        with pytest.raises(RecipeError, match="--primary") as caught:
+        with pytest.raises(RecipeError) as caught:
             parse_primary(bad)
+        snapshot(caught.value)
         assert len(str(caught.value).splitlines()) == 1
 
 
@@ -1070,11 +876,10 @@ def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     "key",
     ["model.path", "task.path", "compare.reference", "checkpoint.start_from", "validation.path"],
 )
-def test_a_path_that_no_file_system_takes_is_refused(key: str, path: str) -> None:
+def test_a_path_that_no_file_system_takes_is_refused(key: str, path: str, snapshot: Snapshot) -> None:
     sections = {"model.path": "model={path: x}", "task.path": "task={type: jsonl, path: x}"}
     sections["validation.path"] = "validation={every: 1}"
-    line = refused(SMALL, *([sections[key]] if key in sections else []), f"{key}={path}")
-    assert f"{key}: got " in line and "allowed: " in line
+    snapshot(refused(SMALL, *([sections[key]] if key in sections else []), f"{key}={path}"))
 
 
 # --- fuzz: a mutated recipe either plans or is refused in one line ---
@@ -1185,24 +990,19 @@ def test_fuzz(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("margin", ["-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "[1]"])
-def test_a_margin_that_is_none_is_one_line(margin: str) -> None:
-    line = refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]")
-    assert (
-        "compare.primary.0.margin: got " in line
-        and "allowed: a number above 0, '1.5 sigma', '5%', '5% of climb'" in line
-    )
-    assert "more)" not in line
+def test_a_margin_that_is_none_is_one_line(margin: str, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]"))
 
 
-def test_a_claim_of_nothing_is_one_line() -> None:
-    line = refused(SMALL, "compare.primary=[{metric: x, margin: null}]")
-    assert "got no claim for 'x'; allowed: one of margin, below, above and exact" in line
+def test_a_claim_of_nothing_is_one_line(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, "compare.primary=[{metric: x, margin: null}]"))
 
 
 @pytest.mark.parametrize("project", ["", "team/project", "what?", "a\tb", "x" * 129])
-def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str) -> None:
-    with pytest.raises(RecipeError, match=r"wandb\.project: got .*; allowed: 1 to 128 characters"):
+def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str, snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refusal:
         load_recipe(SMALL, [f"wandb={json.dumps({'project': project})}"])
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize(("switch", "means"), [(True, "full"), (False, "none"), ("selective", "selective")])
@@ -1236,12 +1036,10 @@ def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_l
     assert load_recipe(there / "a.yaml").compare.reference == "runs.json"
 
 
-def test_an_override_that_every_arm_has_its_own_value_for_is_refused() -> None:
+def test_an_override_that_every_arm_has_its_own_value_for_is_refused(snapshot: Snapshot) -> None:
     arms = "arms={baseline: {policy.logprobs.impl: logits}, treatment: {policy.logprobs.impl: chunked}}"
     for override in ("policy.logprobs.impl=triton", "policy.logprobs={impl: triton}"):
-        key = override.partition("=")[0]
-        line = refused(SMALL, arms, override)
-        assert line == f"--set {key}: every arm sets it; write arms.treatment.{key}"
+        snapshot(refused(SMALL, arms, override))
     one_arm = "arms={baseline: {}, treatment: {policy.logprobs.impl: chunked}}"
     assert own(SMALL, one_arm, "policy.logprobs.impl=logits").policy.logprobs.impl == "logits"
     both = own(SMALL, arms, "arms.treatment.policy.logprobs.impl=triton")

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
 from abrun.messages import records, sentences
+from abrun.messages import records
+from abrun.reasons import Code
 
 if TYPE_CHECKING:
     import pandas
@@ -292,7 +294,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
 
 def _pandas() -> Any:
     if missing := lacking("frames"):
-        raise ComparisonError(f"data frames: {missing}")
+        raise ComparisonError(Code.DATA_FRAMES_NEED_PACKAGE(problem=missing))
     import pandas
 
     return pandas

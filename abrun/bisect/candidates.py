@@ -7,6 +7,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.launch.git import git_output
+from abrun.reasons import Code
 from abrun.redaction import shortened, shown
 
 MOST = 10_000
@@ -26,10 +27,10 @@ def commits(repo: Path, good: str, bad: str) -> list[Candidate]:
     """The good commit, then the first-parent commits after it up to the bad one."""
     first, last = _commit(repo, good, "--good"), _commit(repo, bad, "--bad")
     if git_output(repo, "merge-base", "--is-ancestor", first, last) is None:
-        raise RecipeError(f"--bad: got {bad!r}, which does not come after {good!r} (--good); exchange them?")
+        raise RecipeError(Code.BISECT_ORDER_REVERSED(bad=bad, good=good))
     after = git_output(repo, "rev-list", "--first-parent", "--reverse", f"{first}..{last}") or ""
     if not after:
-        raise RecipeError(f"--bad: got {bad!r}, the very commit of --good; nothing lies between them")
+        raise RecipeError(Code.BISECT_SAME_COMMIT(bad=bad))
     return _listed(repo, [first, *after.split()], "--good")
 
 
@@ -41,10 +42,10 @@ def refs(repo: Path, names: Sequence[str]) -> list[Candidate]:
 def versions(package: str, numbers: Sequence[str]) -> list[Candidate]:
     """Versions of a package in the order given: the good one first, the bad one last."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", package) or len(package) > 40:
-        raise RecipeError(f"--package: got {shortened(package)}; allowed: a name such as torch")
+        raise RecipeError(Code.PACKAGE_NAME_INVALID(got=shortened(package)))
     for number in numbers:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+!]{0,50}", number):
-            raise RecipeError(f"--versions: got {shortened(number)}; allowed: such as 2.10.0,2.11.0,2.12.0")
+            raise RecipeError(Code.PACKAGE_VERSIONS_INVALID(got=shortened(number)))
     found = [
         Candidate(
             arm=re.sub(r"[+!]", "_", f"{package}-{number}"),
@@ -58,7 +59,7 @@ def versions(package: str, numbers: Sequence[str]) -> list[Candidate]:
 
 def _listed(repo: Path, shas: Sequence[str], option: str) -> list[Candidate]:
     if len(shas) > MOST:
-        raise RecipeError(f"{option}: got {len(shas)} commits; allowed: at most {MOST}: narrow it down")
+        raise RecipeError(Code.TOO_MANY_COMMITS(option=option, commits=len(shas), max_commits=MOST))
     said = git_output(repo, "show", "--no-patch", "--format=%H %s", *shas) or ""
     titles = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
     found = [
@@ -73,7 +74,7 @@ def _at_least_two(found: list[Candidate], option: str) -> list[Candidate]:
     twice = next((arm for arm in arms if arms.count(arm) > 1), None)
     if twice or len(found) < 2:
         got = f"{twice} twice" if twice else f"{len(found)} candidate"
-        raise RecipeError(f"{option}: got {got}; allowed: two or more, the good one first, the bad one last")
+        raise RecipeError(Code.TOO_FEW_CANDIDATES(option=option, got=got))
     return found
 
 
@@ -84,7 +85,7 @@ def _commit(repo: Path, name: str, option: str) -> str:
         else git_output(repo, "rev-parse", "--verify", "-q", f"{name}^{{commit}}")
     )
     if not found and git_output(repo, "rev-parse", "--git-dir") is None:
-        raise RecipeError(f"--repo: got {shortened(str(repo))}, no git repository; allowed: the trainer's")
+        raise RecipeError(Code.REPO_INVALID(got=shortened(str(repo))))
     if not found:
-        raise RecipeError(f"{option}: got {shortened(name)}, no commit of {repo} (--repo)")
+        raise RecipeError(Code.COMMIT_UNKNOWN(option=option, got=shortened(name), repo=repo))
     return found

@@ -21,6 +21,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.layout import RunName
 from abrun.messages import sentence
 from abrun.plan import Plan, compare_hash, make_plan
+from abrun.reasons import Code
 from abrun.recipe import BASELINE, CommandRecipe, CommandRunConfig, load_recipe, stored_recipe
 from abrun.regular_files import is_file
 
@@ -68,27 +69,15 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
     """A recipe whose baseline is what every candidate runs. Raises RecipeError where it is abrun's own."""
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
     if not (isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(BASELINE), CommandRunConfig)):
-        raise RecipeError(
-            f"{path}: trainer.type: got 'abrun'; a bisection needs a command, which runs in another "
-            "checkout or environment: trainer: {type: command, ...} (docs/foreign-runs.md)"
-        )
+        raise RecipeError(Code.BISECT_NEEDS_COMMAND(recipe=path))
     if not recipe.compare.primary:
-        raise RecipeError(f"{path}: compare.primary: got no claim, and a bisection finds what broke one")
+        raise RecipeError(Code.BISECT_NEEDS_CLAIM(recipe=path))
     if recipe.compare.reference is not None:
-        raise RecipeError(
-            f"{path}: compare.reference: got {recipe.compare.reference!r}; a bisection compares with the "
-            "good candidate: --set compare.reference=null"
-        )
+        raise RecipeError(Code.BISECT_REFUSES_REFERENCE(recipe=path, reference=recipe.compare.reference))
     if not recipe.compare.paired:
-        raise RecipeError(
-            f"{path}: compare.paired: got false; a bisection pairs candidates by seed: "
-            "--set compare.paired=true"
-        )
+        raise RecipeError(Code.BISECT_NEEDS_PAIRS(recipe=path))
     if recipe.launcher is not None and recipe.launcher.type != "local":
-        raise RecipeError(
-            f"{path}: launcher.type: got {recipe.launcher.type!r}; candidates run on this machine alone: "
-            "--set launcher=null"
-        )
+        raise RecipeError(Code.BISECT_RUNS_HERE(recipe=path, launcher=recipe.launcher.type))
     return recipe
 
 
@@ -269,7 +258,7 @@ class Bisection:
         arms = [arm for arm in dict.fromkeys(name.arm for name in wanted) if arm != BASELINE]
         other = next((arm for arm in arms if arm not in known), None)
         if other:
-            raise LaunchError(f"{self._dir}: got {other}, of another bisection, there; choose another --name")
+            raise LaunchError(Code.BISECTION_OF_OTHER_NAME(directory=self._dir, other=other))
         base = self._recipe.arms[BASELINE]
         good = base | self._environments.changes(self.candidates[0])
         # A plan needs an arm beside the baseline: the bad candidate's, which is tested first
@@ -354,10 +343,7 @@ class Bisection:
         before = store.read_as(_Stored, self._dir / FILE).declared
         changed = [key for key, value in self._declared().items() if before.get(key) != value]
         if changed:
-            raise LaunchError(
-                f"{self._dir}: {changed[0]}: not what this bisection began with; give what it was (its "
-                f"{FILE} has it), or choose another --name"
-            )
+            raise LaunchError(Code.BISECTION_CHANGED(directory=self._dir, changed=changed[0], file=FILE))
 
     def _write(self, outcome: Outcome | None) -> None:
         """Levels, tests and result so far; before the first run there is no folder yet."""

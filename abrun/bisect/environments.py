@@ -14,6 +14,7 @@ from typing import Any
 from abrun.bisect.candidates import Candidate
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
+from abrun.reasons import Code
 from abrun.recipe import CommandRecipe
 from abrun.redaction import shown
 from abrun.regular_files import exists, is_directory, is_file
@@ -129,13 +130,10 @@ def environments_for(
     """Raises RecipeError where nothing of a recipe's command would follow the candidate."""
     trainer = recipe.trainer
     if repo is not None and setup is None and "checkout" not in trainer.parameters:
-        raise RecipeError(
-            f"{recipe.name}: trainer.parameters.checkout: missing: every candidate's checkout takes its "
-            "place; add it and write {checkout} into argv, or say how to install a checkout with --setup"
-        )
+        raise RecipeError(Code.BISECT_NEEDS_CHECKOUT(recipe=recipe.name))
     python = shutil.which(trainer.python or sys.executable)
     if python is None:
-        raise RecipeError(f"{recipe.name}: trainer.python: got {trainer.python!r}, which is not to be found")
+        raise RecipeError(Code.PYTHON_NOT_FOUND(recipe=recipe.name, python=trainer.python))
     return Environments(
         runs_dir=runs_dir,
         repo=repo,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import is_directory
 
@@ -190,9 +191,9 @@ def parse_formats(text: str | None) -> list[str]:
     allowed = ("terminal", "html", "markdown", "json", "png", "svg")
     for form in wanted:
         if form not in allowed:
-            raise RecipeError(f"--format: got {form!r}; allowed: {', '.join(allowed)}")
+            raise RecipeError(Code.OPTION_NOT_ALLOWED(option="--format", got=form, allowed=allowed))
     if not wanted:
-        raise RecipeError(f"--format: got {text!r}, nothing to write; allowed: {', '.join(allowed)}")
+        raise RecipeError(Code.FORMATS_EMPTY(got=text, allowed=allowed))
     return wanted
 
 
@@ -200,8 +201,12 @@ def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= least for part in parts):
         raise RecipeError(
-            f"{option}: got {text!r}; allowed: numbers of at least {least}, such as "
-            + ",".join(str(least * factor) for factor in (1, 2, 4))
+            Code.NUMBERS_SYNTAX(
+                option=option,
+                got=text,
+                least=least,
+                example=",".join(str(least * factor) for factor in (1, 2, 4)),
+            )
         )
     return sorted({int(part) for part in parts})
 
@@ -217,12 +222,12 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
-            raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
+            raise RecipeError(Code.SEEDS_SYNTAX(got=text))
         start, stop = int(first), int(last or first)
         if stop < start:
-            raise RecipeError(f"--seeds: got {part.strip()!r}, which runs backwards; write {last}-{first}")
+            raise RecipeError(Code.SEEDS_BACKWARDS(got=part.strip(), last=last, first=first))
         if stop - start >= MOST_SEEDS:
-            raise RecipeError(f"--seeds: got {part.strip()!r}; allowed: at most {MOST_SEEDS} seeds")
+            raise RecipeError(Code.SEEDS_TOO_MANY(got=part.strip(), max_seeds=MOST_SEEDS))
         seeds += range(start, stop + 1)
     return seeds
 
@@ -230,7 +235,7 @@ def parse_seeds(text: str) -> list[int]:
 def parse_looks(text: str) -> tuple[int, ...]:
     """`3,5,8`: numbers of pairs."""
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
-        raise RecipeError(f"--looks: got {shortened(text)}; allowed: numbers of pairs, as 3,5,8")
+        raise RecipeError(Code.LOOKS_SYNTAX(got=shortened(text)))
     return tuple(map(int, text.split(",")))
 
 
@@ -238,8 +243,5 @@ def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
     """The overrides of a recipe, its seeds among them. Raises RecipeError for what reads as a count."""
     if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
         number = int(seeds)
-        raise RecipeError(
-            f"--seeds: {number} is one seed, number {number}; for {number} seeds write 0-{number - 1}, for "
-            f"that seed alone {number}-{number}"
-        )
+        raise RecipeError(Code.SEEDS_READ_AS_COUNT(got=number, last=number - 1))
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]

@@ -11,6 +11,7 @@ import typer
 from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.bisect.candidates import Candidate
@@ -83,7 +84,7 @@ def bisect(
     candidates = _candidates(repo, good, bad, refs, package, versions)
     first = len(loaded.seeds)
     if max_seeds is not None and max_seeds < first:
-        raise RecipeError(f"--max-seeds: got {max_seeds} with {first} seeds; allowed: {first} or more")
+        raise RecipeError(Code.MAX_SEEDS_BELOW_FIRST(got=max_seeds, first=first))
     design = Design(
         num_candidates=len(candidates) - 1,
         alpha=alpha,

@@ -11,6 +11,7 @@ from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
 from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
 from abrun.cli.experiments import say_how_to_continue
 from abrun.errors import RecipeError, StoreError
+from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _say_what_was_caught(
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
-        raise RecipeError(f"{recipe.name}: controls.faults: got none that can be planted; see: abrun faults")
+        raise RecipeError(Code.NO_FAULT_CAN_BE_PLANTED(recipe=recipe.name))
     screen.print(table(found, paired=recipe.compare.paired))
     for fault, lacks in not_planted.items():
         screen.say(f"not planted: {fault}, which {lacks}")
@@ -166,7 +167,7 @@ def _folder_of(run: str, runs_dir: Path) -> Path:
     if is_experiment(path):
         names = [f"{run.rstrip('/')}/{name}" for name in planned_runs(path)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise StoreError(f"{run}: got an experiment; name one of its runs: {', '.join(names[:8])}{more}")
+        raise StoreError(Code.RUN_IS_EXPERIMENT(run=run, names=names[:8], more=more))
     if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()
     return path

@@ -42,6 +42,7 @@ from abrun.cli.arguments import (
 )
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
@@ -125,9 +126,7 @@ def compare(
 
 def _refuse_nothing_to_upload(nothing: bool, formats: str | None) -> None:
     if nothing:
-        raise RecipeError(
-            f"--wandb: got --format {formats}, which leaves no file to upload; add html, or json"
-        )
+        raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
@@ -269,10 +268,7 @@ def ledger(
     found = add_to_ledger(reference, find_experiment(add, runs_dir), arm, tried) if add else None
     found = found or load_reference(reference)
     if found.ledger is None:
-        raise RecipeError(
-            f"{reference}: got a reference without a ledger; freeze one: abrun freeze SOURCE -o FILE "
-            "--budget 0.05"
-        )
+        raise RecipeError(Code.REFERENCE_WITHOUT_LEDGER(reference=reference))
     console().print(ledger_shown(found))
     raise typer.Exit(EXCEEDED if exceeded(found) else 0)
 
@@ -320,17 +316,14 @@ def plan(
     from abrun.store import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
-        raise RecipeError(
-            f"--from: got {earlier!r} and --sigma or --correlation, which it measures; drop them, or "
-            "plan without it: abrun plan RECIPE --sigma X"
-        )
+        raise RecipeError(Code.PLAN_FROM_AND_ASSUMED(got=earlier))
     if sigma is not None and not math.isfinite(sigma):
-        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
+        raise RecipeError(Code.SIGMA_INVALID(got=sigma))
     experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
     measured = load_experiment(experiment_dir) if experiment_dir else None
     planned = recipe or experiment_dir
     if planned is None:
-        raise RecipeError("plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then")
+        raise RecipeError(Code.PLAN_NEEDS_RECIPE())
     assuming = f"abrun plan {shlex.quote(str(planned))}{_as_options({'--set': overrides or []})} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:

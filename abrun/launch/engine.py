@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from abrun.errors import LaunchError
 from abrun.implementations import LAUNCHERS, SCHEDULERS, load
 from abrun.plan import Plan
+from abrun.reasons import Code, Reason
 from abrun.recipe import Exported, LauncherSettings, RunConfig
 from abrun.store import RunDir, RunState
 
@@ -47,8 +48,8 @@ class Started(Protocol):
 class Engine(Protocol):
     """One class a launcher, made with the most runs at once that `--jobs` allows, or None."""
 
-    def refusals(self, plan: Plan) -> list[str]:
-        """Why the plan cannot run here, a line a reason; none where it can."""
+    def refusals(self, plan: Plan) -> list[Reason]:
+        """Return why the plan cannot run here; nothing where it can."""
         ...
 
     def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
@@ -67,8 +68,8 @@ class Engine(Protocol):
 class Scheduler(Protocol):
     """One class a cluster that queues jobs, which then run without a launcher."""
 
-    def refusals(self, plan: Plan) -> list[str]:
-        """Why the plan could never run there, a line a reason; none where it could."""
+    def refusals(self, plan: Plan) -> list[Reason]:
+        """Return why the plan could never run there; nothing where it could."""
         ...
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
@@ -128,10 +129,7 @@ def queued_jobs(experiment_dir: Path) -> Queued | None:
 def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
     """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
     if isinstance(settings, Exported):
-        raise LaunchError(
-            f"launcher.type: got {settings.type!r}, for which abrun writes manifests and starts nothing: use "
-            f"abrun export RECIPE --to {settings.type}, or --launcher local, slurm or ray"
-        )
+        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     known = settings is not None and settings.type in SCHEDULERS
     return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
 
@@ -139,5 +137,5 @@ def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> S
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
     if launcher not in LAUNCHERS:
-        raise LaunchError(f"--launcher: got {launcher!r}; allowed: {', '.join([*LAUNCHERS, *SCHEDULERS])}")
+        raise LaunchError(Code.LAUNCHER_UNKNOWN(got=launcher, allowed=[*LAUNCHERS, *SCHEDULERS]))
     return load(LAUNCHERS[launcher])(num_jobs)

@@ -17,7 +17,9 @@ from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.launch.engine import queued_jobs
 from abrun.launch.notes import notes
 from abrun.launch.requirements import refuse_unset_variables
+from abrun.messages import sentences
 from abrun.plan import Plan, RunName, compare_hash, config_diff, decisions
+from abrun.reasons import Code
 from abrun.recipe import NAME, CommandRunConfig, RunConfig, stored_run
 from abrun.redaction import in_yaml
 from abrun.regular_files import is_directory, is_file
@@ -28,10 +30,7 @@ def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Pa
     """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
     name = plan.recipe.name if name is None else name
     if not re.fullmatch(NAME, name) or name == store.WARM_STARTS:
-        raise LaunchError(
-            f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100, "
-            f"and not {store.WARM_STARTS!r}"
-        )
+        raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=store.WARM_STARTS))
     return Path(os.path.realpath(runs_dir)) / name
 
 
@@ -41,11 +40,10 @@ def refuse_existing(experiment_dir: Path) -> None:
         names = store.planned_runs(experiment_dir)
         finished = sum(store.run_state(experiment_dir, name).status == "finished" for name in names)
         raise LaunchError(
-            f"{experiment_dir}: an experiment is here already, {finished} of {len(names)} runs finished; "
-            "continue it with --resume, or give this one another --name"
+            Code.EXPERIMENT_EXISTS(directory=experiment_dir, finished=finished, runs=len(names))
         )
     if is_directory(experiment_dir) and not _was_just_begun(experiment_dir):
-        raise LaunchError(f"{experiment_dir}: not empty, and no experiment of abrun; choose another --name")
+        raise LaunchError(Code.DIRECTORY_IN_USE(directory=experiment_dir))
 
 
 @contextlib.contextmanager
@@ -89,7 +87,7 @@ def owned_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in (*decisions(plan.decided), *notes(plan)):
+                for line in (*decisions(plan.decided), *sentences(notes(plan))):
                     say(line)
             if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
                 store.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
@@ -177,10 +175,7 @@ def _refuse_queued(experiment_dir: Path) -> None:
     queued = queued_jobs(experiment_dir)
     busy = queued.busy if queued else []
     if busy:
-        raise LaunchError(
-            f"{experiment_dir}: --resume: jobs of it are in the queue ({', '.join(busy)}): wait for them, or "
-            f"end them with: abrun cancel {experiment_dir}"
-        )
+        raise LaunchError(Code.JOBS_QUEUED(directory=experiment_dir, jobs=busy))
 
 
 def _was_just_begun(experiment_dir: Path) -> bool:
@@ -200,19 +195,13 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
     may_rename = not any(map(_may_have_finished, runs.values()))
     for name, run in runs.items():
         if name not in planned:
-            raise LaunchError(
-                f"{experiment_dir}: --resume: the recipe has no run {name}, which is here; "
-                "runs can be added, not dropped: restore arms, seeds and aa_reruns, or choose another --name"
-            )
+            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
         difference = None
         with contextlib.suppress(StoreError), store.readable(run.path):
             if run.exists:
                 difference = _difference(run, planned[name].config, may_rename=may_rename)
         if difference:
-            raise LaunchError(
-                f"{run.path}: --resume: the run directory of another experiment: {difference}; "
-                "restore the recipe, or give this one another --name"
-            )
+            raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
 
 
 def _may_have_finished(run: RunDir) -> bool:
@@ -238,9 +227,9 @@ def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
         if os.path.normpath(weights) != os.path.normpath(wanted):
             before = weights.parent.parent.name
             raise LaunchError(
-                f"{experiment_dir}: --resume: {run.name} would start from the warm start {run.warm_start}, "
-                f"and the runs of its arm that are here started from {before}, which this version makes "
-                "otherwise: resume with the abrun that launched them, or give another --name"
+                Code.RESUME_OTHER_WARM_START(
+                    directory=experiment_dir, run=str(run.name), warm_start=run.warm_start, recorded=before
+                )
             )
 
 

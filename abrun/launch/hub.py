@@ -3,12 +3,13 @@
 import importlib.util
 
 from abrun.launch.model_folder import CONFIG
+from abrun.reasons import Code, Reason
 
 PATIENCE_S = 10.0
 
 
-def hub_refusal(name: str) -> str | None:
-    """Why the model cannot load here, in a few words; None: it can, or only its trainer can tell."""
+def hub_refusal(name: str) -> Reason | None:
+    """Return why the model cannot load here; None: it can, or only its trainer can tell."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return None  # nor can it train here, which is said as such
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -24,17 +25,17 @@ def hub_refusal(name: str) -> str | None:
         if not isinstance(try_to_load_from_cache(name, CONFIG), str):
             get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=PATIENCE_S)
     except HFValidationError:
-        return "no model of a hub can have that name"
+        return Code.HUB_NAME_INVALID()
     except GatedRepoError:
-        return "the hub gives it to nobody but those who asked for it (hf auth login)"
+        return Code.HUB_MODEL_GATED()
     except RepositoryNotFoundError:
-        return "the hub has none of that name, or does not show it (hf auth login)"
+        return Code.HUB_MODEL_UNKNOWN()
     except HfHubHTTPError as error:
         status = error.response.status_code
         passes = status == 429 or status >= 500  # before its trainer asks, who asks again
-        return None if passes else f"the hub answers with status {status}"
+        return None if passes else Code.HUB_STATUS(status=status)
     except OfflineModeIsEnabled:
-        return "HF_HUB_OFFLINE is set, and it was not fetched before"
+        return Code.HUB_OFFLINE()
     except Exception as error:  # of whichever library the client speaks HTTP by
-        return f"the hub cannot be reached ({' '.join(str(error).split())[:80] or type(error).__name__})"
+        return Code.HUB_UNREACHABLE(error=" ".join(str(error).split())[:80] or type(error).__name__)
     return None

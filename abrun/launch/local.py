@@ -15,6 +15,7 @@ from abrun.launch.requirements import Machine, refusals, this_machine
 from abrun.plan import Plan
 from abrun.processes import MODULE, RUN_DIR, Child, below, end_all, processes_of, start, wait
 from abrun.processes.forks import ForkServer
+from abrun.reasons import Reason
 from abrun.recipe import OwnRunConfig, RunConfig
 from abrun.store import RunDir
 
@@ -77,7 +78,7 @@ class LocalEngine:
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[Kind, ForkServer] = {}
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: Plan) -> list[Reason]:
         return refusals(plan, self._machine, self._num_jobs)
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from abrun.errors import AbrunError, LaunchError
 from abrun.launch.command import Meeting, command_of, environment
 from abrun.launch.requirements import node_refusals, this_machine
+from abrun.reasons import Code
 from abrun.recipe import stored_run
 from abrun.store import RunDir
 
@@ -35,15 +36,12 @@ def agent_of(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], di
     """Command and environment of the agent of this node's ranks. Raises LaunchError for what it lacks."""
     host = socket.gethostname()
     if not run.exists:
-        raise LaunchError(
-            f"{run.path}: not on {host}, and on {seen_on} it is: the nodes have to share it; launch with "
-            "--runs-dir on a file system that all of them see"
-        )
+        raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
     config = stored_run(run.record().config, str(run.path))
     machine = this_machine()
     wrong = node_refusals(config, machine)
     if wrong:
-        raise LaunchError(f"{host}: {wrong[0]}")
+        raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=wrong[0]))
     if meeting.node == 0:  # as it would on one machine, so that the agent keeps the log's size
         with run.open_log() as log:
             os.dup2(log, 1)

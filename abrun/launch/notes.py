@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 
 from abrun.plan import Plan
+from abrun.reasons import Code, Reason
 from abrun.recipe import BASELINE, CommandRunConfig, PolicyGradientSettings
-from abrun.redaction import in_yaml
 
 RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their importance ratio alone
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
-CURE = "use algorithm.minibatches_per_step: 2 or more"
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return a line for each setting without effect, with the arms that have it.
+def notes(plan: Plan) -> list[Reason]:
+    """Return a reason for each setting without effect, with the arms that have it.
 
     With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
     That is common and right for the default loss at its default clip range, so nothing is said of it. It is
@@ -20,16 +19,16 @@ def notes(plan: Plan) -> list[str]:
     in nothing else: up to rounding, all losses of GRPO's family then have the same gradient, if the tokens of
     a sequence have the same advantage and weight.
     """
-    arms_of: dict[str, list[str]] = {}
+    arms_of: dict[Reason, list[str]] = {}
     for arm, settings in _with_one_update(plan).items():
-        for line in _without_effect(settings):
-            arms_of.setdefault(line, []).append(arm)
-    lines = [f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {line}" for line, arms in arms_of.items()]
-    return [*lines, *_equal_arms(plan), *_commands_without_a_seed(plan)]
+        for reason in _without_effect(settings):
+            arms_of.setdefault(reason, []).append(arm)
+    inert = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
+    return [*inert, *_equal_arms(plan), *_commands_without_a_seed(plan)]
 
 
-def _commands_without_a_seed(plan: Plan) -> Iterator[str]:
-    """Yield a line for the arms whose command line is the same for every seed."""
+def _commands_without_a_seed(plan: Plan) -> Iterator[Reason]:
+    """Yield a reason for the arms whose command line is the same for every seed."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms = [
         arm
@@ -37,10 +36,7 @@ def _commands_without_a_seed(plan: Plan) -> Iterator[str]:
         if isinstance(config, CommandRunConfig) and not config.trainer.names_seed
     ]
     if arms and len(plan.recipe.seeds) > 1:
-        yield (
-            f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: trainer.argv and trainer.env never use {{seed}}: "
-            "all seeds run the same command unless it reads ABRUN_SEED"
-        )
+        yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
 
 
 def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
@@ -54,23 +50,16 @@ def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
     }
 
 
-def _without_effect(settings: PolicyGradientSettings) -> Iterator[str]:
+def _without_effect(settings: PolicyGradientSettings) -> Iterator[Reason]:
     loss, fields = getattr(settings, "loss", None), type(settings).model_fields
     stated = [name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default]
     if loss in RATIO_LOSSES:
-        yield (
-            f"algorithm.loss: got '{loss}' with one update a step, whose importance ratio is 1, so that "
-            f"nothing is ever clipped; {CURE}"
-        )
+        yield Code.LOSS_NEVER_CLIPS(loss=loss)
     elif stated:
-        got = ", ".join(f"{name} {in_yaml(getattr(settings, name))}" for name in stated)
-        yield (
-            f"algorithm.{stated[0]}: got {got} with one update a step, in which nothing is ever clipped; "
-            f"{CURE}, or leave it out"
-        )
+        yield Code.CLIPPING_WITHOUT_EFFECT(settings={name: getattr(settings, name) for name in stated})
 
 
-def _equal_arms(plan: Plan) -> Iterator[str]:
+def _equal_arms(plan: Plan) -> Iterator[Reason]:
     one_update = _with_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():
@@ -79,7 +68,4 @@ def _equal_arms(plan: Plan) -> Iterator[str]:
         baseline = one_update[BASELINE]
         of_tokens = baseline.importance_correction or baseline.kl_in == "reward_to_go"
         if changes.keys() <= (inert if of_tokens else inert | {"algorithm.loss"}):
-            yield (
-                f"arm {arm}: differs from the baseline only in {', '.join(changes)}, which changes no "
-                f"gradient with one update a step; {CURE}"
-            )
+            yield Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes])

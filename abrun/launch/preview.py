@@ -12,7 +12,8 @@ from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
-from abrun.messages import sentence
+from abrun.messages import sentence, sentences
+from abrun.messages.records import coded
 from abrun.plan import Plan, decisions
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
@@ -45,9 +46,9 @@ def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
 
 def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> tuple[RenderableType, bool]:
     """The same, with the jobs that a scheduler would get in place of this machine; and whether it would."""
-    lines = scheduler.refusals(plan)
-    if lines:
-        refused = [Text(f"- {printable(line)}") for line in lines]
+    reasons = scheduler.refusals(plan)
+    if reasons:
+        refused = [Text(f"- {printable(sentence(reason))}") for reason in reasons]
         return Group(*_plan(plan), _heading("Why it cannot run there"), *refused), False
     texts = scheduler.scripts(plan, experiment_dir, compare=True)
     jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
@@ -57,8 +58,8 @@ def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> t
 def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None = None) -> dict[str, Any]:
     """The same for machines. `refusals` are the reasons why it cannot run here, or where `scheduler` is."""
     refuse_unset_variables(plan.runs)
-    machine = this_machine()
-    lines = refusals(plan, machine, num_jobs) if scheduler is None else scheduler.refusals(plan)
+    machine, inert = this_machine(), notes(plan)
+    reasons = refusals(plan, machine, num_jobs) if scheduler is None else scheduler.refusals(plan)
     return {
         "recipe": plan.recipe.name,
         "arms": list(plan.recipe.arms),
@@ -76,11 +77,13 @@ def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None =
         ],
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
-        "notes": notes(plan),
+        "notes": sentences(inert),
+        "note_codes": coded(inert),
         "decided": plan.decided,
         "machine": str(machine) if scheduler is None else None,
-        "runs_at_once": _at_once(plan, machine, num_jobs) if scheduler is None and not lines else None,
-        "refusals": lines,
+        "runs_at_once": _at_once(plan, machine, num_jobs) if scheduler is None and not reasons else None,
+        "refusals": sentences(reasons),
+        "refusal_codes": coded(reasons),
     }
 
 
@@ -99,7 +102,11 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
-        *([_heading("Settings without effect"), *(Text(f"- {line}") for line in inert)] if inert else []),
+        *(
+            [_heading("Settings without effect"), *(Text(f"- {line}") for line in sentences(inert))]
+            if inert
+            else []
+        ),
         *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
@@ -203,12 +210,12 @@ def _occupies(config: RunConfig) -> str:
 
 
 def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> list[RenderableType]:
-    lines = refusals(plan, machine, num_jobs)
-    if lines:
+    reasons = refusals(plan, machine, num_jobs)
+    if reasons:
         return [
             _heading(f"What this machine ({machine}) lacks"),
-            *(Text(f"- {printable(line)}") for line in lines),
-            Text(f"This machine cannot run {plan.recipe.name}: {_count(lines, 'reason')}, listed above."),
+            *(Text(f"- {printable(line)}") for line in sentences(reasons)),
+            Text(f"This machine cannot run {plan.recipe.name}: {_count(reasons, 'reason')}, listed above."),
         ]
     return [Text(f"\nThis machine ({machine}) runs {_at_once(plan, machine, num_jobs)} at once.")]
 

@@ -24,6 +24,7 @@ from abrun.launch.command import environment, ranks
 from abrun.launch.hub import hub_refusal
 from abrun.launch.requirements import Machine, missing_of_hub, this_machine
 from abrun.processes import MODULE, end_all, end_group, processes_of, start, wait
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig
 from abrun.regular_files import exists
 
@@ -88,7 +89,9 @@ def _rows(
     place: Place | None = None,
 ) -> list[dict[str, Any]]:
     if missing := lacking("train"):
-        raise LaunchError(f"{module.rpartition('.')[0].removeprefix('abrun.')}: {missing}")
+        raise LaunchError(
+            Code.PROBE_NEEDS_PACKAGE(module=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
+        )
     log = directory / LOG
     with store.explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ def _rows(
         said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
         if first := next(said, None):
             raise ProbeRefused(first.removeprefix("error: "))
-        raise LaunchError(f"{directory.name}: ended with an error; see {log}")
+        raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=log))
     return rows_of(directory)
 
 
@@ -109,9 +112,12 @@ def refuse_other_machines(config: OwnRunConfig) -> Machine:
     machine, cluster = this_machine(), config.cluster
     if cluster.nodes > 1 or (cluster.gpus_per_node and config.devices_per_node > len(machine.gpus)):
         raise LaunchError(
-            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s)"
-            f"{f' and rollout.devices {config.engine_devices}' if config.engine_devices else ''}, and this "
-            f"machine has {machine}; it is measured here: use --set cluster.gpus_per_node=..."
+            Code.NOT_MEASURED_HERE(
+                nodes=cluster.nodes,
+                gpus_per_node=cluster.gpus_per_node,
+                engines=config.engine_devices,
+                machine=str(machine),
+            )
         )
     return machine
 
@@ -145,7 +151,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | N
                 (directory / TURN).touch()
                 status = wait(process, math.inf, place.stopped)
             if status is None:
-                raise LaunchError(f"{directory.name}: ended, as {place.stopped()}")
+                raise LaunchError(Code.PROBE_STOPPED(probe=directory.name, reason=place.stopped()))
             return status
         except BaseException:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove

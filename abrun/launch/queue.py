@@ -109,7 +109,7 @@ class Job:
             )
         left = end_all(lambda: processes_of(self.run.path)) if now > self.leave_until_s else None
         if left:  # another user's, or in the hands of a driver
-            raise LaunchError(f"processes of an earlier launch cannot be killed ({_ids(left)}); end them")
+            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_ids(left)))
         return True
 
     def _is_made(self, say: Callable[[str], object]) -> bool:

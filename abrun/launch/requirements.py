@@ -18,6 +18,7 @@ from abrun.extras import installed_version, is_imported, lacking, untested_versi
 from abrun.launch.hub import hub_refusal
 from abrun.launch.model_folder import config_of, folder_damage
 from abrun.plan import Plan, PlannedRun
+from abrun.reasons import Code, Reason
 from abrun.recipe import (
     GENERATED,
     CommandRunConfig,
@@ -94,48 +95,49 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[str]:
-    """Why this machine cannot run the plan, a line a reason; first what no machine could run."""
+def refusals(plan: Plan, machine: Machine, num_jobs: int | None) -> list[Reason]:
+    """Return why this machine cannot run the plan; first what no machine could run."""
     configs = {run.name.arm: run.config for run in plan.runs}
-    arms_of: dict[str, list[str]] = {}
+    arms_of: dict[Reason, list[str]] = {}
     missing = partial(_missing, ask=cache(hub_refusal))  # once a model, whichever arms have it
-    for reasons in (
+    for check in (
         _unbuilt,
         _model_misfits,
         missing,
         partial(_too_large, machine=machine, num_jobs=num_jobs),
     ):
         for arm, config in configs.items():
-            for reason in reasons(config):
+            for reason in check(config):
                 arms_of.setdefault(reason, []).append(arm)
-    lines = [f"{_arms(arms)}: {reason}" for reason, arms in arms_of.items()]
-    return lines + reference_refusals(plan)
+    reasons = [Code.ARMS_CANNOT_RUN(arms=arms, problem=reason) for reason, arms in arms_of.items()]
+    return reasons + reference_refusals(plan)
 
 
-def foreign_refusals(plan: Plan) -> list[str]:
+def foreign_refusals(plan: Plan) -> list[Reason]:
     """Why a cluster's jobs could not run the foreign trainers of the plan."""
     return [
-        f"arm {run.name.arm}: cluster.nodes: got {run.config.cluster.nodes} with trainer.type 'command', not "
-        "built yet; use nodes: 1"
+        Code.ARMS_CANNOT_RUN(
+            arms=[run.name.arm], problem=Code.COMMAND_NEEDS_ONE_NODE(nodes=run.config.cluster.nodes)
+        )
         for run in plan.runs
         if isinstance(run.config, CommandRunConfig) and run.config.cluster.nodes > 1
     ]
 
 
-def anywhere_refusals(plan: Plan) -> list[str]:
+def anywhere_refusals(plan: Plan) -> list[Reason]:
     """What no machine could run: all that a login node can say of nodes that it does not know."""
     configs = {run.name.arm: run.config for run in plan.runs}
-    lines = [
-        f"arm {arm}: {reason}"
+    reasons = [
+        Code.ARMS_CANNOT_RUN(arms=[arm], problem=reason)
         for arm, config in configs.items()
-        for reasons in (_unbuilt, _model_misfits)
-        for reason in reasons(config)
+        for check in (_unbuilt, _model_misfits)
+        for reason in check(config)
     ]
-    return lines + reference_refusals(plan)
+    return reasons + reference_refusals(plan)
 
 
-def untested_packages(plan: Plan) -> list[str]:
-    """Return a line for each package that abrun's trainer imports in a version that was not tested."""
+def untested_packages(plan: Plan) -> list[Reason]:
+    """Return a reason for each package that abrun's trainer imports in a version that was not tested."""
     configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]
     values = [dotted(config.model_dump(mode="json")) for config in configs]
     imported = [name for name in TRAINER_PACKAGES if any(is_imported(name, config) for config in values)]
@@ -151,36 +153,32 @@ def is_refused_for_its_model(plan: Plan) -> bool:
     )
 
 
-def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
+def node_refusals(config: RunConfig, machine: Machine) -> list[Reason]:
     """Why a machine cannot be one of the nodes of a run."""
     one = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
     return [*_model_misfits(config), *_missing(config), *_too_large(one, machine, None)]
 
 
-def reference_refusals(plan: Plan) -> list[str]:
+def reference_refusals(plan: Plan) -> list[Reason]:
     reference = plan.recipe.compare.reference
     if reference and not is_file(Path(reference).expanduser()):
-        return [f"compare.reference: got {reference!r}, no such file here; abrun freeze makes one"]
+        return [Code.REFERENCE_MISSING(path=reference)]
     return []
 
 
 def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
     """Raises LaunchError where a run's `env` refers to a variable that the launcher does not have."""
     for run in runs:
-        lines = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
-        if lines:
-            raise LaunchError(f"arms.{run.name.arm}: {lines[0]}")
+        unset = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
+        if unset:
+            raise LaunchError(Code.ARM_REFUSED(arm=run.name.arm, problem=unset[0]))
 
 
-def _arms(arms: list[str]) -> str:
-    return f"arm {arms[0]}" if len(arms) == 1 else f"arms {', '.join(arms)}"
-
-
-def _unbuilt(config: RunConfig) -> Iterable[str]:
+def _unbuilt(config: RunConfig) -> Iterable[Reason]:
     return not_built(config) if isinstance(config, OwnRunConfig) else ()
 
 
-def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) -> Iterator[str]:
+def _missing(config: RunConfig, ask: Callable[[str], Reason | None] = hub_refusal) -> Iterator[Reason]:
     """What a run needs besides devices and is not on this machine; `ask`: of a hub's model."""
     if isinstance(config, CommandRunConfig):
         yield from _missing_command(config)
@@ -199,75 +197,59 @@ def _missing(config: RunConfig, ask: Callable[[str], str | None] = hub_refusal) 
                 yield wrong
 
 
-def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[str]:
+def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Iterator[Reason]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
-    asked = f"{cluster.ranks_per_node}" + (f", and rollout.devices {engines} beside it" if engines else "")
-    in_all = " in all" if engines else ""
+    ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1:
-        yield f"cluster.nodes: got {cluster.nodes}; the local launcher has this one machine: use nodes: 1"
-    if cluster.gpus_per_node and count > len(machine.gpus):
-        most = f"use at most {len(machine.gpus)}{in_all}" if machine.gpus else "launch where there are"
-        yield (
-            f"cluster.gpus_per_node: got {asked}; this machine has "
-            f"{_count(len(machine.gpus), 'visible GPU')}: {most} (0 trains on CPU cores)"
-        )
-    elif cluster.gpus_per_node and num_jobs and count * num_jobs > len(machine.gpus):
-        yield (
-            f"--jobs: got {num_jobs} runs at once of {_count(count, 'GPU')} each; this "
-            f"machine has {len(machine.gpus)}: use at most {len(machine.gpus) // count}"
-        )
+        yield Code.ONE_MACHINE(nodes=cluster.nodes)
+    if cluster.gpus_per_node and count > gpus:
+        yield Code.TOO_FEW_GPUS(ranks=ranks, engines=engines, gpus=gpus)
+    elif cluster.gpus_per_node and num_jobs and count * num_jobs > gpus:
+        yield Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus)
     if not cluster.gpus_per_node and count > machine.cores:
-        yield (
-            f"cluster.cpu_ranks: got {asked}; this machine has "
-            f"{_count(machine.cores, 'usable CPU core')}: use at most {machine.cores}{in_all}"
-        )
+        yield Code.TOO_FEW_CORES(ranks=ranks, engines=engines, cores=machine.cores)
 
 
-def _missing_command(config: CommandRunConfig) -> Iterator[str]:
+def _missing_command(config: CommandRunConfig) -> Iterator[Reason]:
     """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
     filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
-        yield (
-            f"trainer.argv.0: got {filled.argv[0]!r}, no such command on PATH; "
-            "install it, or give the path of an executable file"
-        )
+        yield Code.COMMAND_NOT_FOUND(command=filled.argv[0])
 
 
-def _missing_files(config: OwnRunConfig) -> Iterator[str]:
+def _missing_files(config: OwnRunConfig) -> Iterator[Reason]:
     """Files of the recipe, but the model's, that are not on this machine, or not as the recipe needs them."""
     task = config.task
     try:
         if isinstance(task, ReasoningGym):
             if importlib.util.find_spec("reasoning_gym") is None:
-                yield "task.type: got 'reasoning_gym' without the package; pip install 'abrun[reasoning]'"
+                yield Code.REASONING_GYM_MISSING()
         elif not isinstance(task, GENERATED):
             _look_at_problems(task, config.validation)
         elif config.validation:
             hold_out(task, config.validation)
     except RecipeError as error:
-        yield str(error)
+        assert error.reason is not None
+        yield error.reason
     yield from _missing_verifier(getattr(task, "verifier", None))
     if config.checkpoint.start_from is not None:
         yield from _not_to_start_from(config.checkpoint.start_from, config.steps)
 
 
-def _missing_model(config: OwnRunConfig, ask: Callable[[str], str | None]) -> Iterator[str]:
+def _missing_model(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Iterator[Reason]:
     weights = config.model.path
     wrong = _unloadable_folder(weights) if weights and _is_folder(weights) else missing_of_hub(config, ask)
     yield from [wrong] if wrong else []
 
 
-def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], str | None]) -> str | None:
+def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
     """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
     weights = config.model.path
     if not weights or _is_folder(weights) or any(map(ASKS_OTHERWISE.match, config.trainer.env)):
         return None
-    why = ask(weights)
-    return why and (
-        f"model.path: got {weights!r}, no folder here, and {why}; give a checkpoint's folder, or a hub "
-        "name that can be reached or was fetched before (hf download)"
-    )
+    problem = ask(weights)
+    return problem and Code.MODEL_NOT_ON_HUB(path=weights, problem=problem)
 
 
 def _is_folder(weights: str) -> bool:
@@ -275,18 +257,15 @@ def _is_folder(weights: str) -> bool:
     return weights[0] in "/.~" or weights.count("/") > 1 or is_directory(Path(weights))
 
 
-def _unloadable_folder(weights: str) -> str | None:
+def _unloadable_folder(weights: str) -> Reason | None:
     folder = Path(weights).expanduser()
     if not is_directory(folder):
-        return f"model.path: got {weights!r}, no such folder here; give a checkpoint's folder, or a hub name"
-    wrong = folder_damage(folder)
-    return wrong and (
-        f"model.path: got {weights!r}, which cannot load: {wrong}; give a folder with config.json, "
-        "whole safetensors files and a tokenizer"
-    )
+        return Code.MODEL_FOLDER_MISSING(path=weights)
+    damage = folder_damage(folder)
+    return damage and Code.MODEL_FOLDER_DAMAGED(path=weights, problem=damage)
 
 
-def _not_to_start_from(folder: str, num_steps: int) -> Iterator[str]:
+def _not_to_start_from(folder: str, num_steps: int) -> Iterator[Reason]:
     from abrun import store
 
     path = Path(folder).expanduser()
@@ -294,16 +273,10 @@ def _not_to_start_from(folder: str, num_steps: int) -> Iterator[str]:
         state = store.saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
-        yield (
-            f"checkpoint.start_from: got {folder!r}, which is no checkpoint ({error}); give a folder such as "
-            "runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050"
-        )
+        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason or str(error))
         return
     if (step := state.step) >= num_steps:
-        yield (
-            f"checkpoint.start_from: got {folder!r}, of step {step}, and steps {num_steps}, counted from the "
-            f"start of that run; use steps: {step + 1} or more"
-        )
+        yield Code.START_AFTER_LAST_STEP(folder=folder, step=step, steps=num_steps)
 
 
 def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -312,19 +285,19 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
+            raise StoreError(Code.CHECKPOINT_FILE_UNREADABLE(file=name, error=error.strerror)) from None
         if size != recorded.get("bytes"):
-            raise StoreError(f"{name} has {size} bytes, {recorded.get('bytes')} were written")
+            expected = recorded.get("bytes")
+            raise StoreError(Code.CHECKPOINT_FILE_TRUNCATED(file=name, bytes=size, expected=expected))
 
 
-def _model_misfits(config: RunConfig) -> Iterator[str]:
+def _model_misfits(config: RunConfig) -> Iterator[Reason]:
     """Yield why no machine can train a model as the recipe says, as far as its configuration shows."""
     if not isinstance(config, OwnRunConfig):
         return
     backend, shape = config.policy.backend, shape_of(config.model)
-    if refused := family_refusal(shape):
-        path = config.model.path
-        yield f"model.path: got {path!r}, {refused}; use a causal language model of another family"
+    if obstacle := family_refusal(shape):
+        yield Code.MODEL_FAMILY_NOT_TRAINED(path=config.model.path, obstacle=obstacle)
     elif isinstance(backend, Megatron):
         yield from filter(None, [megatron_misfit(shape, backend)])
     elif isinstance(backend, Dtensor):
@@ -354,43 +327,45 @@ def _look_at_problems(task: "FileConfig", validation: Validation | None) -> None
             trained.without(frozenset(example.prompt for example in held_out))
 
 
-def _missing_verifier(verifier: str | None) -> Iterator[str]:
+def _missing_verifier(verifier: str | None) -> Iterator[Reason]:
     """A user's module that is not where the trainer looks for it; importing it is the trainer's."""
     package = (verifier or "").partition(":")[0].partition(".")[0]
     if not verifier or package in sys.builtin_module_names:
         return
     if importlib.machinery.PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
-        yield (
-            f"task.verifier: got {verifier!r}, no module {package} here; name an installed module, or one in "
-            "the directory where abrun is started"
-        )
+        yield Code.VERIFIER_NOT_FOUND(verifier=verifier, package=package)
 
 
-def _missing_kernel(config: OwnRunConfig) -> Iterator[str]:
+def _missing_kernel(config: OwnRunConfig) -> Iterator[Reason]:
     """Why the Triton kernels cannot run here, said before a trainer asks the kernels themselves."""
     if config.policy.liger:
         if config.cluster.gpus_per_node == 0:
-            yield "policy.liger: got true with cluster.gpus_per_node: 0; its kernels run on GPUs: use false"
+            yield Code.LIGER_NEEDS_GPU()
         elif importlib.util.find_spec("liger_kernel") is None:
-            yield (
-                "policy.liger: got true without the package liger-kernel; pip install 'abrun[liger]', or use "
-                "liger: false"
+            yield Code.SETTING_NEEDS_PACKAGE(
+                field="policy.liger",
+                got=True,
+                package="liger-kernel",
+                install="pip install 'abrun[liger]'",
+                instead="liger: false",
             )
     if config.policy.logprobs.impl == "triton":
         wrong = triton_refusal(on_gpu=config.cluster.gpus_per_node > 0)
         yield from [wrong] if wrong else []
 
 
-def triton_refusal(*, on_gpu: bool) -> str | None:
+def triton_refusal(*, on_gpu: bool) -> Reason | None:
     """Why this environment cannot run `policy.logprobs: {impl: triton}`, in a line; None where it can."""
-    got = "policy.logprobs.impl: got 'triton'"
     if importlib.util.find_spec("triton") is None:
-        return f"{got} without the package triton; pip install 'abrun[triton]', or use impl: chunked"
-    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            f"{got} with cluster.gpus_per_node: 0; on CPU cores it runs only in Triton's slow interpreter, "
-            "with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
+        return Code.SETTING_NEEDS_PACKAGE(
+            field="policy.logprobs.impl",
+            got="triton",
+            package="triton",
+            install="pip install 'abrun[triton]'",
+            instead="impl: chunked",
         )
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return Code.TRITON_NEEDS_GPU()
     return None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from abrun import store
 from abrun.errors import LaunchError, RecipeError
 from abrun.plan import compare_hash
+from abrun.reasons import Code
 from abrun.recipe import CommandRecipe, Declared, Recipe, stored_recipe
 
 MOST_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
@@ -25,30 +26,18 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
     """
     name, looks = recipe.name, recipe.compare.looks
     if not recipe.compare.primary:
-        raise RecipeError(
-            f"{name}: compare.primary: got no claim with --until-decided, so that no look could decide; "
-            "declare one, or leave --until-decided out"
-        )
+        raise RecipeError(Code.STAGES_NEED_CLAIM(recipe=name))
     if len(recipe.arms) < 2:
-        raise RecipeError(
-            f"{name}: arms: got the baseline alone with --until-decided, which adds pairs of arms until they "
-            "decide; add a treatment, or leave --until-decided out"
-        )
+        raise RecipeError(Code.STAGES_NEED_TREATMENT(recipe=name))
     if looks and max_seeds not in (None, looks[-1]):
-        raise RecipeError(
-            f"--max-seeds: got {max_seeds} with compare.looks {looks}, whose last takes all pairs; leave one "
-            "of them out"
-        )
+        raise RecipeError(Code.MAX_SEEDS_AND_LOOKS(max_seeds=max_seeds, looks=looks))
     if looks:
         return recipe
     most = MOST_SEEDS if max_seeds is None else max_seeds
     own = len(recipe.seeds)
     first = own if own >= FEWEST_PAIRS else min(FIRST_LOOK, most - 1)
     if not 2 <= first < most:
-        raise RecipeError(
-            f"--max-seeds: got {most} with {own} seeds in the recipe; allowed: more than the first look "
-            f"takes, {max(first, 2)}"
-        )
+        raise RecipeError(Code.MAX_SEEDS_TOO_FEW(got=most, seeds=own, first_look=max(first, 2)))
     return stored_recipe(
         {
             **recipe.model_dump(mode="json"),
@@ -70,8 +59,7 @@ def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
     if launched != recipe.compare.looks and first != compare_hash(recipe.compare):
         had = f"with looks at {launched} pairs" if launched else "without looks"
         raise LaunchError(
-            f"{experiment_dir}: --until-decided: got looks at {recipe.compare.looks} pairs, and it was "
-            f"launched {had}, on which its level rests; resume it as it was launched, or give another --name"
+            Code.RESUME_OTHER_LOOKS(directory=experiment_dir, looks=recipe.compare.looks, before=had)
         )
 
 

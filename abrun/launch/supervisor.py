@@ -119,7 +119,7 @@ def run_plan(
         observer.follow(experiment_dir)
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
         other = other_code(plan, experiment_dir, git, here=True) if resume else None
-        for line in filter(None, (other, *untested_packages(plan))):
+        for line in filter(None, (other, *map(sentence, untested_packages(plan)))):
             _Quiet(observer).say(line)
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
@@ -133,11 +133,13 @@ def run_plan(
     return Outcome(statuses=statuses, stopped_by=stopped_by)
 
 
-def refuse_impossible(plan: Plan, refusals: list[str], shown_by: str = ": --dry-run shows them") -> None:
+def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
     """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
     if refusals:
-        more = f" (and {len(refusals) - 1} more{shown_by})" if len(refusals) > 1 else ""
-        raise LaunchError(f"{plan.recipe.name}: {refusals[0]}{more}")
+        name = plan.recipe.name
+        raise LaunchError(
+            Code.PLAN_CANNOT_RUN(recipe=name, problems=refusals, shown_by_dry_run=shown_by_dry_run)
+        )
 
 
 class _Quiet:

@@ -33,6 +33,7 @@ from abrun.memory.predict import (
 from abrun.memory.profile import MODULE, measured_cell
 from abrun.memory.step import own_sequences
 from abrun.plan import Plan, make_draft, make_plan
+from abrun.reasons import Code, Reason
 from abrun.recipe import (
     CHECKPOINTING,
     MICRO_BATCH_TOKENS,
@@ -74,10 +75,7 @@ def closed_plan(
         device_memory(asked_memory)  # refused at once, also where it decides nothing
     if not recipe.open_keys:
         if asked_memory is not None and not dry_run:
-            raise RecipeError(
-                f"--device-memory: got it without --dry-run, or auto for one of {', '.join(OPEN)}, of which "
-                "it is; add one of them, or drop it"
-            )
+            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
         return make_plan(recipe)
     draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(draft, options.runs_dir, options.name)
@@ -101,31 +99,25 @@ def decide(
 ) -> Decisions:
     """What an open recipe's values become, and why; `here`: its devices are this machine's."""
     keys, configs = recipe.open_keys, _open_configs(recipe, {})
-    got = f"{recipe.name}: {', '.join(keys)}: got 'auto'"
+    asked = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
         values = {key: OPEN[key].values[0] for key in keys}
         why = (
             f"auto is {_shown(values)}: no arm that leaves it open trains on GPUs, whose memory could run out"
         )
         return _decisions(values, why=why, device_bytes=None, measured=False, candidates=[])
-    _refuse_unpredictable(got, keys, configs)
+    _refuse_unpredictable(asked, keys, configs)
     own_bytes = device_memory(None) if here else None
     device_bytes = own_bytes if asked_memory is None else device_memory(asked_memory)
     if device_bytes is None:
-        whose = "this machine has no GPU" if here else "the GPUs of a cluster are not known here"
-        raise LaunchError(
-            f"{got}, and {whose}; add --device-memory with what one has, such as 80GiB or h200, or give "
-            f"values: {_instead(keys)}"
-        )
+        raise LaunchError(Code.AUTO_NEEDS_DEVICE_MEMORY(asked=asked, here=here, instead=_instead(keys)))
     not_measured = _not_measured(own_bytes, device_bytes, here=here, dry_run=dry_run)
-    trials = _Trials(recipe, got, device_bytes, say, measures=not_measured is None)
+    trials = _Trials(recipe, asked, device_bytes, say, measures=not_measured is None)
     last = trials.chosen(_groups(recipe, configs, say))
     has = f"and a device has {device_bytes / GIB:.1f} GiB"
     if last.is_hopeless:
         raise LaunchError(
-            f"{got}, and nothing fits: {_told([last])}, {has}; use smaller microbatches "
-            "(policy.micro_batch_tokens or micro_batch_size), more ranks, more of policy.backend's "
-            "parallelism or a fused policy.logprobs.impl"
+            Code.AUTO_FITS_NOWHERE(asked=asked, tried=_told([last]), device_gib=device_bytes / GIB)
         )
     candidates = [*(one for one in trials.tried if one is not last), last]
     left = f", of which {last.margin:.0%} stay free"
@@ -157,16 +149,16 @@ def _open_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, O
     return configs
 
 
-def _refuse_unpredictable(got: str, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
+def _refuse_unpredictable(asked: Reason, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
     for arm, config in configs.items():
         if config.policy.backend.type != "dtensor":
+            backend = config.policy.backend.type
             raise LaunchError(
-                f"{got} with arms.{arm} on policy.backend.type {config.policy.backend.type!r}, whose step "
-                f"cannot be predicted; give values: {_instead(keys)}"
+                Code.AUTO_BACKEND_NOT_PREDICTED(asked=asked, arm=arm, backend=backend, instead=_instead(keys))
             )
         wrong = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
         if wrong:  # said here, before another arm has been predicted
-            raise LaunchError(f"{got}, and arms.{arm} cannot be predicted here: {wrong}")
+            raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=asked, arm=arm, problem=wrong))
 
 
 def _not_measured(own_bytes: int | None, device_bytes: int, *, here: bool, dry_run: bool) -> str | None:
@@ -282,9 +274,9 @@ class _Trials:
     """What was tried of a recipe's candidates."""
 
     def __init__(
-        self, recipe: Recipe | CommandRecipe, got: str, device_bytes: int, say: Say, *, measures: bool
+        self, recipe: Recipe | CommandRecipe, asked: Reason, device_bytes: int, say: Say, *, measures: bool
     ) -> None:
-        self._recipe, self._got, self._say, self._measures = recipe, got, say, measures
+        self._recipe, self._asked, self._say, self._measures = recipe, asked, say, measures
         self._device_bytes = device_bytes
         self._tried: dict[str, _Trial] = {}  # by the values, as they are shown
 
@@ -339,8 +331,13 @@ class _Trials:
                 cell, _ = measured_cell(MODULE, folder / arm, arm, Point(**size), config, job)
             except LaunchError as error:
                 raise LaunchError(
-                    f"{self._got}, and a step of arms.{arm} with {name} could not be measured: {error}; or "
-                    f"give values: {_instead(self._recipe.open_keys)}"
+                    Code.AUTO_NOT_MEASURED(
+                        asked=self._asked,
+                        arm=arm,
+                        values=name,
+                        error=error.reason or str(error),
+                        instead=_instead(self._recipe.open_keys),
+                    )
                 ) from None
         found = {
             "arm": arm,
@@ -404,8 +401,9 @@ def _decided_before(experiment_dir: Path, keys: Sequence[str]) -> Values:
         value = stored.get(key)
         if value is None or value == "auto":
             raise LaunchError(
-                f"{experiment_dir}: --resume: its recipe has no {key} (got {value!r}), and this one says "
-                f"auto; give what it was launched with: {OPEN[key].instead}"
+                Code.RESUME_VALUE_NOT_AUTO(
+                    directory=experiment_dir, field=key, got=value, instead=OPEN[key].instead
+                )
             )
         values[key] = value
     return values

@@ -27,6 +27,7 @@ from abrun.memory.step import own_sequences
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Head, Plan, Variant
 from abrun.present.tables import Cell, Table, columns
 from abrun.processes import end_all, processes_of
+from abrun.reasons import Code, Reason
 from abrun.recipe import (
     BESIDE_THE_TRAINER,
     MOST_OF_A_CACHE,
@@ -245,14 +246,10 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
 def _traced_job(plan: Plan, config: OwnRunConfig, num_sequences: int) -> dict[str, Any]:
     """What abrun.memory.trace is told of an arm. Raises LaunchError if it cannot predict that."""
     if config.policy.backend.type != "dtensor":
-        raise LaunchError(
-            f"policy.backend.type: got {config.policy.backend.type!r}, whose step cannot be predicted; "
-            "use type: dtensor, or measure it on GPUs, without --predict"
-        )
+        raise LaunchError(Code.BACKEND_NOT_PREDICTED(backend=config.policy.backend.type))
     if plan.master_dtype not in (MASTER_DTYPE, config.policy.dtype):
         raise LaunchError(
-            f"--master-dtype: got {plan.master_dtype} with policy.dtype {config.policy.dtype}; add --set "
-            f"policy.dtype={plan.master_dtype}"
+            Code.MASTER_DTYPE_DIFFERS(master_dtype=plan.master_dtype, dtype=config.policy.dtype)
         )
     sizes = {"lengths": list(plan.lengths), "num_sequences": num_sequences}
     return {**sizes, "master_dtype": plan.master_dtype}
@@ -330,6 +327,13 @@ def _traces(directories: Sequence[Path]) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
+def _names(directory: Path, value: object) -> bool:
+    """Return whether a reason, or a value of one, names a folder."""
+    if isinstance(value, Reason):
+        return any(_names(directory, each) for each in value.values.values())
+    return isinstance(value, str) and str(directory) in value
+
+
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A folder that goes away, unless an error names it."""
@@ -337,7 +341,7 @@ def scratch() -> Iterator[Path]:
     try:
         yield directory
     except BaseException as error:
-        if str(directory) not in str(error):
+        if not _names(directory, getattr(error, "reason", None)):
             shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory, ignore_errors=True)
@@ -408,9 +412,7 @@ def device_memory(asked: str | None) -> int | None:
         return card * 2**20
     size = re.fullmatch(r"([0-9]{1,5}(\.[0-9]{1,3})?)\s*(GiB|GB)?", asked)
     if size is None or not float(size[1]):
-        raise RecipeError(
-            f"--device-memory: got {asked!r}; allowed: a size such as 80GiB, or one of {', '.join(CARDS)}"
-        )
+        raise RecipeError(Code.DEVICE_MEMORY_SYNTAX(got=asked, cards=[*CARDS]))
     return int(float(size[1]) * (10**9 if size[3] == "GB" else GIB))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.probe import refuse_other_machines
 from abrun.launch.requirements import this_machine, triton_refusal
+from abrun.reasons import Code
 from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, load_recipe, not_built, validated
 from abrun.recipe.reading import parse_yaml
 
@@ -38,12 +39,9 @@ class Variant:
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
             config = self.recipe.run_config(arm)
             if not isinstance(config, OwnRunConfig):
-                raise LaunchError(
-                    f"{self.recipe.name}: arms.{arm}: trainer.type: got 'command'; memory-profile runs "
-                    "single steps of abrun's own trainer alone: measure a foreign one with its own tools"
-                )
+                raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
             for line in not_built(config):
-                raise LaunchError(f"{self.recipe.name}: arms.{arm}: {line}")
+                raise LaunchError(Code.ARM_CANNOT_BE_MEASURED(recipe=self.recipe.name, arm=arm, problem=line))
             configs[arm] = config
         for config in configs.values() if here else ():
             refuse_other_machines(config)
@@ -88,12 +86,9 @@ class Head:
 def head_of(hidden: int | None, vocab: int | None, given: Sequence[str]) -> Head:
     """The head that is asked for without a recipe. `given`: options that need one. Raises RecipeError."""
     if given:
-        raise RecipeError(f"{given[0]}: got no recipe to go with it; give one, or drop {given[0]}")
+        raise RecipeError(Code.OPTION_NEEDS_RECIPE(option=given[0]))
     if hidden is None or vocab is None:
-        raise RecipeError(
-            "memory-profile: got no recipe; give one, or --hidden and --vocab for a log-prob head alone, "
-            "such as --hidden 4096 --vocab 151936"
-        )
+        raise RecipeError(Code.MEMORY_PROFILE_NEEDS_RECIPE())
     return Head(hidden_size=hidden, vocab_size=vocab)
 
 
@@ -118,10 +113,7 @@ class Plan:
     def refuse_endless_search(self, config: OwnRunConfig) -> None:
         """Raises LaunchError where nothing would tell that memory ran out, but the machine's end."""
         if self.longest and self.budget_bytes is None and not config.cluster.gpus_per_node:
-            raise LaunchError(
-                "--budget-gib: got none with a search on CPU cores, where nothing refuses memory before the "
-                "machine has none; give one"
-            )
+            raise LaunchError(Code.SEARCH_NEEDS_BUDGET())
 
     def num_sequences(self, configs: dict[str, OwnRunConfig]) -> Sequence[int]:
         """Raises LaunchError where a pair would be cut apart."""
@@ -129,10 +121,7 @@ class Plan:
         sequences = self.sequences or (configs[BASELINE].policy.micro_batch_size or together,)
         for number in sequences:
             if number % together:
-                raise LaunchError(
-                    f"--sequences: got {number} with algorithm.type 'dpo', whose pairs stay together; use an "
-                    "even number"
-                )
+                raise LaunchError(Code.SEQUENCES_ODD(got=number))
         return sequences
 
 
@@ -142,17 +131,14 @@ def variants_of(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> 
     keys: dict[str, list[Any]] = {}
     for key, values in map(_swept, sweeps):
         if key in keys:
-            raise RecipeError(f"--sweep: got {key} twice; give all its values at once, such as {key}=A,B")
+            raise RecipeError(Code.SWEEP_KEY_TWICE(key=key))
         keys[key] = values
     for key in keys:
         for arm, change in base.arms.items():
             own = next((one for one in change if one == key or one.startswith(f"{key}.")), None)
             own = own or next((one for one in change if key.startswith(f"{one}.")), None)
             if own:
-                raise RecipeError(
-                    f"--sweep: got {key}, and arms.{arm} has its own {own}; sweep another key, or drop it "
-                    "there with --set"
-                )
+                raise RecipeError(Code.SWEEP_KEY_OF_ARM(key=key, arm=arm, arm_key=own))
     variants = []
     for values in itertools.product(*keys.values()):
         swept = tuple(zip(keys, values, strict=True))
@@ -165,8 +151,5 @@ def _swept(text: str) -> tuple[str, list[Any]]:
     key, equals, values = text.partition("=")
     found = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
     if not (key and isinstance(found, list) and found):
-        raise RecipeError(
-            f"--sweep: got {text!r}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
-            "policy.backend.tensor_parallel=1,2"
-        )
+        raise RecipeError(Code.SWEEP_SYNTAX(got=text))
     return key, list(found)

@@ -22,6 +22,7 @@ from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.lengths import largest_microbatch
 from abrun.memory.step import num_rows, of_size
 from abrun.models import config_of, positions_of
+from abrun.reasons import Code
 from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
 from abrun.rl.batch import Sequences
 from abrun.rollout.vllm.starting import cache_bytes
@@ -69,9 +70,7 @@ def trace(
     """
     most = positions_of(config_of(config.model))
     if most and max(lengths) > most:
-        raise RecipeError(
-            f"--lengths: got {max(lengths)}; this model takes {most} tokens: use at most that many"
-        )
+        raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=most))
     run, config = config, of_size(config, num_sequences)
     together = 2 if isinstance(config.algorithm, Dpo) else 1
     with hollow_gpu(config.cluster.ranks, DTYPES[master_dtype]) as account:

@@ -10,9 +10,13 @@ from abrun.messages import (
     comparing,
     endings,
     guards,
+    launching,
     not_tested,
     notes,
     planted,
+    preflight,
+    recipes,
+    stores,
     validity,
     verdicts,
 )
@@ -30,6 +34,10 @@ MESSAGES: dict[Code, Message] = {
     **notes.MESSAGES,
     **comparing.MESSAGES,
     **endings.MESSAGES,
+    **preflight.MESSAGES,
+    **launching.MESSAGES,
+    **recipes.MESSAGES,
+    **stores.MESSAGES,
 }
 
 

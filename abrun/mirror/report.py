@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.extras import lacking
-from abrun.messages import sentences
+from abrun.messages import sentence, sentences
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
 from abrun.store import is_experiment, make_private_folder, open_experiment
@@ -27,7 +27,7 @@ JOB_TYPE = "compare"
 def upload(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
     """What to say of it: where the report is, or why it is not there."""
     if missing := lacking("wandb"):
-        return f"--wandb: the report was not uploaded: {missing}"
+        return f"--wandb: the report was not uploaded: {sentence(missing)}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = verdict.experiment
     asked = {

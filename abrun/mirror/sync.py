@@ -6,6 +6,7 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.extras import lacking
 from abrun.mirror import bounded
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, stored_run
 from abrun.store import RunDir, planned_runs, readable, run_dir
 
@@ -17,9 +18,9 @@ def sync(experiment_dir: Path, say: Callable[[str], object]) -> None:
     runs = {name: RunDir(run_dir(experiment_dir, name)) for name in planned_runs(experiment_dir)}
     mirrored = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
     if not mirrored:
-        raise StoreError(f"{experiment_dir}: no run of it has a section wandb; set wandb in the recipe")
+        raise StoreError(Code.SYNC_NEEDS_SECTION(directory=experiment_dir))
     if missing := lacking("wandb"):
-        raise StoreError(f"{experiment_dir}: sync {missing}")
+        raise StoreError(Code.SYNC_NEEDS_PACKAGE(directory=experiment_dir, problem=missing))
     failed = []
     for name, run in mirrored.items():
         code, lines = bounded.run(["abrun.mirror", str(run.path), "--all"], SYNC_S)
@@ -32,7 +33,7 @@ def sync(experiment_dir: Path, say: Callable[[str], object]) -> None:
         why = said[0] if said else f"no answer within {SYNC_S:g} s" if code is None else f"exit code {code}"
         failed.append(f"{name}: {why.removesuffix(' This run goes on without a mirror.')}")
     if failed:
-        raise StoreError(f"wandb: {len(failed)} of {len(mirrored)} runs were not sent: {failed[0]}")
+        raise StoreError(Code.RUNS_NOT_SENT(failed=len(failed), runs=len(mirrored), first=failed[0]))
 
 
 def _is_mirrored(run: RunDir) -> bool:

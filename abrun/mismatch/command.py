@@ -20,6 +20,7 @@ from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.mismatch.findings import Budget, Facts, Scored, budget_of
 from abrun.mismatch.report import write_report
 from abrun.mismatch.variations import Scoring, changes_of, on_one_rank, path_of
+from abrun.reasons import Code
 from abrun.recipe import BASELINE, OwnRunConfig, not_built, stored_run
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.regular_files import is_directory, is_file
@@ -212,15 +213,12 @@ def choose(run: str, runs_dir: Path, step: int | None) -> Chosen:
     if not store.is_experiment(experiment):
         known = [path.name for path in store.experiments_in(runs_dir)]
         there = f"experiments under {runs_dir}: {', '.join(known)}" if known else "launch a recipe first"
-        raise StoreError(
-            f"{run}: no run here; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or an "
-            f"experiment ({there})"
-        )
+        raise StoreError(Code.NO_RUN(run=run, runs_dir=runs_dir, runs=there))
     names = sorted(store.planned_runs(experiment), key=lambda name: name.arm != BASELINE)
     runs = [RunDir(store.run_dir(experiment, name)) for name in names]
     there = [each for each in runs if each.exists]
     if not there:
-        raise StoreError(f"{experiment}: none of its runs was started; launch it first")
+        raise StoreError(Code.NO_RUN_STARTED(experiment=experiment))
     return _chosen(next((each for each in there if _checkpoints(each)), there[0]), step)
 
 
@@ -228,39 +226,29 @@ def _chosen(run: RunDir, step: int | None) -> Chosen:
     record = run.record()
     config = stored_run(record.config, str(run.path))
     if not isinstance(config, OwnRunConfig):
-        raise RecipeError(
-            f"{run.path}: trainer.type: got 'command', a foreign trainer's run, whose weights abrun does not "
-            "know; give a run of abrun's own trainer"
-        )
+        raise RecipeError(Code.WEIGHTS_NOT_KNOWN(run=run.path))
     if not isinstance(config.algorithm, PolicyGradientSettings):
-        raise RecipeError(
-            f"{run.path}: algorithm.type: got {config.algorithm.type!r}, which trains on no completions of "
-            "an engine; give a run of grpo or ppo"
-        )
+        raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
     for line in not_built(config):
-        raise RecipeError(f"{run.path}: {line}")
+        raise RecipeError(Code.RUN_CANNOT_BE_SCORED(run=run.path, problem=line))
     there = _checkpoints(run)
     if step is None and not there and run.step_attempts():
-        raise StoreError(
-            f"{run.path}: no checkpoint is left of its steps; give --step 0 to go on from its first weights, "
-            "or launch it again with a checkpoint.every below its steps"
-        )
+        raise StoreError(Code.NO_CHECKPOINT(run=run.path))
     first = run.first_step
     at = (max(there) if there else first) if step is None else step
     if at not in there and at != first:
         known = ", ".join(map(str, sorted({first, *there})))
-        raise StoreError(f"--step: got {step}; {run.path} has the weights after steps {known}: give one")
+        raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=known))
     checkpoint = there.get(at)
     if checkpoint is not None and (wrote := store.saved_state(checkpoint).run) != run.identity():
-        raise StoreError(f"{checkpoint}: was written by {wrote!r}; this run is {run.identity()!r}")
+        raise StoreError(
+            Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=wrote, run=run.identity())
+        )
     if checkpoint is None and config.checkpoint.start_from:
         checkpoint = Path(config.checkpoint.start_from).expanduser()
     weights = run.initial_weights
     if checkpoint is None and weights is not None and not is_directory(weights):
-        raise StoreError(
-            f"{weights}: the weights that {run.path} began with are gone; launch it again with --resume, or "
-            "give the step of a checkpoint"
-        )
+        raise StoreError(Code.FIRST_WEIGHTS_GONE(weights=weights, run=run.path))
     return Chosen(
         run=run,
         name=record.name,

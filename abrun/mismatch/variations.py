@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from abrun.errors import RecipeError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe import Megatron, OwnRunConfig, merge, vllm_refusal
 from abrun.recipe.merging import overridden
 from abrun.recipe.refusals import validated
@@ -203,7 +205,8 @@ def _engines(config: OwnRunConfig) -> Iterator[Change]:
         scoring=Scoring(method="decode", config=changed(config, {"rollout": TORCH})),
     )
     on_gpu = config.cluster.gpus_per_node > 0
-    reason = vllm_refusal(on_gpu=on_gpu) or _unscorable(config)
+    refusal = vllm_refusal(on_gpu=on_gpu)
+    reason = sentence(refusal) if refusal else _unscorable(config)
     switches = (False, True) if on_gpu else (False,)
     for invariant in switches:
         scoring = None
@@ -258,15 +261,9 @@ def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
     tree = overridden(config.model_dump(mode="json"), override)
     asked = validated(OwnRunConfig, tree, f"--set {override.partition('=')[0]}")
     if asked.cluster != config.cluster:
-        raise RecipeError(
-            f"--set: got {override!r}; everything is scored on one rank: leave cluster as it is"
-        )
+        raise RecipeError(Code.SCORED_ON_ONE_RANK(got=override))
     if _scoring_keys(asked) == _scoring_keys(config):
-        raise RecipeError(
-            f"--set: got {override!r}, which changes nothing of how this run's trainer scores tokens; give "
-            "another value of a key of policy or model, or of rollout.temperature, min_p, top_k, top_p or "
-            "exact_support"
-        )
+        raise RecipeError(Code.SCORES_NOT_CHANGED(got=override))
     same = asked.rollout.filters == config.rollout.filters and asked.rollout.records_support
     scoring = Scoring(method="trainer", config=asked, on_recorded_sets=same)
     return Change(key=f"set_{index}", label=override, kind="sampling", scoring=scoring)

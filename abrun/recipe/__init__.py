@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.layout import NAME
+from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import (
     DEFAULT_WINDOW,
@@ -89,7 +90,7 @@ from abrun.recipe.run import (
     not_built,
 )
 from abrun.recipe.secrets import refuse_secrets
-from abrun.recipe.section import Section
+from abrun.recipe.section import FieldError, Section
 from abrun.recipe.tasks import (
     GENERATED,
     Arithmetic,
@@ -252,7 +253,7 @@ class Declared(Section):
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:
         if not re.fullmatch(NAME, name):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
             )
         return name
@@ -262,7 +263,7 @@ class Declared(Section):
     def _seeds_are_listed(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool) and 0 <= seeds <= MOST_SEEDS:
             count = f"; for {seeds} seeds write 0-{seeds - 1} to --seeds, or list them here" * (seeds > 1)
-            raise ValueError(
+            raise FieldError(
                 f"got {seeds}, which is one seed, number {seeds}{count}; for that seed alone write [{seeds}]"
             )
         return seeds
@@ -271,15 +272,15 @@ class Declared(Section):
     @classmethod
     def _arms_have_a_baseline(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if len(arms) > MOST_ARMS:
-            raise ValueError(f"got {len(arms)} arms; allowed: at most {MOST_ARMS}")
+            raise FieldError(f"got {len(arms)} arms; allowed: at most {MOST_ARMS}")
         bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
         if bad:
-            raise ValueError(
+            raise FieldError(
                 f"got an arm named {shortened(bad[0])}; allowed: letters, digits, '.', '_' and '-'"
             )
         if BASELINE not in arms:
             named = shortened(list(arms)) if arms else "none"
-            raise ValueError(f"got {named}; an experiment needs an arm named 'baseline'")
+            raise FieldError(f"got {named}; an experiment needs an arm named 'baseline'")
         return arms
 
     @model_validator(mode="after")
@@ -322,10 +323,7 @@ class Declared(Section):
         source = f"{self.name}: arms.{arm}"
         if self.open_keys:
             key = self.open_keys[0]
-            raise RecipeError(
-                f"{self.name}: {key}: got 'auto', which abrun launch alone decides; give "
-                f"{OPEN[key].instead} (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)"
-            )
+            raise RecipeError(Code.AUTO_NEEDS_LAUNCH(recipe=self.name, field=key, instead=OPEN[key].instead))
         base, change = self.model_dump(exclude=set(Declared.model_fields)), nested(self.arms[arm])
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # an arm of another trainer: drop what only the base's trainer knows
@@ -358,16 +356,12 @@ class Declared(Section):
         field = "ulp_reruns" if planted.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(
-                f"{source}: got {planted.name!r} with a foreign trainer, which plants none; drop it"
-            )
+            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=planted.name))
         if baseline.planted_fault is not None:
-            raise RecipeError(
-                f"{source}: got {planted.name!r} with a baseline that has a fault; drop one of them"
-            )
+            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=planted.name))
         lacks = lacking(LIBRARY[planted.name], baseline)
         if lacks:
-            raise RecipeError(f"{source}: got {planted.name!r}, which {lacks}, or drop it")
+            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=planted.name, needs=lacks))
         content = {**baseline.model_dump(), "planted_fault": planted.model_dump()}
         return validated(OwnRunConfig, content, source)
 
@@ -427,14 +421,15 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
     except RecursionError:
-        raise RecipeError(f"{path}: nested too deeply to be a recipe; a few levels are enough") from None
+        raise RecipeError(Code.RECIPE_TOO_DEEP(source=path)) from None
     recipe = stored_recipe(raw, str(path))
     closed = recipe.closed()
     for arm, change in recipe.arms.items():
         model = RUN_CONFIGS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
         for key in change:
             if key.split(".")[0] not in model.model_fields:
-                raise RecipeError(f"{path}: arms.{arm}.{key}: {unknown(key.split('.')[0], model)}")
+                field, section_key = f"arms.{arm}.{key}", key.split(".")[0]
+                raise RecipeError(unknown(field, section_key, model, source=str(path), others=()))
         closed.run_config(arm)
     return recipe
 
@@ -485,6 +480,10 @@ def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
         return None
     kind = trainer["type"]
     if not isinstance(kind, str) or kind not in RUN_CONFIGS:
-        allowed = ", ".join(repr(each) for each in RUN_CONFIGS)
-        raise RecipeError(f"{source}: trainer.type: got {shortened(kind)}; allowed: {allowed}")
+        expected = ", ".join(repr(each) for each in RUN_CONFIGS)
+        raise RecipeError(
+            Code.TYPE_UNKNOWN(
+                source=source, field="trainer.type", got=shortened(kind), expected=expected, others=()
+            )
+        )
     return kind

@@ -7,12 +7,12 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from abrun.recipe.policy import Optimizer
-from abrun.recipe.section import Count, NonNegative, Positive, Section
+from abrun.recipe.section import Count, FieldError, NonNegative, Positive, Section
 
 
 def _no_document_mean(value: object) -> object:
     if value == "document_mean":
-        raise ValueError(
+        raise FieldError(
             "got 'document_mean', which two things were called; allowed: 'document_sum', the sum over tokens "
             "divided by the number of documents (Fast-LLM's normalize_by_documents), or 'sequence_mean', the "
             "mean of per-sequence means"
@@ -30,7 +30,7 @@ def _number_or_rule(value: object) -> object:
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     if numeric or value in ("documents", "documents_squared"):
         return value
-    raise ValueError(
+    raise FieldError(
         f"got {reprlib.repr(value)}; allowed: a number above 0, 'documents' or 'documents_squared'"
     )
 

@@ -10,9 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
+from abrun.reasons import Code
 from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
 from abrun.recipe.refusals import nearest, shortened, validated
-from abrun.recipe.section import Count, PathText, Positive, Section
+from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
 
 DEFAULT_WINDOW = "last 20%"
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
@@ -54,9 +55,9 @@ class Primary(Section):
     @classmethod
     def _window_is_readable(cls, window: str) -> str:
         if not re.fullmatch(WINDOW, window):
-            raise ValueError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
+            raise FieldError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
-            raise ValueError(f"got {window!r}, which ends before it begins; write the smaller step first")
+            raise FieldError(f"got {window!r}, which ends before it begins; write the smaller step first")
         return window
 
     @field_validator("margin", mode="before")
@@ -67,12 +68,12 @@ class Primary(Section):
         found = re.fullmatch(MARGIN, margin) if isinstance(margin, str) else None
         number: Any = float(found["number"]) if found else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
                 "--primary also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
         if found and "%" in (found["unit"] or "") and number >= 100:
-            raise ValueError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
+            raise FieldError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
         return margin
 
     @field_validator("below", "above", mode="before")
@@ -83,7 +84,7 @@ class Primary(Section):
         if limit is not None and (
             type(number) not in (int, float) or not math.isfinite(number) or (of_baseline and number <= 0)
         ):
-            raise ValueError(f"got {shortened(limit)}; allowed: a number, or '0.6x' of the baseline")
+            raise FieldError(f"got {shortened(limit)}; allowed: a number, or '0.6x' of the baseline")
         return limit
 
     @model_validator(mode="after")
@@ -91,17 +92,17 @@ class Primary(Section):
         said = [name for name in ("margin", "below", "above") if getattr(self, name) is not None]
         said += ["exact"] * self.exact
         if len(said) != 1:
-            raise ValueError(
+            raise FieldError(
                 f"got {' and '.join(said) or 'no claim'} for {shortened(self.metric)}; allowed: one of "
                 "margin, below, above and exact"
             )
         if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
-            raise ValueError(
+            raise FieldError(
                 f"got {said[0]}: {getattr(self, said[0])} for {FINAL_WEIGHTS}; allowed: exact: true, or "
                 "below: a distance above 0, in units of how far the baseline moved, such as 0.05"
             )
         if self.metric == MEMORY_PEAK and said[0] not in ("below", "above"):
-            raise ValueError(f"got {said[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
+            raise FieldError(f"got {said[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
         return self
 
     @property
@@ -184,11 +185,11 @@ class Compare(Section):
         by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
         for metric, one in by_metric.items():
             if by_metric is tolerance and metric not in STEP_ONE:
-                raise ValueError(
+                raise FieldError(
                     f"got {shortened(metric)}, which step one does not read; {nearest(metric, STEP_ONE)}"
                 )
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
-                raise ValueError(
+                raise FieldError(
                     f"got {shortened(tolerance)}; allowed: a number above 0, or one for each of some "
                     "metrics, as {train/gen_kl_error: 0.05}"
                 )
@@ -198,7 +199,7 @@ class Compare(Section):
     @classmethod
     def _looks_go_up(cls, looks: list[int]) -> list[int]:
         if looks and not can_be_looks(looks):
-            raise ValueError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
+            raise FieldError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
 
     @model_validator(mode="after")
@@ -207,7 +208,7 @@ class Compare(Section):
         needing += ["exact" for one in self.primary if one.exact]
         needing += [FINAL_WEIGHTS for one in self.primary if one.metric == FINAL_WEIGHTS]
         if needing and not self.paired:
-            raise ValueError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
+            raise FieldError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
         return self
 
 
@@ -228,9 +229,9 @@ class Controls(Section):
         arms = [fault.arm for fault in faults]
         twice = next((arm for arm in arms if arms.count(arm) > 1), None)
         if twice:
-            raise ValueError(f"got {twice.removeprefix('fault-')!r} twice; every fault and size once")
+            raise FieldError(f"got {twice.removeprefix('fault-')!r} twice; every fault and size once")
         if any(fault.name == ONE_ULP for fault in faults):
-            raise ValueError(f"got {ONE_ULP!r}, which is no fault; use controls.ulp_reruns")
+            raise FieldError(f"got {ONE_ULP!r}, which is no fault; use controls.ulp_reruns")
         return faults
 
     def arms(self, num_seeds: int) -> dict[str, PlantedFault]:
@@ -268,15 +269,9 @@ def parse_primary(text: str) -> Primary:
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin):
-        raise RecipeError(
-            f"--primary: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as "
-            "'train/reward:last 20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
-        )
+        raise RecipeError(Code.PRIMARY_SYNTAX(got=shortened(text)))
     if window[:1] in ("<", ">"):
-        raise RecipeError(
-            f"--primary: got {shortened(text)}, a limit with a colon in it; write '<0.9x' for a ratio to the "
-            "baseline, and '<0.9' for a level"
-        )
+        raise RecipeError(Code.PRIMARY_LIMIT_SYNTAX(got=shortened(text)))
     if margin == "exact":
         return validated(Primary, {"metric": metric, "window": window, "exact": True}, "--primary")
     field = {"<": "below", ">": "above"}.get(margin[0], "margin")

@@ -13,10 +13,11 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.layout import RUN_FILES
+from abrun.reasons import Code, Reason
 from abrun.recipe.environment import Env
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
-from abrun.recipe.section import Section
+from abrun.recipe.section import FieldError, Section
 from abrun.redaction import REFERENCE
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
@@ -32,7 +33,7 @@ Scalar = str | int | float | bool
 def _scalar(value: Any) -> Any:
     if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise ValueError(f"got {shortened(value)}; allowed: text, a finite number, true or false")
+    raise FieldError(f"got {shortened(value)}; allowed: text, a finite number, true or false")
 
 
 def _aliases(value: Any) -> Any:
@@ -40,7 +41,7 @@ def _aliases(value: Any) -> Any:
     if texts or value in FRAMEWORKS:
         return value
     presets = ", ".join(repr(preset) for preset in FRAMEWORKS)
-    raise ValueError(
+    raise FieldError(
         f"got {shortened(value)}; allowed: {presets}, or a mapping of our names to the trainer's"
     )
 
@@ -77,7 +78,7 @@ class Command(Section):
     def _parameters_can_be_named(cls, parameters: dict[str, Scalar]) -> dict[str, Scalar]:
         for name in parameters:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name in PLACEHOLDERS:
-                raise ValueError(
+                raise FieldError(
                     f"got the name {shortened(name)}; allowed: letters, digits and '_', "
                     f"but none of {', '.join(PLACEHOLDERS)}"
                 )
@@ -187,11 +188,13 @@ class Invocation:
     python: str  # what {python} stands for
 
 
-def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[str]:
-    """What a run's `env` refers to and an environment does not have, a line each."""
+def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[Reason]:
+    """Return the variables that a run's `env` refers to and an environment does not have."""
+    placeholders = {*PLACEHOLDERS, *run.trainer.parameters}
     return [
-        f"trainer.env.{variable}: got ${{{name}}}, and {name} is not set here: export {name} first"
-        + f" (the placeholder is {{{name}}}, without $)" * (name in (*PLACEHOLDERS, *run.trainer.parameters))
+        Code.VARIABLE_UNSET(
+            field=f"trainer.env.{variable}", variable=name, is_placeholder=name in placeholders
+        )
         for variable, template in run.trainer.env.items()
         for name in REFERENCE.findall(template)
         if name not in environment
@@ -241,7 +244,7 @@ def invocation(
         word for word in (*filled.argv, *filled.env.values()) if _names_files_of_abrun(word, str(run_dir))
     ]
     if taken:
-        raise RecipeError(f"trainer: got {shortened(taken[0])}, a file of abrun's; choose another name")
+        raise RecipeError(Code.COMMAND_NAMES_ABRUN_FILE(got=shortened(taken[0])))
     return filled
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from abrun.recipe.refusals import shortened
+from abrun.recipe.section import FieldError
 
 OURS = "ABRUN_"  # what the environment variables that abrun adds begin with
 # Which rank a process is, and on what device, is the launcher's to say.
@@ -15,9 +16,9 @@ LAUNCHERS = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER
 def _checked(env: dict[str, str]) -> dict[str, str]:
     for name in env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"got the name {shortened(name)}; allowed: letters, digits and '_'")
+            raise FieldError(f"got the name {shortened(name)}; allowed: letters, digits and '_'")
         if name.startswith(OURS) or name in LAUNCHERS:
-            raise ValueError(
+            raise FieldError(
                 f"got {name}, which the launcher sets itself; drop it (cluster: says how many GPUs)"
             )
     return env

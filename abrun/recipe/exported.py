@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from abrun.recipe.section import Count, Section, line_of_text, word
+from abrun.recipe.section import Count, FieldError, Section, line_of_text, word
 from abrun.redaction import shortened
 
 WORDS = ("image", "claim", "volume", "namespace", "queue", "gpu", "memory")
@@ -47,7 +47,7 @@ class Exported(Section):
     @classmethod
     def _is_a_path(cls, path: str) -> str:
         if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", path):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(path)}; allowed: an absolute path without spaces, such as /runs"
             )
         return path
@@ -69,7 +69,7 @@ class JobSet(Exported):
     def _are_names_of_objects(cls, names: str | list[str] | None) -> str | list[str] | None:
         for name in [names] if isinstance(names, str) else names or []:
             if len(name) > 253 or not re.fullmatch(OBJECT, name):
-                raise ValueError(f"got {shortened(name)}; allowed: small letters, digits, '-' and '.'")
+                raise FieldError(f"got {shortened(name)}; allowed: small letters, digits, '-' and '.'")
         return names
 
     @field_validator("gpu")
@@ -83,7 +83,7 @@ class JobSet(Exported):
         for key, value in labels.items():
             _key_of_a_label(key)
             if value and not re.fullmatch(LABEL, value):
-                raise ValueError(
+                raise FieldError(
                     f"got {shortened(value)}; allowed: a label's value: letters, digits, '-', '_' and '.', "
                     "at most 63"
                 )
@@ -93,7 +93,7 @@ class JobSet(Exported):
 def _key_of_a_label(key: str) -> str:
     prefix, slash, name = key.rpartition("/")
     if not re.fullmatch(LABEL, name) or (slash and not re.fullmatch(OBJECT, prefix)):
-        raise ValueError(f"got {shortened(key)}; allowed: such as nvidia.com/gpu, at most 63 after the '/'")
+        raise FieldError(f"got {shortened(key)}; allowed: such as nvidia.com/gpu, at most 63 after the '/'")
     return key
 
 
@@ -112,7 +112,7 @@ class SkyPilot(Exported):
     @classmethod
     def _has_no_count(cls, accelerator: str | None) -> str | None:
         if accelerator is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", accelerator):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(accelerator)}; allowed: a name such as H100; how many, says "
                 "cluster.gpus_per_node"
             )
@@ -123,7 +123,7 @@ class SkyPilot(Exported):
     def _secrets_are_variables(cls, names: list[str]) -> list[str]:
         wrong = [name for name in names if not re.fullmatch(VARIABLE, name)]
         if wrong:
-            raise ValueError(f"got {shortened(wrong[0])}; allowed: names of environment variables")
+            raise FieldError(f"got {shortened(wrong[0])}; allowed: names of environment variables")
         return names
 
     @field_validator("resources")
@@ -133,7 +133,7 @@ class SkyPilot(Exported):
     ) -> dict[str, str | int | float | bool]:
         taken = [name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources]
         if taken:
-            raise ValueError(f"got {taken[0]}, which abrun sets itself, from the recipe; leave it out")
+            raise FieldError(f"got {taken[0]}, which abrun sets itself, from the recipe; leave it out")
         for value in resources.values():
             line_of_text(str(value))
         return resources

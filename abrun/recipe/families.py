@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from abrun.reasons import Code, Reason
 from abrun.recipe.policy import Policy
 
 
@@ -109,8 +110,8 @@ def stream_setting(policy: Policy) -> tuple[str, str] | None:
     return None
 
 
-def stream_misfit(model: Mapping[str, Any], policy: Policy) -> str | None:
-    """Return why a model cannot be packed or spread over a context, in a line; None if nothing says so.
+def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
+    """Return why a model cannot be packed or spread over a context; None if nothing says so.
 
     `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
     """
@@ -118,7 +119,9 @@ def stream_misfit(model: Mapping[str, Any], policy: Policy) -> str | None:
     if setting is None or reason is None:
         return None
     asked, instead = setting
-    return f"{asked} with a {model.get('model_type')} model, {reason}; use {instead}"
+    return Code.STREAM_NEEDS_FULL_ATTENTION(
+        setting=asked, family=model.get("model_type"), obstacle=reason, instead=instead
+    )
 
 
 def attention_obstacle(model: Mapping[str, Any]) -> str | None:

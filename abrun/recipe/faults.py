@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Positive, Section
+from abrun.recipe.section import FieldError, Positive, Section
 
 Seam = Literal["engine", "batch", "objective", "head", "optimizer", "setup"]
 Need = Literal[
@@ -453,11 +453,11 @@ class PlantedFault(Section):
         if fault is None:
             close = difflib.get_close_matches(self.name, LIBRARY, n=1)
             meant = f", such as {close[0]!r}" if close else ""
-            raise ValueError(f"got {shortened(self.name)}; allowed: the names that abrun faults lists{meant}")
+            raise FieldError(f"got {shortened(self.name)}; allowed: the names that abrun faults lists{meant}")
         if self.size is not None and fault.size is None:
-            raise ValueError(f"got size {self.size:g} with {self.name}, which has none; drop it")
+            raise FieldError(f"got size {self.size:g} with {self.name}, which has none; drop it")
         if self.size is not None and fault.most is not None and self.size > fault.most:
-            raise ValueError(
+            raise FieldError(
                 f"got size {self.size:g} with {self.name}; allowed: above 0, at most "
                 f"{fault.most:g} {fault.unit}"
             )

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe.exported import VARIABLE, JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.secrets import refuse_secrets
-from abrun.recipe.section import Count, Section, line_of_text, word
+from abrun.recipe.section import Count, FieldError, Section, line_of_text, word
 from abrun.redaction import REFERENCE
 from abrun.regular_files import read_regular
 
@@ -90,7 +91,7 @@ class Slurm(Section):
     @classmethod
     def _time_is_one(cls, time: str | None) -> str | None:
         if time is not None and not re.fullmatch(TIME, time):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(time)}; allowed: such as '90' (minutes), '2:00:00', '1-12:00:00'"
             )
         return time
@@ -115,11 +116,11 @@ class Slurm(Section):
     def _options_are_free(cls, options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for name, value in options.items():
             if not re.fullmatch("[a-z][a-z-]+", name):
-                raise ValueError(
+                raise FieldError(
                     f"got {shortened(name)}; allowed: a long option without its dashes: mem, exclude"
                 )
             if any(taken.startswith(name) for taken in TAKEN):  # sbatch takes beginnings of names, too
-                raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
+                raise FieldError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
             line_of_text(str(value))
         return options
 
@@ -144,7 +145,7 @@ class Ray(Section):
     @classmethod
     def _address_is_one(cls, address: str) -> str:
         if address != "auto" and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(address)}; allowed: 'auto', or a dashboard's: 'http://HEAD:8265' "
                 "(for a cluster of this machine alone: ray start --head, and 'auto')"
             )
@@ -165,9 +166,9 @@ class Ray(Section):
     def _env_is_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not re.fullmatch(VARIABLE, name):
-                raise ValueError(f"got {shortened(name)}; allowed: names of environment variables")
+                raise FieldError(f"got {shortened(name)}; allowed: names of environment variables")
             if REFERENCE.search(value):
-                raise ValueError(
+                raise FieldError(
                     f"got {shortened(value)} for {name}, which nothing fills in here; give its value"
                 )
         return env
@@ -177,7 +178,7 @@ class Ray(Section):
     def _resources_are_others(cls, resources: dict[str, float]) -> dict[str, float]:
         for name in resources:
             if name in ("CPU", "GPU", "bundle") or not line_of_text(name):
-                raise ValueError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
+                raise FieldError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
         return resources
 
 
@@ -231,8 +232,8 @@ def _profile(path: Path, kind: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
+        raise RecipeError(Code.PROFILE_UNREADABLE(source=path, error=str(error))) from None
     fits = isinstance(content, dict) and all(isinstance(each, dict) for each in content.values())
     if content is not None and not (fits and content.keys() <= LAUNCHERS.keys()):
-        raise RecipeError(f"{path}: got {shortened(content)}; allowed: mappings under {', '.join(LAUNCHERS)}")
+        raise RecipeError(Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHERS]))
     return (content or {}).get(kind, {})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.launcher import LAUNCHERS
 from abrun.recipe.reading import dotted, parse_yaml
@@ -139,35 +140,29 @@ class _Files:
         """A file with all that it inherits; `chain` are the files that led to it."""
         resolved = Path(os.path.realpath(path))
         if resolved in chain:
-            raise RecipeError(
-                f"{chain[-1]}: defaults: a cycle of recipes ({' > '.join(p.name for p in (*chain, resolved))}"
-                "); drop one link"
-            )
+            cycle = [file.name for file in (*chain, resolved)]
+            raise RecipeError(Code.DEFAULTS_CYCLE(source=chain[-1], cycle=cycle))
         named = Path(os.path.realpath(path.parent), path.name)  # what a link inherits lies beside the link
         if named not in self._trees:
             if max(len(chain), len(self._trees)) >= MOST_FILES:
-                raise RecipeError(
-                    f"{path}: defaults: got more than {MOST_FILES} files behind one recipe; merge some"
-                )
+                raise RecipeError(Code.DEFAULTS_TOO_MANY_FILES(source=path, max_files=MOST_FILES))
             self._trees[named] = self._read(path, (*chain, resolved))
         return self._trees[named]
 
     def _read(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raw = parse_yaml(self._text(path, chain[:-1]), str(path))
         if raw is None:
-            raise RecipeError(f"{path}: an empty recipe; abrun init writes one to begin with")
+            raise RecipeError(Code.RECIPE_EMPTY(source=path))
         if not isinstance(raw, dict):
-            raise RecipeError(f"{path}: got {shortened(raw)}; a recipe is a mapping of keys to values")
+            raise RecipeError(Code.RECIPE_NOT_A_MAPPING(source=path, got=shortened(raw)))
         parents = raw.pop("defaults", [])
         parents = [parents] if isinstance(parents, str) else parents
         if not isinstance(parents, list) or not all(
             isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
         ):
-            raise RecipeError(
-                f"{path}: defaults: got {shortened(parents)}; allowed: a path or a list of paths"
-            )
+            raise RecipeError(Code.DEFAULTS_INVALID(source=path, got=shortened(parents)))
         if len(parents) > MOST_PARENTS:
-            raise RecipeError(f"{path}: defaults: got {len(parents)} paths; allowed: at most {MOST_PARENTS}")
+            raise RecipeError(Code.DEFAULTS_TOO_MANY(source=path, got=len(parents), max_parents=MOST_PARENTS))
         merged: dict[str, Any] = {}
         for parent in parents:
             merged = merge(merged, self.tree(path.parent / parent, chain))
@@ -180,25 +175,18 @@ class _Files:
         except FileNotFoundError:
             if chain:
                 raise RecipeError(
-                    f"{chain[-1]}: defaults: {path}: no such recipe; give a path from that file's folder "
-                    f"(abrun recipes NAME > {path.name} writes one that ships)"
+                    Code.DEFAULTS_MISSING(source=chain[-1], parent=path, file=path.name)
                 ) from None
-            raise RecipeError(f"{path}: no such recipe; check the path") from None
+            raise RecipeError(Code.RECIPE_MISSING(source=path)) from None
         except OSError as error:
-            raise RecipeError(f"{path}: cannot be read as a recipe: {error.strerror}") from None
+            raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=error.strerror)) from None
         self._bytes_left -= len(content)
         if self._bytes_left < 0:
-            raise RecipeError(
-                f"{path}: larger than {MOST_BYTES >> 10} KiB, with all that the recipe inherits; "
-                "a recipe states differences: keep data elsewhere"
-            )
+            raise RecipeError(Code.RECIPE_TOO_LARGE(source=path, max_kib=MOST_BYTES >> 10))
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            where = f"byte {error.start + 1} is none of it"
-            raise RecipeError(
-                f"{path}: cannot be read as a recipe: not UTF-8 ({where}); save it as UTF-8"
-            ) from None
+            raise RecipeError(Code.RECIPE_NOT_UTF8(source=path, byte=error.start + 1)) from None
 
 
 def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -208,9 +196,7 @@ def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")) or not key.isprintable():
-        raise RecipeError(
-            f"--set: got {shortened(override)}; allowed: key=value with a dotted key, such as steps=20"
-        )
+        raise RecipeError(Code.OVERRIDE_SYNTAX(got=shortened(override)))
     source = f"--set {shortened(key)[1:-1]}"
     return _with_value(raw, key.split("."), parse_yaml(text, source), source, ())
 
@@ -228,7 +214,7 @@ def refuse_shadowed(raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
         keys = dotted({key: parse_yaml(text, f"--set {shortened(key)[1:-1]}")})
         if arms and all(name in change for name in keys for change in arms.values()):
             treatment = next((arm for arm in arms if arm != "baseline"), "baseline")
-            raise RecipeError(f"--set {key}: every arm sets it; write arms.{treatment}.{key}")
+            raise RecipeError(Code.OVERRIDE_WITHOUT_EFFECT(field=key, arm=treatment))
 
 
 def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:
@@ -237,10 +223,10 @@ def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tup
     here = ".".join(above)
     if isinstance(tree, list):
         if not (name.isdecimal() and len(name) < 10 and int(name) < len(tree)):
-            allowed = f"0 to {len(tree) - 1}" if len(tree) > 1 else "0" if tree else "none, it is empty"
             raise RecipeError(
-                f"{source}: got {shortened(name)} as the index into {here}; allowed: {allowed}; "
-                f"or give the list whole: {here}=[...]"
+                Code.OVERRIDE_INDEX_NOT_ALLOWED(
+                    source=source, field=here, got=shortened(name), length=len(tree)
+                )
             )
         changed: Any = list(tree)
         key: Any = int(name)
@@ -248,8 +234,9 @@ def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tup
     else:
         if name.isdecimal() and not isinstance(tree, Mapping):
             raise RecipeError(
-                f"{source}: got the index {shortened(name)[1:-1]} where {here} is no list (but "
-                f"{shortened(tree)}); give the list whole: {here}=[...]"
+                Code.OVERRIDE_INDEX_OF_NO_LIST(
+                    source=source, index=shortened(name)[1:-1], field=here, got=shortened(tree)
+                )
             )
         changed = dict(tree) if isinstance(tree, Mapping) else {}
         key, below = name, changed.get(name)

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from abrun.reasons import Code, Reason
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.sampling_masks import missing_sampling_masks
-from abrun.recipe.section import Count, Fraction, NonNegative, PathText, Positive, Section
+from abrun.recipe.section import Count, FieldError, Fraction, NonNegative, PathText, Positive, Section
 from abrun.redaction import shortened
 
 # The presets with experts: how many a layer has.
@@ -205,12 +206,12 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _floor_is_below_the_peak(self) -> Self:
         if self.min_learning_rate and self.schedule == "constant":
-            raise ValueError(
+            raise FieldError(
                 f"got min_learning_rate {self.min_learning_rate} with schedule 'constant', which never "
                 "falls; use schedule: linear or cosine, or min_learning_rate: 0.0"
             )
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
+            raise FieldError(
                 f"got min_learning_rate {self.min_learning_rate} above learning_rate "
                 f"{self.learning_rate}; use a smaller one"
             )
@@ -340,13 +341,13 @@ class Policy(Section):
 def _switch_or_auto(value: object) -> object:
     if isinstance(value, bool) or value == "auto":
         return value
-    raise ValueError(f"got {shortened(value)}; allowed: true, false or auto")
+    raise FieldError(f"got {shortened(value)}; allowed: true, false or auto")
 
 
 def _count_or_auto(value: object) -> object:
     if value is None or value == "auto" or (type(value) is int and 0 < value < 2**31):
         return value
-    raise ValueError(f"got {shortened(value)}; allowed: a whole number from 1, null or auto")
+    raise FieldError(f"got {shortened(value)}; allowed: a whole number from 1, null or auto")
 
 
 class OpenDtensor(Dtensor):
@@ -438,13 +439,11 @@ class Rollout(Section):
         return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None
 
     @property
-    def support_refusal(self) -> str | None:
+    def support_refusal(self) -> Reason | None:
         """Return why the installed vLLM cannot record the sets that the recipe demands; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
         missing = missing_sampling_masks() if demanded else None
-        if missing is None:
-            return None
-        return f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
+        return Code.EXACT_SUPPORT_UNAVAILABLE(problem=missing) if missing else None
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

@@ -11,6 +11,7 @@ import yaml
 
 from abrun.errors import RecipeError
 from abrun.layout import EXPERIMENT
+from abrun.reasons import Code
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 
@@ -110,16 +111,17 @@ def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
-        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        if error.problem_mark and error.problem == "expected ',' or '}', but got '{'":
-            where += " ('${NAME}' inside of {...} takes quotes)"
-        raise RecipeError(f"{source}{where}: not readable as YAML: {error.problem}") from None
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        unquoted = line is not None and error.problem == "expected ',' or '}', but got '{'"
+        raise RecipeError(
+            Code.YAML_LINE_INVALID(source=source, line=line, unquoted=unquoted, problem=str(error.problem))
+        ) from None
     except RecursionError:
-        raise RecipeError(f"{source}: not readable as YAML: nested too deeply") from None
+        raise RecipeError(Code.YAML_TOO_DEEP(source=source)) from None
     except ValueError:  # of int: Python reads numbers of up to 4300 digits
-        raise RecipeError(f"{source}: not readable as YAML: a number of thousands of digits") from None
+        raise RecipeError(Code.YAML_NUMBER_TOO_LONG(source=source)) from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(Code.YAML_INVALID(source=source, problem=" ".join(str(error).split()))) from None
 
 
 def read_launched(experiment_dir: Path) -> dict[str, Any]:
@@ -129,9 +131,6 @@ def read_launched(experiment_dir: Path) -> dict[str, Any]:
         recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]
         return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
-        raise RecipeError(
-            f"{experiment_dir}: cannot be read as a recipe: a folder without {EXPERIMENT}; give a recipe's "
-            "file, or an experiment's folder, for what that was launched with"
-        ) from None
+        raise RecipeError(Code.FOLDER_WITHOUT_RECIPE(source=experiment_dir, file=EXPERIMENT)) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{path}: cannot be read as a recipe: {shortened(str(error))}") from None
+        raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=shortened(str(error)))) from None

@@ -2,36 +2,19 @@
 
 import difflib
 import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from abrun.errors import RecipeError
-from abrun.recipe.section import Section
+from abrun.reasons import Code, Reason
+from abrun.recipe.section import FieldError, Section
 from abrun.redaction import shortened
 
 M = TypeVar("M", bound=BaseModel)
 
-# What pydantic's kinds of errors allow, in our words; its numbers are filled in.
-ALLOWED = {
-    "bool_type": "true or false",
-    "dict_type": "a mapping of keys to values",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "{ge} or more",
-    "int_type": "a whole number",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "{le} or less",
-    "list_type": "a list",
-    "literal_error": "{expected}",
-    "model_attributes_type": "a mapping of keys to values",
-    "model_type": "a mapping of keys to values",
-    "string_type": "text",
-}
-MOST_NAMED = 100  # characters, of fields that are refused beside the first
+LIMITS = ("gt", "ge", "lt", "le", "expected")  # what pydantic says of numbers and of literals
 PLAIN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"  # what YAML reads as a number or a truth value
 
 
@@ -42,49 +25,52 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         fields = [*dict.fromkeys(".".join(_place(one["loc"], model)[0]) for one in (first, *others))][1:]
-        named = textwrap.shorten(", ".join(fields), MOST_NAMED, placeholder=" ...")
-        more = f" (and {len(fields)} more: {named})" if fields else ""
-        raise RecipeError(f"{source}: {_explain(first, model)}{more}") from None
+        raise RecipeError(_reason(first, model, {"source": source, "others": fields})) from None
 
 
-def _explain(error: Any, model: type[BaseModel]) -> str:
-    """One pydantic error as field, value received, what is allowed, what to do."""
+def _reason(error: Any, model: type[BaseModel], context: Mapping[str, Any]) -> Reason:
+    """Return one pydantic error as field, value received, what is allowed, what to do."""
     names, owners, sections, siblings = _place(error["loc"], model)
-    field, kind, context = ".".join(names), error["type"], error.get("ctx", {})
+    field, kind, details = ".".join(names), error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{field}: {_of_a_sibling(names[-1], siblings) or unknown(names[-1], owners[0])}"
+        if types := _types_with(names[-1], siblings):
+            return Code.KEY_OF_OTHER_TYPE(**context, field=field, types=types)
+        return unknown(field, names[-1], owners[0], **context)
     if kind == "missing":
-        return f"{field}: missing; add it to the recipe"
+        return Code.VALUE_MISSING(**context, field=field)
     if kind == "union_tag_not_found":
-        return f"{field}.type: missing; allowed: {_tags(sections)}"
+        return Code.TYPE_MISSING(**context, field=f"{field}.type", allowed=_types(sections))
     if kind == "union_tag_invalid":
-        return f"{field}.type: got {shortened(context['tag'])}; allowed: {context['expected_tags']}"
-    if kind == "value_error":  # written in a validator of ours, of a field or of a section
-        message = str(context["error"])
-        return f"{field}: {message}" if field and message.startswith("got") else message
-    got = f"{field}: got {shortened(error['input'])}" if field else f"got {shortened(error['input'])}"
+        expected = details["expected_tags"]
+        return Code.TYPE_UNKNOWN(
+            **context, field=f"{field}.type", got=shortened(details["tag"]), expected=expected
+        )
+    if kind == "value_error":  # raised in a validator of ours, of a field or of a section
+        problem = details["error"]
+        shown = field if isinstance(problem, FieldError) else ""
+        return Code.RULE_BROKEN(**context, field=shown, problem=str(problem))
+    got = shortened(error["input"])
     if kind in ("too_short", "too_long"):
-        least = kind == "too_short"
-        limit = context["min_length" if least else "max_length"]
-        return f"{got}; allowed: a list of {limit} or {'more: add one' if least else 'less: leave some out'}"
-    limits = {name: _plain(limit) for name, limit in context.items()}
-    allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
+        limit = details["min_length" if kind == "too_short" else "max_length"]
+        return Code.LENGTH_NOT_ALLOWED(**context, field=field, got=got, kind=kind, limit=limit)
+    advice = _advice(kind, error["input"], of_sections=bool(sections))
     if kind == "list_type" and names and _holds_numbers(owners[0], names[-1]):
-        return f"{got}; allowed: a list of numbers{_as_numbers(error['input'])}"
-    return f"{got}; allowed: {allowed}{_advice(kind, error['input'], of_sections=bool(sections))}"
+        kind, advice = "number_list_type", _as_numbers(error["input"])
+    limits = {name: _plain(limit) for name, limit in details.items() if name in LIMITS}
+    return Code.VALUE_NOT_ALLOWED(**context, field=field, got=got, kind=kind, limits=limits, advice=advice)
 
 
-def _advice(kind: str, got: Any, *, of_sections: bool) -> str:
+def _advice(kind: str, got: Any, *, of_sections: bool) -> Reason | None:
     """What to write instead, where the value itself says it."""
     if kind == "int_type" and isinstance(got, float) and got.is_integer() and abs(got) < 2**31:
-        return f"; write {_plain(got)}"
+        return Code.WRITE_INSTEAD(value=str(_plain(got)))
     if kind in ("int_type", "float_type", "bool_type") and isinstance(got, str) and re.fullmatch(PLAIN, got):
-        return "; write it without quotes"
+        return Code.WRITE_UNQUOTED()
     if kind == "string_type" and isinstance(got, bool | int | float):
-        return "; put it in quotes"
+        return Code.WRITE_QUOTED()
     if kind == "list_type" and isinstance(got, str | bool | int | float) and not of_sections:
-        return f"; write [{shortened(got)}]"
-    return ""
+        return Code.WRITE_INSTEAD(value=f"[{shortened(got)}]")
+    return None
 
 
 def _holds_numbers(section: type[BaseModel], name: str) -> bool:
@@ -93,13 +79,13 @@ def _holds_numbers(section: type[BaseModel], name: str) -> bool:
     return bool(items) and int in (items[0], *get_args(items[0]))
 
 
-def _as_numbers(got: Any) -> str:
+def _as_numbers(got: Any) -> Reason | None:
     """What to write instead of `3`, `'0-3'` or `'0, 1'`."""
     if found := re.fullmatch(r"\s*(\d{1,9})\s*-\s*(\d{1,9})\s*", str(got)):
         numbers = [*range(int(found[1]), int(found[2]) + 1)[:1000]]
     else:
         numbers = [int(one) for one in re.split(r"[\s,]+", str(got).strip()) if re.fullmatch(r"\d{1,9}", one)]
-    return f"; write {numbers}" if 0 < len(numbers) <= 20 else ", such as [4, 8]"
+    return Code.WRITE_INSTEAD(value=str(numbers)) if 0 < len(numbers) <= 20 else None
 
 
 def _plain(limit: Any) -> Any:
@@ -144,25 +130,29 @@ def type_name(section: type[BaseModel]) -> str | None:
     return get_args(kind.annotation)[0] if kind else None
 
 
-def _tags(sections: Iterable[type[BaseModel]]) -> str:
-    return ", ".join(repr(type_name(section)) for section in sections)
+def _types(sections: Iterable[type[BaseModel]]) -> list[str | None]:
+    return [type_name(section) for section in sections]
 
 
-def _of_a_sibling(key: str, siblings: Iterable[type[BaseModel]]) -> str | None:
-    """What to say of a key that sections of another type have, and this one does not."""
-    having = [section for section in siblings if key in section.model_fields and type_name(section)]
-    if not having:
-        return None
-    return f"unknown key with this type; use type: {_tags(having)}, or leave it out (null if it is inherited)"
+def _types_with(key: str, siblings: Iterable[type[BaseModel]]) -> list[str | None]:
+    """Return the types of a section that have a key, which this one does not."""
+    return _types(section for section in siblings if key in section.model_fields and type_name(section))
 
 
-def unknown(key: str, section: type[BaseModel]) -> str:
-    """What to say of a key that a section does not have."""
+def unknown(field: str, key: str, section: type[BaseModel], *, source: str, others: Sequence[str]) -> Reason:
+    """Return that a section does not have a key, with the key that may be meant."""
     allowed = sorted(section.model_fields)
-    return f"unknown key; {nearest(key, allowed)}"
+    return Code.KEY_UNKNOWN(
+        source=source, field=field, nearest=closest(key, allowed), allowed=allowed, others=others
+    )
+
+
+def closest(name: str, allowed: Sequence[str]) -> str | None:
+    """Return the allowed name that may be meant by one that is not allowed."""
+    return next(iter(difflib.get_close_matches(name, allowed, n=1)), None)
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:
     """What may be meant by a name that is not allowed; where nothing is near, all that is."""
-    close = difflib.get_close_matches(name, allowed, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
+    close = closest(name, allowed)
+    return f"did you mean {close!r}?" if close else f"allowed: {', '.join(allowed)}"

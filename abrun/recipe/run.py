@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from abrun.implementations import BACKENDS, ENGINES
+from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
 from abrun.recipe.fault_needs import lacking
@@ -24,7 +25,7 @@ from abrun.recipe.policy import (
     temperature_misfit,
 )
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, PathText, Positive, Section
+from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
 from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
 from abrun.redaction import REFERENCE
 
@@ -91,7 +92,7 @@ class Wandb(Section):
     @classmethod
     def _is_a_name(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?", name):
-            raise ValueError(
+            raise FieldError(
                 f"got {shortened(name)}; allowed: 1 to 128 characters, none of them one of / \\ # ? % :"
             )
         return name
@@ -150,7 +151,7 @@ class OwnTrainer(Section):
     def _env_refers_to_nothing(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if REFERENCE.search(value) or "\0" in value:
-                raise ValueError(
+                raise FieldError(
                     f"got {name}: {shortened(value)}; a run of abrun's own trainer inherits the environment: "
                     "give plain text, or export it and drop it here"
                 )
@@ -386,20 +387,18 @@ class OwnRunConfig(RunConfig):
             )
 
 
-def not_built(config: OwnRunConfig) -> list[str]:
-    """What a run asks for that a recipe can say and this version's trainer cannot do, a line each."""
-    backend, engine, lines = config.policy.backend, config.rollout.engine, []
+def not_built(config: OwnRunConfig) -> list[Reason]:
+    """Return what a run asks for that a recipe can say and this version's trainer cannot do."""
+    backend, engine, reasons = config.policy.backend, config.rollout.engine, list[Reason]()
     if backend.type not in BACKENDS:
-        lines.append(_not_among("policy.backend.type", backend.type, BACKENDS))
+        reasons.append(_not_among("policy.backend.type", backend.type, BACKENDS))
     if config.rollout.devices and config.cluster.nodes > 1:
-        lines.append(
-            f"rollout.devices: got {config.rollout.devices} with cluster.nodes {config.cluster.nodes}, not "
-            "built yet; this version takes nodes: 1, or devices: null"
-        )
+        devices, nodes = config.rollout.devices, config.cluster.nodes
+        reasons.append(Code.ENGINE_DEVICES_NEED_ONE_NODE(devices=devices, nodes=nodes))
     if engine not in ENGINES:
-        lines.append(_not_among("rollout.engine", engine, ENGINES))
-    return lines
+        reasons.append(_not_among("rollout.engine", engine, ENGINES))
+    return reasons
 
 
-def _not_among(field: str, value: str, built: Iterable[str]) -> str:
-    return f"{field}: got {value!r}, not built yet; this version takes {', '.join(map(repr, built))}"
+def _not_among(field: str, value: str, built: Iterable[str]) -> Reason:
+    return Code.NOT_BUILT(field=field, got=value, allowed=[*built])

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.redaction import holds_token, is_dense, is_secret, redacted
 
 GIVEN_TO_PROGRAMS = ("argv", "env", "parameters", "setup", "sbatch")
@@ -36,29 +37,17 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
         filled = [_filled(word, parameters) for word in words if isinstance(word, str)]
         filled = [word for word in filled if not holds_token(word)]  # whose own field is named below
         if names[-1] == "argv" and (where := secret_in_words(filled)):
-            raise RecipeError(f"{source}: {'.'.join(names)}: {where} is given a secret; {_INSTEAD}")
+            raise RecipeError(Code.SECRET_IN_COMMAND(source=source, field=".".join(names), word=where))
     for names, value in _texts(raw, ()):
         field, name = redacted(".".join(names)), names[-1]
         of_launcher = names[0] in ("launcher", "env", "setup")  # of a profile it is all there is
         section = names[-2] if len(names) > 1 else ""
         if section == "env" and is_secret(name, value) and not of_launcher:
-            raise RecipeError(f"{source}: {field}: looks like a secret; write ${{{name}}} and export {name}")
+            raise RecipeError(Code.SECRET_IN_ENV(source=source, field=field, variable=name))
         named = (of_launcher or section in GIVEN_TO_PROGRAMS) and is_secret(name, value)
         inside = section in GIVEN_TO_PROGRAMS and secret_in_text(_filled(value, parameters))
         if named or inside or holds_token(value) or any(map(holds_token, names)):
-            raise RecipeError(
-                f"{source}: {field}: looks like a secret; {_OF_NODES if of_launcher else _INSTEAD}"
-            )
-
-
-_OF_NODES = (
-    "it is written into scripts and shown by clusters: let the nodes have it in their own environment or "
-    "files, or name it in launcher.secrets of a jobset or skypilot"
-)
-_INSTEAD = (
-    "pass it to a command as a variable of its environment, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, "
-    "which is read at every start and never stored"
-)
+            raise RecipeError(Code.SECRET_IN_RECIPE(source=source, field=field, of_launcher=of_launcher))
 
 
 def secret_in_text(text: str, depth: int = MAX_DEPTH) -> bool:

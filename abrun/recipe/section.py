@@ -14,6 +14,10 @@ MAX_NAME, MAX_PATH = 255, 4095  # bytes, of Linux and most of its file systems
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+class FieldError(ValueError):
+    """Raised by validators: what is wrong with the field itself, to be named before it."""
+
+
 class Section(BaseModel):
     """Base of every part of a recipe: frozen, unknown keys refused, no type coercion, no NaN."""
 
@@ -25,9 +29,9 @@ def path_text(value: str) -> str:
     encoded = value.encode(errors="surrogatepass")
     if b"\0" in encoded or len(encoded) > MAX_PATH or max(map(len, encoded.split(b"/"))) > MAX_NAME:
         allowed = f"a path, of names of up to {MAX_NAME} bytes and {MAX_PATH} in all"
-        raise ValueError(f"got {shortened(value)}; allowed: {allowed}")
+        raise FieldError(f"got {shortened(value)}; allowed: {allowed}")
     if value.startswith("~") and os.path.expanduser(value) == value:
-        raise ValueError(f"got {shortened(value)}; allowed: ~/ before a path in your home, or a whole path")
+        raise FieldError(f"got {shortened(value)}; allowed: ~/ before a path in your home, or a whole path")
     return value
 
 
@@ -37,12 +41,12 @@ PathText = Annotated[str, AfterValidator(path_text)]
 def word(value: str) -> str:
     """The value itself, where nothing in it is a space. Raises ValueError, for validators."""
     if not value.isprintable() or value.split() != [value]:
-        raise ValueError(f"got {shortened(value)}; allowed: one word, without spaces")
+        raise FieldError(f"got {shortened(value)}; allowed: one word, without spaces")
     return value
 
 
 def line_of_text(value: str) -> str:
     """The value itself, where it is one line. Raises ValueError, for validators."""
     if not value.strip() or not value.isprintable():
-        raise ValueError(f"got {shortened(value)}; allowed: one line of text")
+        raise FieldError(f"got {shortened(value)}; allowed: one line of text")
     return value

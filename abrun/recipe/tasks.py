@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, NonNegative, PathText, Section
+from abrun.recipe.section import Count, FieldError, NonNegative, PathText, Section
 
 
 class Arithmetic(Section):
@@ -43,7 +43,7 @@ class ReasoningGym(Section):
 
 def _module_and_function(value: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise ValueError(f"got {value[:60]!r}; allowed: module:function, such as my_rewards:judge")
+        raise FieldError(f"got {value[:60]!r}; allowed: module:function, such as my_rewards:judge")
     return value
 
 

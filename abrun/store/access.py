@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from abrun import layout
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
@@ -106,25 +107,23 @@ def unreadable(path: Path) -> UnreadableError:
     """Return the one line for a path that this user may not read: which file, its owner, how to share it."""
     closed = next((each for each in reversed(path.parents) if _is_closed(each)), path)
     whole = _shared_folder(closed)
-    problem = f"{closed}: cannot be read: Permission denied"
     try:
         there = os.lstat(closed)
     except OSError:
-        return UnreadableError(f"{problem}; ask its owner to share it")
+        return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=None, fix=None))
     if there.st_uid == os.geteuid():
-        return UnreadableError(f"{problem}; allow it with: chmod -R u+rX {whole}")
+        return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=None, fix=f"chmod -R u+rX {whole}"))
     is_own_group = there.st_gid in (os.getegid(), *os.getgroups())
     change_group = "" if is_own_group else f"chgrp -R GROUP {whole} && "
-    what_group = "" if is_own_group else " (GROUP: one that you are in)"
-    fix = f"ask its owner {_user(there.st_uid)} for: {change_group}chmod -R g+rX {whole}{what_group}"
-    return UnreadableError(f"{problem}; {fix}")
+    fix = f"{change_group}chmod -R g+rX {whole}"
+    return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=_user(there.st_uid), fix=fix))
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
     """Return the one line for an operating-system error about reading `path`."""
     if isinstance(error, PermissionError):
         return unreadable(path)
-    return StoreError(f"{path}: cannot be read: {error.strerror or error}")
+    return StoreError(Code.PATH_UNREADABLE(path=path, error=error.strerror or str(error)))
 
 
 @contextlib.contextmanager

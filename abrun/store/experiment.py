@@ -13,6 +13,7 @@ from pydantic import Field
 
 from abrun.errors import StoreError, reason_of
 from abrun.layout import EXPERIMENT, NAME, RunName
+from abrun.reasons import Code
 from abrun.regular_files import is_directory, is_file
 from abrun.store.access import UnreadableError, refuse_closed
 from abrun.store.files import read_json, readable, write_file, write_json
@@ -101,10 +102,10 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     """`experiment.json` of an experiment directory. Raises StoreError where there is none."""
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
-            raise StoreError(f"{experiment_dir / EXPERIMENT}: not a file: restore it")
+            raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
         there = [path.name for path in experiments_in(experiment_dir.parent)]
         known = f"there are: {', '.join(there)}" if there else "launch a recipe first"
-        raise StoreError(f"{experiment_dir}: no experiment here; {known}")
+        raise StoreError(Code.NO_EXPERIMENT(directory=experiment_dir, nearby=known))
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
@@ -135,7 +136,7 @@ def planned_runs(experiment_dir: Path) -> list[RunName]:
     """The runs of an experiment, in launch order."""
     runs = open_experiment(experiment_dir).get("runs")
     if runs is None:
-        raise StoreError(f"{experiment_dir / EXPERIMENT}: runs: missing; restore the file, or launch again")
+        raise StoreError(Code.EXPERIMENT_LACKS_RUNS(path=experiment_dir / EXPERIMENT))
     return [RunName(arm=run["arm"], seed=run["seed"], rerun=run.get("rerun", 0)) for run in runs]
 
 
@@ -176,7 +177,7 @@ def _state(run: RunDir, name: RunName) -> RunState:
     try:
         with readable(run.path):
             if os.path.isfile(run.path):
-                raise StoreError(f"{run.path}: a file is where a folder has to be: move it away")
+                raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
             return run.state(name)
     except StoreError as error:
         return RunState(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
 from abrun.store.access import (
@@ -204,7 +205,7 @@ def sync_folder(path: Path) -> None:
 def refuse_link(path: Path) -> None:
     """Raises StoreError where a link lies where a file of ours has to be: it could lead anywhere."""
     if path.is_symlink():
-        raise StoreError(f"{path}: a symbolic link is where a file has to be: remove the link")
+        raise StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
 
 
 def open_to_change(path: Path, flags: int) -> int:
@@ -284,15 +285,15 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
         text = read_regular(path, max_bytes)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
-        raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
+        raise StoreError(Code.FILE_MISSING(path=path)) from None
     except OSError as error:
         raise read_error(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not readable as JSON: {error}") from None
+        raise StoreError(Code.NOT_JSON(path=path, error=str(error))) from None
     if not isinstance(content, dict):
-        raise StoreError(f"{path}: got {type(content).__name__}; a JSON object is expected")
+        raise StoreError(Code.JSON_NOT_AN_OBJECT(path=path, type=type(content).__name__))
     if is_too_deep(text, content):
-        raise StoreError(f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} deep: restore it")
+        raise StoreError(Code.JSON_TOO_DEEP(path=path, got=shortened(content), max_depth=MAX_DEPTH))
     return content
 
 
@@ -302,7 +303,7 @@ def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str,
         if is_file(path):
             return read_json(path, max_bytes)
         if exists(path):
-            raise StoreError(f"{path}: not a file: move it away")
+            raise StoreError(Code.NOT_A_FILE(path=path))
         return {}
 
 
@@ -347,9 +348,7 @@ def explained(path: Path) -> Iterator[None]:
             refuse_link(path)
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         reason = "a file is where a folder has to be" if in_the_way else error.strerror or str(error)
-        raise StoreError(
-            f"{path}: cannot be written: {reason}; free the space or choose another --runs-dir"
-        ) from error
+        raise StoreError(Code.UNWRITABLE(path=path, error=reason)) from error
 
 
 def leftovers(names: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_LINE_BYTES, lines_of, open_regular
 from abrun.store.access import read_error
@@ -204,7 +205,7 @@ def damaged_line(path: Path | str, place: str, line: bytes, problem: object = MI
     """Return the error that names a line which LineParser refused."""
     shown = line[:40].decode(errors="replace")
     what = "a JSON object is expected" if isinstance(problem, orjson.JSONDecodeError) else problem
-    return StoreError(f"{path}, {place}: got {shown!r}; {what}: remove the line or run again")
+    return StoreError(Code.LINE_INVALID(path=path, place=place, got=shown, problem=str(what)))
 
 
 class LineReader:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import lines_of, open_regular
 from abrun.series import Array, Series, Steps
@@ -38,7 +39,7 @@ def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
     for number, row in _numbered_rows(path, finished=finished):
         problem = _add(tables, number, row)
         if problem:
-            raise StoreError(f"{path}, line {number}: {problem}")
+            raise StoreError(Code.METRICS_LINE_INVALID(path=path, line=number, problem=problem))
     return _series(list(tables.values()))
 
 
@@ -63,8 +64,9 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StoreError(
-                f"{path}, line {number}: not a validation ({type(error).__name__}: {error}); "
-                "remove the line or run again"
+                Code.VALIDATION_LINE_INVALID(
+                    path=path, line=number, type=type(error).__name__, error=str(error)
+                )
             ) from None
         if step not in found or attempt >= found[step][0]:
             found[step] = attempt, validation

@@ -344,8 +344,7 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: schema_version: got {shortened(version)}; this abrun reads {SCHEMA_VERSION}: "
-            "use the one that wrote it"
+            Code.SCHEMA_VERSION_UNKNOWN(path=path, got=shortened(version), supported=SCHEMA_VERSION)
         )
 
 

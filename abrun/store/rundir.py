@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
+from abrun.redaction import told
 from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (
@@ -274,7 +275,7 @@ class RunDir:
             read_json(path)
         record = stored_config(path, MOST_RECORD).record()
         if record is None:
-            raise StoreError(f"{path}: does not say arm, seed, rerun and config; launch the run again")
+            raise StoreError(Code.RUN_RECORD_INCOMPLETE(path=path))
         return record
 
     def find_record(self) -> RunRecord | None:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.store.lines import read_lines
 from abrun.store.records import LARGEST_ATTEMPT
 
@@ -55,8 +56,7 @@ def read_samples(path: Path) -> dict[int, tuple[Sample, ...]]:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise StoreError(
-                f"{path}, line {number}: not a row of samples ({where}: {first['msg']}); "
-                "remove the line or run again"
+                Code.SAMPLES_LINE_INVALID(path=path, line=number, field=where, problem=first["msg"])
             ) from None
         is_newest = row.step not in found or row.attempt >= found[row.step].attempt
         if is_newest and row.attempt < LARGEST_ATTEMPT:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.regular_files import exists
 from abrun.store.files import read_as
 from abrun.store.schemas import Count, PathText
@@ -27,12 +28,14 @@ class SavedState:
 def saved_state(path: Path) -> SavedState:
     """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
     if not exists(path / STATE):
-        raise StoreError(f"{STATE} no such file")
+        raise StoreError(Code.STATE_MISSING(file=STATE))
     try:
         state = read_as(SavedState, path / STATE)
     except StoreError as error:
-        raise StoreError(f"{STATE} {str(error).removeprefix(f'{path / STATE}: ')}") from None
+        raise StoreError(
+            Code.STATE_UNREADABLE(file=STATE, path=path / STATE, problem=error.reason or str(error))
+        ) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:
-        raise StoreError(f"{STATE} files: got {len(expected)} for {state.num_ranks} ranks")
+        raise StoreError(Code.STATE_LACKS_RANKS(file=STATE, files=len(expected), ranks=state.num_ranks))
     return state

@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import shortened
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:
         expected = _EXPECTED.get(first["type"], "text").format(**first.get("ctx", {}))
         got = f"got {shortened(first['input'])}; {expected} is expected"
         problem = "missing" if first["type"] == "missing" else got
-        raise StoreError(f"{path}: {field}: {problem}: restore the file, or remove it") from None
+        raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field=field, problem=problem)) from None
 
 
 def _field_name(part: int | str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.reasons import Code, Reason
-from abrun.redaction import redacted
+from abrun.redaction import redacted, told
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter, json_line
 from abrun.store.records import Attempt, Status, attempt_file, last_attempt, noted
@@ -64,9 +64,7 @@ class RunWriter:
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(
-                f"{self._metrics.path}: {LOST}: continue with --resume, which records the lost steps again"
-            )
+            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=LOST))
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]

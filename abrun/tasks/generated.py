@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.tasks import Example
 
 DRAWS_A_PROMPT = 40  # a task of 2n equally likely prompts has shown them all by then, save for 1 in 10^8
@@ -37,10 +38,7 @@ class Generated:
                 return list(found.values())[:count]
             if i - newest > DRAWS_A_PROMPT * len(found):
                 break
-        raise RecipeError(
-            f"validation.num_prompts: got {count}; the task has about {len(found)} different prompts, and at "
-            f"most half can be held out: use {max(1, len(found) // 2)}, or a larger task"
-        )
+        raise RecipeError(Code.TOO_FEW_PROMPTS(got=count, prompts=len(found), most=max(1, len(found) // 2)))
 
     def without(self, prompts: frozenset[str]) -> "Generated":
         return replace(self, excluded=self.excluded | prompts)

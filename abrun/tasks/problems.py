@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences
 from abrun.regular_files import open_regular
 from abrun.tasks import Example
@@ -51,18 +52,16 @@ class ProblemFile:
         """The last `count` problems of the file."""
         if count > len(self.problems):
             raise RecipeError(
-                f"validation.num_prompts: got {count}; {self.field}, {self.path}, has "
-                f"{len(self.problems)} problem{'' if len(self.problems) == 1 else 's'}: use at most that many"
+                Code.TOO_FEW_PROBLEMS(
+                    got=count, field=self.field, path=self.path, problems=len(self.problems)
+                )
             )
         return self.problems[-count:]
 
     def without(self, prompts: frozenset[str]) -> "ProblemFile":
         left = [problem for problem in self.problems if problem.prompt not in prompts]
         if not left:
-            raise RecipeError(
-                f"validation: holds out every problem of {self.field}, {self.path}; use a smaller "
-                "num_prompts, or another file for validation.path"
-            )
+            raise RecipeError(Code.VALIDATION_TAKES_ALL(field=self.field, path=self.path))
         return replace(self, problems=left)
 
 
@@ -159,7 +158,7 @@ def _content(path: str, field: str, most: int | None) -> bytes:
 
 def _unreadable(path: str, field: str, error: Exception) -> RecipeError:
     reason = getattr(error, "strerror", None) or error
-    return RecipeError(f"{field}: got {path!r}, which cannot be read: {reason}; give a JSON-lines file")
+    return RecipeError(Code.PROBLEMS_UNREADABLE(field=field, path=path, problem=str(reason)))
 
 
 def _parsed(
@@ -187,14 +186,14 @@ def _parsed(
             if not example.prompt:
                 raise ValueError("the prompt is empty, and a completion's first token needs one before it")
         except RecursionError:
-            raise RecipeError(f"{field}: {path}, line {line_number}: nested too deeply") from None
+            raise RecipeError(Code.PROBLEM_TOO_DEEP(field=field, path=path, line=line_number)) from None
         except ValueError as error:
             raise RecipeError(
-                f"{field}: {path}, line {line_number}: {error}; correct or remove the line"
+                Code.PROBLEM_INVALID(field=field, path=path, line=line_number, problem=str(error))
             ) from None
         problems.append(replace(example, source=f"{path}, line {line_number}"))
     if not problems:
-        raise RecipeError(f"{field}: got {path!r}, which has no problems; give a JSON-lines file with some")
+        raise RecipeError(Code.PROBLEMS_EMPTY(field=field, path=path))
     return problems
 
 

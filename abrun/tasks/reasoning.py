@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe import ReasoningGym
 from abrun.redaction import shortened
 from abrun.tasks import Example
@@ -37,12 +38,19 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RecipeError(
-            "task.type: got 'reasoning_gym' without the package reasoning-gym; pip install 'abrun[reasoning]'"
+            Code.SETTING_NEEDS_PACKAGE(
+                field="task.type",
+                got="reasoning_gym",
+                package="reasoning-gym",
+                install="pip install 'abrun[reasoning]'",
+                instead=None,
+            )
         ) from error
     if config.name not in DATASETS:
         raise RecipeError(
-            f"task.name: got {config.name!r}; reasoning-gym {package.__version__} has "
-            f"{', '.join(sorted(DATASETS))}"
+            Code.REASONING_TASK_UNKNOWN(
+                got=config.name, version=package.__version__, allowed=sorted(DATASETS)
+            )
         )
 
     def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
@@ -52,8 +60,11 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             return problems, problems[0]
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RecipeError(
-                f"task.parameters: got {shortened(config.parameters)} with task.name {config.name!r}, which "
-                f"refuses them: {' '.join(str(error).split()) or type(error).__name__}"
+                Code.REASONING_PARAMETERS_REFUSED(
+                    got=shortened(config.parameters),
+                    task=config.name,
+                    error=" ".join(str(error).split()) or type(error).__name__,
+                )
             ) from error
 
     def draw(generator: random.Random) -> Example:
@@ -63,10 +74,7 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
 
     scorer, _ = drawn(0)
     if config.answer == "text" and RUNS_IT.search(inspect.getsource(type(scorer).score_answer)):
-        raise RecipeError(
-            f"task.name: got {config.name!r}, whose scorer runs completions as Python; use another task, or "
-            "answer: final_number"
-        )
+        raise RecipeError(Code.REASONING_SCORER_RUNS_CODE(task=config.name))
     _check(config.name, draw, scorer)
 
     def judge(example: Example, completion: str) -> float:
@@ -85,12 +93,7 @@ def _check(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> 
     for seed in range(2):
         first, again = draw(random.Random(seed)), draw(random.Random(seed))
         if first != again:
-            raise RecipeError(
-                f"task.name: got {name!r}, which draws another problem from the same seed; use another task"
-            )
+            raise RecipeError(Code.REASONING_TASK_NOT_REPEATABLE(task=name))
         assert isinstance(first, Reasoning)
         if first.entry["answer"] is None or scorer.score_answer(first.answer, first.entry) < 1:
-            raise RecipeError(
-                f"task.name: got {name!r}, whose problems have no answer that its scorer takes; use "
-                "another task"
-            )
+            raise RecipeError(Code.REASONING_TASK_WITHOUT_ANSWER(task=name))

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.tasks import Example
 from abrun.tasks.expressions import final_answer
 from abrun.tasks.final_answers import last_box, last_number, number
@@ -64,13 +65,11 @@ def users_verifier(name: str) -> Callable[[Example, str], float]:
             reward = function(example.prompt, completion, example.answer)
         except Exception as error:  # a user's code may raise anything
             raise RecipeError(
-                f"task.verifier: {name!r} raised {_line(error)} for the prompt at {example.source}; "
-                "it must return a number for every completion"
+                Code.VERIFIER_RAISED(verifier=name, error=_line(error), prompt=example.source)
             ) from error
         if not isinstance(reward, Real) or not _fits(reward):
             raise RecipeError(
-                f"task.verifier: {name!r} returned {repr(reward)[:60]} for the prompt at {example.source}; "
-                "it must return a finite number"
+                Code.VERIFIER_RETURNED(verifier=name, returned=repr(reward)[:60], prompt=example.source)
             )
         return float(reward)
 
@@ -85,8 +84,7 @@ def _imported(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's code may raise anything
         raise RecipeError(
-            f"task.verifier: got {name!r}; importing {module_name} raised {_line(error)}; name an installed "
-            "module, or one in the directory where abrun is started"
+            Code.VERIFIER_IMPORT_FAILED(verifier=name, module=module_name, error=_line(error))
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -95,9 +93,7 @@ def _imported(name: str) -> Callable[..., Any]:
             if function
             else (f"{module_name} has no {function_name}")
         )
-        raise RecipeError(
-            f"task.verifier: got {name!r}; {what}; name a function (prompt, completion, answer) -> number"
-        )
+        raise RecipeError(Code.VERIFIER_INVALID(verifier=name, problem=what))
     return function
 
 

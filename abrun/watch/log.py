@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from abrun.errors import StoreError
+from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
 from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs, read_error
@@ -30,11 +31,8 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     if not run.exists:
         of_arm = _runs_of_arm(directory)
         if of_arm:
-            raise StoreError(f"{directory}: an arm of {directory.parent}; give one of its runs: {of_arm}")
-        raise StoreError(
-            f"{directory}: no run and no experiment is here, nor under --runs-dir; give a folder, or a name "
-            "such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun logs EXPERIMENT its runs)"
-        )
+            raise StoreError(Code.LOG_OF_ARM(directory=directory, parent=directory.parent, runs=of_arm))
+        raise StoreError(Code.NO_RUN_OR_EXPERIMENT(directory=directory))
     name = run.record().name
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)

@@ -14,6 +14,7 @@ from abrun import store
 from abrun.errors import StoreError
 from abrun.present.tables import Table, columns
 from abrun.messages.records import coded
+from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun, time_left_s
@@ -38,7 +39,7 @@ def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[
     Of those that have not ended the schedulers are asked, for a few seconds in all.
     """
     if not is_directory(runs_dir):
-        raise StoreError(f"{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir")
+        raise StoreError(Code.RUNS_DIR_MISSING(runs_dir=runs_dir))
     found, troubles = list[Overview](), list[str]()
     asked_s, unasked, silent = 0.0, 0, set[str | None]()
     for experiment_dir in store.experiments_in(runs_dir):

@@ -15,6 +15,7 @@ from abrun.backends.megatron import library
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import takes_weight_decay
+from abrun.reasons import Code
 from abrun.recipe import Policy, megatron_refusal
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
@@ -317,10 +318,13 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         assert megatron_refusal() is None
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda _: None)
-        assert "megatron-core 0.19.2, which imports the missing package triton" in (megatron_refusal() or "")
+        refusal = megatron_refusal()
+        assert refusal and (refusal.code, refusal["missing"]) == (Code.PACKAGE_OF_PACKAGE_MISSING, "triton")
     for version in ("0.16.0", "0.20.0", "0.20.0rc0"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        assert f"with megatron-core {version}, not one of >=0.16.1,<0.20" in (megatron_refusal() or "")
+        refusal = megatron_refusal()
+        assert refusal and refusal.code is Code.PACKAGE_VERSION_UNSUPPORTED
+        assert (refusal["version"], refusal["supported"]) == (version, ">=0.16.1,<0.20")
 
     def missing(_: str) -> str:
         raise importlib.metadata.PackageNotFoundError

@@ -11,6 +11,7 @@ from abrun.launch.notes import notes
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.plan import make_plan
+from abrun.reasons import Code
 from abrun.recipe import CommandRecipe, MetricsLog, load_recipe
 from abrun.recipe import command as commands
 
@@ -46,10 +47,8 @@ def test_a_dollar_before_a_placeholder_is_refused() -> None:
 def test_commands_that_are_the_same_in_every_seed_are_noted() -> None:
     names = "{script}{format}{learning_rate}{behaviour}{step_s}{label}"
     plain = f"trainer.argv=[train, '{names}']"
-    (line,) = notes(make_plan(load_recipe(FOREIGN, [plain])))
-    assert line.startswith(
-        "arms baseline, treatment: trainer.argv and trainer.env never use {seed}: all seeds"
-    )
+    expected = Code.COMMANDS_WITHOUT_SEED(arms=["baseline", "treatment"])
+    assert notes(make_plan(load_recipe(FOREIGN, [plain]))) == [expected]
     for other in ("trainer.env={SEED: '{seed}'}", f"trainer.argv=[sh, '$ABRUN_SEED {names}']"):
         assert notes(make_plan(load_recipe(FOREIGN, [plain, other]))) == []
     assert notes(make_plan(load_recipe(FOREIGN))) == []

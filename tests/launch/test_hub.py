@@ -8,6 +8,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from abrun.messages.records import reason_from_json
+from abrun.reasons import Code, Reason
+
 ANSWERS = {
     "there": (200, ""),
     "gated": (403, "GatedRepo"),
@@ -16,8 +19,13 @@ ANSWERS = {
 }
 ASKS = """
 import json, sys
+from tests.snapshot import Snapshot
+from abrun.reasons import Code, Reason
+from abrun.messages.records import reason_from_json
+from abrun.messages import sentence
 from abrun.launch.hub import hub_refusal
-print(json.dumps([hub_refusal(name) for name in sys.argv[1:]]))
+from abrun.messages.records import coded
+print(json.dumps([coded(hub_refusal(name)) for name in sys.argv[1:]]))
 """
 
 
@@ -36,13 +44,13 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def refusals(endpoint: str, cache: Path, *names: str, **env: str) -> list[str | None]:
+def refusals(endpoint: str, cache: Path, *names: str, **env: str) -> list[Reason | None]:
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", **env}
     asked = subprocess.run(
         [sys.executable, "-c", ASKS, *names], env=env, capture_output=True, text=True, timeout=60, check=True
     )
     assert asked.stderr == ""
-    return json.loads(asked.stdout)
+    return [reason_from_json(answer) if answer else None for answer in json.loads(asked.stdout)]
 
 
 def test_a_hub_is_asked_once_for_what_is_not_in_the_cache(tmp_path: Path) -> None:
@@ -53,11 +61,11 @@ def test_a_hub_is_asked_once_for_what_is_not_in_the_cache(tmp_path: Path) -> Non
         server.shutdown()
     assert answers == [
         None,
-        "the hub gives it to nobody but those who asked for it (hf auth login)",
-        "the hub answers with status 404",
+        Code.HUB_MODEL_GATED(),
+        Code.HUB_STATUS(status=404),
         None,  # it may answer the trainer, who asks more than once
-        "the hub has none of that name, or does not show it (hf auth login)",
-        "no model of a hub can have that name",
+        Code.HUB_MODEL_UNKNOWN(),
+        Code.HUB_NAME_INVALID(),
     ]
     snapshot = tmp_path / "hub" / "models--o--here" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -65,6 +73,6 @@ def test_a_hub_is_asked_once_for_what_is_not_in_the_cache(tmp_path: Path) -> Non
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
     here, there = refusals(endpoint, tmp_path, "o/here", "o/there")  # where nobody listens any more
-    assert here is None and str(there).startswith("the hub cannot be reached (")
+    assert here is None and there and there.code is Code.HUB_UNREACHABLE
     offline = refusals(endpoint, tmp_path, "o/here", "o/there", HF_HUB_OFFLINE="1")
-    assert offline == [None, "HF_HUB_OFFLINE is set, and it was not fetched before"]
+    assert offline == [None, Code.HUB_OFFLINE()]

@@ -9,48 +9,58 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.launch.experiment import owned_experiment
 from abrun.launch.notes import notes
+from abrun.messages import sentence
 from abrun.plan import make_plan
+from abrun.reasons import Code, Reason
 from abrun.recipe import load_recipe
+from tests.snapshot import Snapshot
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TWO = "algorithm.minibatches_per_step=2"
 PPO = "algorithm={type: ppo, prompts_per_step: 32"
+BOTH = ["baseline", "treatment"]
 
 
-def lines(*overrides: str) -> list[str]:
+def clipping(**settings: float | None) -> Reason:
+    return Code.CLIPPING_WITHOUT_EFFECT(settings=settings)
+
+
+def reasons(*overrides: str) -> list[Reason]:
     return notes(make_plan(load_recipe(QUICKSTART, overrides)))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "arms", "expected"),
     [
-        (["algorithm.loss=gspo"], ["arms baseline, treatment: algorithm.loss: got 'gspo'", "ratio is 1"]),
-        (["algorithm.loss=cispo"], ["algorithm.loss: got 'cispo'", "minibatches_per_step: 2 or more"]),
-        (["algorithm.loss=gspo", "algorithm.ratio=old"], ["algorithm.loss: got 'gspo'"]),
-        (["algorithm.clip_high=0.28"], ["algorithm.clip_high: got clip_high 0.28", "or leave it out"]),
-        (["algorithm.dual_clip=3.0", "algorithm.clip_low=0.1"], ["clip_low 0.1, dual_clip 3.0"]),
-        ([PPO + ", dual_clip: 3.0}"], ["dual_clip 3.0"]),
-        ([PPO + ", value_clip_range: null}"], ["value_clip_range null"]),
-        (["arms.treatment={algorithm.dual_clip: 3.0, steps: 5}"], ["arm treatment: algorithm.dual_clip"]),
+        (["algorithm.loss=gspo"], BOTH, Code.LOSS_NEVER_CLIPS(loss="gspo")),
+        (["algorithm.loss=cispo"], BOTH, Code.LOSS_NEVER_CLIPS(loss="cispo")),
+        (["algorithm.loss=gspo", "algorithm.ratio=old"], BOTH, Code.LOSS_NEVER_CLIPS(loss="gspo")),
+        (["algorithm.clip_high=0.28"], BOTH, clipping(clip_high=0.28)),
+        (["algorithm.dual_clip=3.0", "algorithm.clip_low=0.1"], BOTH, clipping(clip_low=0.1, dual_clip=3.0)),
+        ([PPO + ", dual_clip: 3.0}"], BOTH, clipping(dual_clip=3.0)),
+        ([PPO + ", value_clip_range: null}"], BOTH, clipping(value_clip_range=None)),
+        (["arms.treatment={algorithm.dual_clip: 3.0, steps: 5}"], ["treatment"], clipping(dual_clip=3.0)),
     ],
 )
-def test_what_one_update_a_step_never_does_is_said_once(overrides: list[str], words: list[str]) -> None:
-    (line,) = lines(*overrides)
-    assert all(word in line for word in words), line
-    assert lines(*overrides, TWO if "old" in overrides[-1] else "algorithm.epochs_per_step=2") == []
+def test_what_one_update_a_step_never_does_is_said_once(
+    overrides: list[str], arms: list[str], expected: Reason, snapshot: Snapshot
+) -> None:
+    (reason,) = reasons(*overrides)
+    assert reason == Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=expected)
+    snapshot(sentence(reason))
+    assert reasons(*overrides, TWO if "old" in overrides[-1] else "algorithm.epochs_per_step=2") == []
 
 
-def test_arms_with_equal_gradients_are_named() -> None:
+def test_arms_with_equal_gradients_are_named(snapshot: Snapshot) -> None:
     change = "arms.treatment={algorithm.loss: gspo, algorithm.clip_high: 0.0004}"
-    assert [line.partition(";")[0] for line in lines(change)][1:] == [
-        "arm treatment: differs from the baseline only in algorithm.clip_high, algorithm.loss, which changes "
-        "no gradient with one update a step"
-    ]
-    assert lines(change, TWO) == []
+    equal = Code.ARM_EQUALS_BASELINE(arm="treatment", keys=["algorithm.clip_high", "algorithm.loss"])
+    assert reasons(change)[1:] == [equal]
+    snapshot(sentence(equal))
+    assert reasons(change, TWO) == []
     of_tokens = "algorithm.importance_correction={type: truncated, high: 2.0}"
-    assert len(lines(change, of_tokens)) == 1, "whose weights differ from token to token"
-    assert len(lines(change, "arms.treatment.steps=5")) == 1, "which is a difference"
-    assert len(lines(change, "arms.treatment.algorithm.minibatches_per_step=2")) == 0
+    assert len(reasons(change, of_tokens)) == 1, "whose weights differ from token to token"
+    assert len(reasons(change, "arms.treatment.steps=5")) == 1, "which is a difference"
+    assert len(reasons(change, "arms.treatment.algorithm.minibatches_per_step=2")) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_arms_with_equal_gradients_are_named() -> None:
     ],
 )
 def test_plain_grpo_with_one_update_is_none_of_it(override: str) -> None:
-    assert lines(override) == []
+    assert reasons(override) == []
 
 
 def test_a_dry_run_and_a_launch_say_it(tmp_path: Path) -> None:

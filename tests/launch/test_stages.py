@@ -14,7 +14,9 @@ from abrun.compare import compare_sources
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.stages import refuse_other_looks, until_decided
 from abrun.plan import compare_hash
+from abrun.reasons import Code
 from abrun.recipe import load_recipe
+from tests.snapshot import Snapshot
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
 # Of the seeds in `fails` the treatment exits with 1, until the file beside it says that it is mended.
@@ -202,30 +204,36 @@ def test_looks_are_evenly_spaced_and_seeds_continued(
 
 @pytest.mark.parametrize(("looks", "said"), [([3, 5], "with looks at"), ([], "without looks")])
 def test_a_resumed_launch_keeps_the_looks_that_it_declared(
-    run: Run, tmp_path: Path, looks: list[int], said: str
+    run: Run, tmp_path: Path, looks: list[int], said: str, snapshot: Snapshot
 ) -> None:
     recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
     store.write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
     refuse_other_looks(recipe, tmp_path / "same")
     store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
-    with pytest.raises(LaunchError, match=f"launched {said}"):
+    with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(recipe, tmp_path / "mine")
+    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
+    snapshot(refusal.value)
 
 
 def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     plain = load_recipe(Path("recipe.yaml"))
     recipe = until_decided(plain, 4)
     content = {"recipe": plain.model_dump(mode="json"), "compare_sha256": compare_hash(recipe.compare)}
     store.write_experiment(tmp_path / "same", content)
     refuse_other_looks(recipe, tmp_path / "same")
-    with pytest.raises(LaunchError, match="on which its level rests"):
+    with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(until_decided(plain, 6), tmp_path / "same")
+    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
+    snapshot(refusal.value)
 
 
-def test_declared_looks_are_kept(run: Run) -> None:
+def test_declared_looks_are_kept(run: Run, snapshot: Snapshot) -> None:
     recipe = load_recipe(Path("recipe.yaml"), ["compare.looks=[2, 3]"])
     assert until_decided(recipe, None) is recipe and until_decided(recipe, 3) is recipe
-    with pytest.raises(RecipeError, match="the baseline alone"):
+    with pytest.raises(RecipeError) as refusal:
         until_decided(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
+    assert refusal.value.code is Code.STAGES_NEED_TREATMENT
+    snapshot(refusal.value)

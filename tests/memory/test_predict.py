@@ -35,6 +35,7 @@ from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
 from abrun.memory.trace import trace
 from abrun.models import load_network
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, load_recipe
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.train.batches import RandomBatches
@@ -375,7 +376,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     script.write_text("raise ValueError\n")
     with pytest.raises(LaunchError) as refusal:
         fit_of(recipe, 80 * GIB, traced=True)
-    snapshot(refusal.value)
+    assert refusal.value.code is Code.PROBE_FAILED
 
 
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
@@ -392,6 +393,7 @@ def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
 def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refusal:
         device_memory(asked)
+    assert refusal.value.code is Code.DEVICE_MEMORY_SYNTAX
     snapshot(refusal.value)
 
 
@@ -402,11 +404,13 @@ def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.Monkey
     assert f"Memory: {said}" in printed
 
 
-def test_lengths_that_the_model_does_not_take() -> None:
+def test_lengths_that_the_model_does_not_take(snapshot: Snapshot) -> None:
     config = load_recipe(RECIPE).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
-    with pytest.raises(RecipeError, match=r"^--lengths: got 5000; this model takes 4096 tokens: use at most"):
+    with pytest.raises(RecipeError) as refusal:
         next(trace(config, [64, 5000], 1))
+    assert refusal.value.code is Code.LENGTHS_TOO_LONG
+    snapshot(refusal.value)
 
 
 def test_another_backend_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:

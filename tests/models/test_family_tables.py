@@ -13,7 +13,9 @@ from transformers.models.auto.modeling_auto import (
 
 from abrun.backends.attention import enable_streams
 from abrun.errors import RecipeError
+from abrun.messages import sentence
 from abrun.models import check_network, facts_of
+from abrun.reasons import Code
 from abrun.recipe import Policy, family_refusal, stream_misfit
 from abrun.recipe.families import BIASED_HEADS, MIXED, MULTIMODAL, SHARED_LAYERS, STREAMLESS, WINDOWED
 from tests.models.architectures import tiny_config, tiny_network
@@ -140,5 +142,7 @@ def test_what_says_nothing_refuses_nothing(config: dict[str, Any]) -> None:
 def test_context_parallelism_goes_the_same_way(snapshot: Snapshot) -> None:
     context = Policy.model_validate({"backend": {"context_parallel": 2}})
     published = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "sliding_window": 1024}}
-    snapshot(stream_misfit(published, context))
+    misfit = stream_misfit(published, context)
+    assert misfit and misfit.code is Code.STREAM_NEEDS_FULL_ATTENTION
+    snapshot(sentence(misfit))
     assert stream_misfit(published, PACKED) is not None and stream_misfit(published, Policy()) is None

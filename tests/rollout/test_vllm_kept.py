@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError
+from abrun.messages import sentence
 from abrun.recipe import Rollout
 from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.rl.sampling import packed, unpacked
@@ -246,7 +247,7 @@ def test_the_installed_vllm_decides_of_null_and_refuses_true(
         assert refusal is None
     else:
         line = f"rollout.exact_support: got true .*{expected}.*; use engine: torch, or exact_support: false"
-        assert re.fullmatch(line, refusal or "")
+        assert refusal and re.fullmatch(line, sentence(refusal))
     for other in (
         Rollout(engine="vllm", top_p=0.9, exact_support=False),
         Rollout(engine="vllm", exact_support=True),

@@ -11,6 +11,8 @@ import pytest
 
 from abrun import store
 from abrun.errors import StoreError
+from abrun.reasons import Code
+from tests.snapshot import Snapshot
 
 
 def test_json_and_lines_keep_nan_and_infinity(tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ def test_reopening_looks_for_the_last_newline_however_far(
     assert path.read_bytes() == left
 
 
-def test_a_reader_follows_a_growing_file_without_reading_twice(tmp_path: Path) -> None:
+def test_a_reader_follows_a_growing_file_without_reading_twice(tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "rows.jsonl"
     reader = store.LineReader(path)
     assert reader.read() == []
@@ -71,8 +73,10 @@ def test_a_reader_follows_a_growing_file_without_reading_twice(tmp_path: Path) -
         file.write('p": 2}\n')
         assert reader.read() == [{"step": 2}]
         file.write("garbage\n")
-    with pytest.raises(StoreError, match=r"rows.jsonl, line 3: got 'garbage'"):
+    with pytest.raises(StoreError) as refusal:
         reader.read()
+    assert refusal.value.code is Code.LINE_INVALID
+    snapshot(refusal.value)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path) -> None:
@@ -90,8 +94,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
                 lambda: store.write_json(tmp_path / "kept.json", {"new": "x" * 1000}),
                 lambda: writer.write({"step": 2, "text": "x" * 1000}),
             ):
-                with pytest.raises(StoreError, match=r"cannot be written: .*free the space"):
+                with pytest.raises(StoreError) as refusal:
                     write()
+                assert refusal.value.code is Code.UNWRITABLE
             code = 0
         finally:
             os._exit(code)
@@ -102,18 +107,21 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "rows.jsonl"]
 
 
-def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "a.json").write_text('{"half":')
     (tmp_path / "b.json").write_text("[]")
-    for name, words in (
-        ("a.json", "not readable as JSON"),
-        ("b.json", "got list"),
-        ("c.json", "no such file"),
+    for name, code in (
+        ("a.json", Code.NOT_JSON),
+        ("b.json", Code.JSON_NOT_AN_OBJECT),
+        ("c.json", Code.FILE_MISSING),
     ):
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(StoreError) as refusal:
             store.read_json(tmp_path / name)
-    with pytest.raises(StoreError, match="a file is where a folder has to be"):
+        assert refusal.value.code is code
+        snapshot(refusal.value)
+    with pytest.raises(StoreError) as refusal:
         store.write_json(tmp_path / "a.json" / "below.json", {})
+    snapshot(refusal.value)
 
 
 def test_text_that_is_none_is_written_so_that_it_reads(tmp_path: Path) -> None:

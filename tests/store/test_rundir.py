@@ -17,6 +17,7 @@ from abrun.layout import RunName
 from abrun.reasons import Code, Reason
 from abrun.store import Node, RunDir, owner, rundir
 from abrun.store.records import recorded_reason
+from tests.snapshot import Snapshot
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -346,7 +347,9 @@ def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> Non
     assert (run.state(NAME).status, run.state(NAME).step) == ("running", 0)
 
 
-def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
     target.write_text("precious")
     for name, write in (
@@ -358,8 +361,9 @@ def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(tmp_path: Pa
         content = (run.path / name).read_bytes() if (run.path / name).exists() else None
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(target)
-        with pytest.raises(StoreError, match=rf"{name}: a symbolic link is where a file has to be") as caught:
+        with pytest.raises(StoreError) as caught:
             write(writer)
+        snapshot(caught.value)
         assert len(str(caught.value).splitlines()) == 1
         (run.path / name).unlink()
         if content is not None:
@@ -417,7 +421,7 @@ def test_values_of_another_kind_are_one_line(tmp_path: Path, stem: str, content:
     assert re.search(rf"{stem}\.json: {words}; .*: restore the file", state.message)
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) -> None:
     run = RunDir(tmp_path / "run")
     assert not run.exists and run.find_record() is None
     name = RunName(arm="b", seed=3, rerun=1)
@@ -427,34 +431,37 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.initial_weights == tmp_path / "run" / "../w"
     store.write_json(run.path / "config.json", {"model_type": "qwen2"})
     assert run.find_record() is None
-    with pytest.raises(StoreError, match=r"config\.json: does not say arm, seed, rerun and config"):
+    with pytest.raises(StoreError) as refusal:
         run.record()
-    for wrong, expected in (
-        ({"seed": "3"}, "seed: got '3'; a whole number"),
-        ({"config": None}, "config: got null; a mapping"),
-        ({"initial_weights": 7}, "initial_weights: got 7; text"),
-    ):
+    snapshot(refusal.value)
+    for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
         run.write_record(record)
         store.write_json(run.path / "config.json", store.read_json(run.path / "config.json") | wrong)
         for read in (run.record, run.find_record, lambda: run.state(name), lambda: run.initial_weights):
-            with pytest.raises(StoreError, match=rf"config\.json: {expected} is expected"):
+            with pytest.raises(StoreError) as refusal:
                 read()
+            snapshot(refusal.value)
 
 
-def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no experiment here; launch a recipe first"):
+def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path, snapshot: Snapshot) -> None:
+    with pytest.raises(StoreError) as refusal:
         store.open_experiment(tmp_path / "mine")
+    snapshot(refusal.value)
     make_run(tmp_path / "other")
-    with pytest.raises(StoreError, match="no experiment here; there are: other"):
+    with pytest.raises(StoreError) as refusal:
         store.open_experiment(tmp_path / "mine")
+    snapshot(refusal.value)
     store.write_json(tmp_path / "other" / "experiment.json", {"schema_version": 99})
-    with pytest.raises(StoreError, match="schema_version: got 99"):
+    with pytest.raises(StoreError) as refusal:
         store.open_experiment(tmp_path / "other")
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "validation.jsonl", "stdout.log"])
-def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path, name: str, kind: str) -> None:
+def test_what_is_no_file_neither_hangs_nor_fills_the_memory(
+    tmp_path: Path, name: str, kind: str, snapshot: Snapshot
+) -> None:
     run = RunDir(make_run(tmp_path))
     path = run.path / name
     if kind == "pipe":
@@ -463,8 +470,9 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path, name
         path.symlink_to("/dev/zero")
     assert run.step_attempts() == {} and run.printed() == "" and run.state(NAME).status == "pending"
     if name in ("metrics.jsonl", "events.jsonl"):
-        with pytest.raises(StoreError, match=name):
+        with pytest.raises(StoreError) as refusal:
             run.begin_attempt()
+        snapshot(refusal.value)
     else:
         assert run.begin_attempt().attempt == 1
 
@@ -481,11 +489,14 @@ def test_an_absurd_attempt_in_a_row_blocks_no_later_one(tmp_path: Path, attempt:
     assert writer.attempt == 2 and run.metrics()["x"].values.tolist() == [1.0, 2.0]
 
 
-def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(tmp_path: Path) -> None:
+def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     run = RunDir(make_run(tmp_path))
     store.write_json(run.path / "attempts" / "999999999.json", {})
-    with pytest.raises(StoreError, match="there is an attempt 999999999: remove its file"):
+    with pytest.raises(StoreError) as refusal:
         run.begin_attempt()
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize(

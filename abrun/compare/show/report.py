@@ -21,6 +21,7 @@ from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.messages.numbers import beside_limit, bound_text, difference_text
+from abrun.messages import sentence
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.messages import sentence, sentences
 from abrun.present.figures import FIGURES, save_figure, style
@@ -396,7 +397,7 @@ def terminal_summary(
     ]
     facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
     if files and (missing := lacking("figures")):
-        facts.append(("figures", f"PNG and SVG: {missing}"))
+        facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
     parts.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
     if files:
         parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))

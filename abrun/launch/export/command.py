@@ -14,6 +14,7 @@ from abrun.launch.export.schema import refuse_invalid
 from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.supervisor import refuse_impossible
 from abrun.plan import Plan
+from abrun.reasons import Code, Reason
 from abrun.recipe import CommandRunConfig, launcher_settings
 from abrun.regular_files import exists, is_directory
 
@@ -31,15 +32,13 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     Raises LaunchError or RecipeError, with nothing written, where engine or plan leave something open.
     """
     if engine not in ENGINES:
-        raise LaunchError(f"--to: got {engine!r}; allowed: {', '.join(ENGINES)}")
+        raise LaunchError(Code.EXPORT_ENGINE_UNKNOWN(got=engine, allowed=[*ENGINES]))
     declared = plan.recipe.launcher
     asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
     refusals = [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)]
-    refuse_impossible(plan, refusals, shown_by="")
+    refuse_impossible(plan, refusals, shown_by_dry_run=False)
     if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):
-        raise LaunchError(
-            f"{folder}: is here already, and not an empty folder; remove it, or choose another -o"
-        )
+        raise LaunchError(Code.EXPORT_FOLDER_IN_USE(folder=folder))
     documents = ENGINES[engine].manifests(asked, compare=compare)
     for file, document in documents.items():
         refuse_invalid(document, engine, f"{file}.yaml")
@@ -52,7 +51,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
                 _write(asked, engine, documents, Path(partial) / folder.name)
                 (Path(partial) / folder.name).rename(folder)  # refused where another was faster
     except OSError as error:
-        raise LaunchError(f"{folder}: cannot be written: {error.strerror}; choose another -o") from None
+        raise LaunchError(Code.EXPORT_FOLDER_UNWRITABLE(folder=folder, error=error.strerror)) from None
     count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
     return (
         f"{folder}: {count}, {NEVER}: checked against {AGAINST[engine]}, and no engine has seen them. "
@@ -69,11 +68,10 @@ def _write(asked: Export, engine: str, documents: Mapping[str, Any], folder: Pat
     store.write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
 
 
-def _commands(plan: Plan) -> list[str]:
+def _commands(plan: Plan) -> list[Reason]:
     configs = {run.name.arm: run.config for run in plan.runs}
     return [
-        f"arm {arm}: cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', not built yet; "
-        "use nodes: 1"
+        Code.ARMS_CANNOT_RUN(arms=[arm], problem=Code.COMMAND_NEEDS_ONE_NODE(nodes=config.cluster.nodes))
         for arm, config in configs.items()
         if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1
     ]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from abrun.launch.export.parts import RECIPE, Export, dns_label
+from abrun.reasons import Code, Reason
 from abrun.recipe import JobSet, RunConfig
 
 MOST_NAME, MOST_ARM = 30, 16  # of 63 characters that a pod's name has, with indices and a suffix of 6
@@ -22,10 +23,10 @@ NOT_COUNTED = {
 }
 
 
-def refusals(export: Export) -> list[str]:
+def refusals(export: Export) -> list[Reason]:
     settings: JobSet = export.settings
-    missing = [] if settings.claim else ["launcher.claim: missing; name the claim that holds all runs"]
-    return missing if settings.image else ["launcher.image: missing; name an image with abrun", *missing]
+    missing = [] if settings.claim else [Code.LAUNCHER_CLAIM_MISSING()]
+    return missing if settings.image else [Code.LAUNCHER_IMAGE_MISSING(), *missing]
 
 
 def manifests(export: Export, *, compare: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from abrun.launch.node import FAILED, agent_of
 from abrun.launch.slurm.jobs import WARM_START
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes.output import outlive_output
+from abrun.reasons import Code
 from abrun.store import WARM_STARTS, Locked, RunDir
 
 WAIT_S = 300.0  # for another run that makes the directory, and for the file system to show it
@@ -57,7 +58,7 @@ def run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
     places = {str(run.name): store.run_dir(experiment_dir, run.name) for run in plan.runs}
     places |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
     if name not in places:
-        raise LaunchError(f"{name}: no run of the recipe {plan.recipe.name}; export it again")
+        raise LaunchError(Code.EXPORT_WITHOUT_RUN(run=name, recipe=plan.recipe.name))
     return RunDir(places[name])
 
 
@@ -72,9 +73,7 @@ def prepare(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> None:
     planned = next(each for each in plan.runs if str(each.name) == name)
     made = RunDir(warm_start_dir(experiment_dir, planned.warm_start or ""))
     if planned.warm_start and not run.finished and not made.finished:
-        raise LaunchError(
-            f"{name}: starts from {made.path}, which is not there yet: submit the warm start first"
-        )
+        raise LaunchError(Code.WARM_START_NOT_MADE(run=name, path=made.path))
 
 
 def _make_experiment(plan: Plan, experiment_dir: Path) -> None:

@@ -14,6 +14,7 @@ from abrun.errors import RecipeError
 from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.plan import Plan
 from abrun.processes import MODULE
+from abrun.reasons import Code
 from abrun.recipe import Declared, Exported, RunConfig, stored_recipe
 from abrun.redaction import shortened
 
@@ -76,9 +77,7 @@ def recipe_in(text: str) -> Declared:
     try:
         content = json.loads(text)
     except ValueError:
-        raise RecipeError(
-            f"{RECIPE}: got {shortened(text)}; allowed: what abrun export writes there"
-        ) from None
+        raise RecipeError(Code.EXPORT_RECIPE_INVALID(variable=RECIPE, got=shortened(text))) from None
     return stored_recipe(content if isinstance(content, dict) else {}, RECIPE)
 
 

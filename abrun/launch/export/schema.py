@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from abrun.errors import LaunchError
+from abrun.reasons import Code
 from abrun.redaction import printable
 
 MOST = 300  # characters: a message may hold the whole manifest
@@ -29,8 +30,12 @@ def refuse_invalid(document: Any, engine: str, file: str) -> None:
     if wrong is not None:
         place = ".".join(map(str, wrong.absolute_path))
         raise LaunchError(
-            f"{file}: {place or 'the manifest'}: {printable(wrong.message[:MOST])}: {engine} refuses that; "
-            "mend what launcher: or cluster: say"
+            Code.MANIFEST_INVALID(
+                file=file,
+                place=place or "the manifest",
+                problem=printable(wrong.message[:MOST]),
+                engine=engine,
+            )
         )
 
 

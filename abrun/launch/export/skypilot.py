@@ -8,21 +8,18 @@ import shlex
 from typing import Any
 
 from abrun.launch.export.parts import RECIPE, Export, dns_label
+from abrun.reasons import Code, Reason
 from abrun.recipe import RunConfig, SkyPilot
 
 MOST_NAME = 50
 NODE, FIRST = '"$SKYPILOT_NODE_RANK"', "${SKYPILOT_NODE_IPS%%[[:space:]]*}"
 
 
-def refusals(export: Export) -> list[str]:
+def refusals(export: Export) -> list[Reason]:
     if export.settings.accelerator:
         return []
     gpus = {run.name.arm: run.config.cluster.gpus_per_node for run in export.plan.runs}
-    return [
-        f"launcher.accelerator: missing; arm {arm} has {count} GPUs a node: name one, such as H100"
-        for arm, count in gpus.items()
-        if count
-    ]
+    return [Code.LAUNCHER_ACCELERATOR_MISSING(arm=arm, gpus=count) for arm, count in gpus.items() if count]
 
 
 def manifests(export: Export, *, compare: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
+from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 
 ANSWER_S = 5.0  # for a connection
@@ -31,10 +32,12 @@ class Known:
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
-def refusal() -> str | None:
-    """Why this environment cannot ask Ray, in a line; None where it can."""
+def refusal() -> Reason | None:
+    """Return why this environment cannot ask Ray; None where it can."""
     if importlib.util.find_spec("ray") is None:
-        return "launcher.type: got 'ray' without the package ray; pip install 'abrun[ray]'"
+        return Code.SETTING_NEEDS_PACKAGE(
+            field="launcher.type", got="ray", package="ray", install="pip install 'abrun[ray]'", instead=None
+        )
     return None
 
 
@@ -47,10 +50,7 @@ def dashboard(address: str) -> str:
     named = named or next(filter(None, map(os.environ.get, ADDRESSES)), None)
     scheme, _, rest = (named or "").rpartition("://")
     if scheme not in ("", "http", "https"):
-        raise LaunchError(
-            f"RAY_ADDRESS: got {shortened(named)}; allowed: http://HEAD:8265, or HEAD:6379; or set "
-            "launcher.address"
-        )
+        raise LaunchError(Code.RAY_ADDRESS_INVALID(got=shortened(named)))
     if rest and rest != "auto":
         _refuse_silent(named or "")
     with _in_words(named or "this machine"):
@@ -106,19 +106,19 @@ def _refuse_silent(address: str) -> None:
         port = parts.port or {"https": 443, "http": 80}.get(parts.scheme, 6379)
         socket.create_connection((parts.hostname or "", port), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
-        raise LaunchError(f"ray: no Ray answers at {address}: {error}; {START}") from None
+        raise LaunchError(Code.RAY_SILENT(address=address, error=str(error), remedy=START)) from None
 
 
 @contextlib.contextmanager
 def _in_words(address: str) -> Iterator[None]:
-    if refusal():
-        raise LaunchError(str(refusal()))
+    if missing := refusal():
+        raise LaunchError(missing)
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         words = " ".join(str(error).split())[:MOST_WORDS]
         if isinstance(error, ConnectionError):
-            raise LaunchError(f"ray: no Ray answers at {address}: {words}; {START}") from None
+            raise LaunchError(Code.RAY_SILENT(address=address, error=words, remedy=START)) from None
         if "Read timed out" in words:
             words = f"listens, and has not answered for {REQUEST_S:g} s; its dashboard seems to hang"
-        raise LaunchError(f"ray: {address}: {words}") from None
+        raise LaunchError(Code.RAY_FAILED(address=address, answer=words)) from None

@@ -25,6 +25,7 @@ from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
+from abrun.reasons import Code
 from abrun.recipe import Ray, stored_recipe, validated
 from abrun.regular_files import is_directory
 from abrun.store import Lease, Locked, open_log
@@ -49,8 +50,7 @@ def main() -> int:
     try:
         if not is_directory(experiment_dir):
             raise LaunchError(
-                f"{experiment_dir}: not on {socket.gethostname()}, which runs the driver: the cluster has "
-                "to share it; launch with --runs-dir on a file system that all of its machines see"
+                Code.DRIVER_WITHOUT_EXPERIMENT(directory=experiment_dir, host=socket.gethostname())
             )
         try:
             code = _run(experiment_dir, job, record.read_job(experiment_dir))
@@ -107,8 +107,7 @@ def _enter(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise LaunchError(
-            f"{folder}: from where abrun was started: {error.strerror} on {socket.gethostname()}; start it "
-            "from a folder that all machines of the cluster see"
+            Code.DRIVER_WITHOUT_FOLDER(folder=folder, error=error.strerror, host=socket.gethostname())
         ) from None
 
 
@@ -131,8 +130,7 @@ def _cluster() -> Any:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise LaunchError(
-            f"{sys.executable} on {socket.gethostname()} cannot import ray ({error}); pip install "
-            "'abrun[ray]' there, or give launcher.python"
+            Code.DRIVER_CANNOT_IMPORT_RAY(python=sys.executable, host=socket.gethostname(), error=str(error))
         ) from None
     ray.init(address="auto", log_to_driver=False, logging_level="warning")
     from abrun.launch.ray.gangs import GangEngine

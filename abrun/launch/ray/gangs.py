@@ -32,7 +32,7 @@ from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
 from abrun.plan import Plan, pairs
 from abrun.processes import MODULE
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe import Ray, RunConfig
 from abrun.store import RunDir, run_dir
 from abrun.store.endings import write_ending
@@ -97,7 +97,7 @@ class GangEngine:
         self._looked_s = 0.0
         self._say()
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: Plan) -> list[Reason]:
         return []  # what nodes cannot do they say themselves
 
     def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.plan import Plan
 from abrun.processes import MODULE
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe import Ray
 from abrun.regular_files import read_tail
 from abrun.store import RunState
@@ -34,12 +34,12 @@ class RayLauncher:
         self._settings, self._num_jobs = settings, num_jobs
         self._url: str | None = None
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
-        lines = [*anywhere_refusals(plan), *foreign_refusals(plan)]
-        if not lines:
+        reasons = [*anywhere_refusals(plan), *foreign_refusals(plan)]
+        if not reasons:
             self._url = client.dashboard(self._settings.address)
-        return list(dict.fromkeys(lines))
+        return list(dict.fromkeys(reasons))
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
         """What the job would be. After `refusals`."""

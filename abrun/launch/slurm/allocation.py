@@ -30,7 +30,7 @@ from abrun.launch.supervisor import Printed, Supervisor
 from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
 from abrun.store import Lease, RunDir
 
@@ -115,9 +115,7 @@ def main() -> int:
         queue = _queue(experiment_dir, names)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts > settings.requeues:
-            raise LaunchError(
-                f"launcher.requeues: the job has begun again {restarts} times; --resume goes on"
-            )
+            raise LaunchError(Code.REQUEUED_TOO_OFTEN(restarts=restarts))
         lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
         lease.acquire(take_over=True)  # Slurm starts a job once: whoever had it is cut off, and will stop
         try:

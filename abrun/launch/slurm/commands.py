@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from abrun.errors import LaunchError
+from abrun.reasons import Code
 
 LIMIT_S = 60.0
 NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"
@@ -74,14 +75,14 @@ def withdraw(jobs: Sequence[str]) -> None:
 def _scancel(*argv: str) -> None:
     done = _run("scancel", "--quiet", *argv)
     if done.stderr:  # without a word it failed for jobs that have ended, or are in another state
-        raise LaunchError(f"slurm: scancel: {_words(done.stderr)}")
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_words(done.stderr)))
 
 
 def slurm(*argv: str) -> str:
     """The output of a command of Slurm."""
     done = _run(*argv)
     if done.returncode:
-        raise LaunchError(f"slurm: {argv[0]}: {_words(done.stderr)}")
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_words(done.stderr)))
     return done.stdout
 
 
@@ -89,19 +90,14 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except FileNotFoundError:
-        raise LaunchError(
-            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
-        ) from None
+        raise LaunchError(Code.SLURM_COMMAND_MISSING(command=argv[0])) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"slurm: {argv[0]}: no answer for {LIMIT_S:.0f} s; is the controller up?") from None
+        raise LaunchError(Code.SLURM_SILENT(command=argv[0], seconds=LIMIT_S)) from None
     except OSError as error:
-        raise LaunchError(f"slurm: {argv[0]}: {error}") from None
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
     if done.returncode and re.search(NOT_CONFIGURED, done.stderr):
         said = _words(done.stderr)[-200:]
-        raise LaunchError(
-            "slurm: this host has Slurm's commands, but no configuration of a cluster (slurm.conf): launch "
-            f"on a login node, set SLURM_CONF, or use --launcher local ({argv[0]}: {said})"
-        )
+        raise LaunchError(Code.SLURM_NOT_CONFIGURED(command=argv[0], answer=said))
     return done
 
 

@@ -16,7 +16,8 @@ from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
-from abrun.reasons import Code
+from abrun.processes import STARVED
+from abrun.reasons import Code, Reason
 from abrun.recipe import Slurm, limit_s
 from abrun.regular_files import read_tail
 from abrun.store import RunDir, RunState
@@ -33,16 +34,13 @@ class SlurmLauncher:
         self._settings, self._num_jobs = settings, num_jobs
         self._fits: dict[Need, bool] = {}
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
-        lines = [*anywhere_refusals(plan), *foreign_refusals(plan)]
+        reasons = [*anywhere_refusals(plan), *foreign_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
-            lines.append(
-                f"launcher.save_s: got {save_s}, and launcher.time, {time!r}, is {limit_s(time):.0f} s; "
-                "allowed: less than that: lower it, or ask for more time"
-            )
-        return list(dict.fromkeys(lines)) or self._refused_by_slurm(plan)
+            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
+        return list(dict.fromkeys(reasons)) or self._refused_by_slurm(plan)
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
         """The text of every script that would be submitted, by name, in order. After `refusals`."""
@@ -93,9 +91,12 @@ class SlurmLauncher:
                     commands.withdraw(list(dict.fromkeys(submitted)))
             except LaunchError as refused:  # the record still has them
                 raise LeftInQueueError(
-                    f"{str(error) or type(error).__name__}; jobs submitted before that "
-                    f"({', '.join(dict.fromkeys(submitted))}) are still in the queue ({refused}): end them "
-                    f"with: abrun cancel {experiment_dir}"
+                    Code.JOBS_LEFT_IN_QUEUE(
+                        error=str(error) or type(error).__name__,
+                        jobs=[*dict.fromkeys(submitted)],
+                        problem=refused.reason,
+                        directory=experiment_dir,
+                    )
                 ) from error
             jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
@@ -114,17 +115,16 @@ class SlurmLauncher:
         runs = [run for run in plan.runs if str(run.name) in to_run]
         return warm_starts + jobs.grouped(runs, self._settings, self._fits)
 
-    def _refused_by_slurm(self, plan: Plan) -> list[str]:
+    def _refused_by_slurm(self, plan: Plan) -> list[Reason]:
         container = self._settings.container
         if container:
             try:
                 commands.slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
-                if "container-image" not in str(error):
-                    return [str(error)]
-                return [
-                    f"launcher.container: got {container.image!r}, and Slurm has no pyxis plugin: {error}"
-                ]
+                assert error.reason is not None
+                if "container-image" not in error.reason.values.get("answer", ""):
+                    return [error.reason]
+                return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
         asked = jobs.cluster_options(self._settings)
         for group in pairs(plan.runs):
             configs = [run.config for run in group]
@@ -140,7 +140,8 @@ class SlurmLauncher:
                 assert alone is not None
                 wrong = None if self._fits.get(alone) else commands.would_run([*asked, *alone.options()])
                 if wrong:
-                    return [f"slurm: {wrong} (asked for: {' '.join([*asked, *alone.options()])})"]
+                    options = " ".join([*asked, *alone.options()])
+                    return [Code.SLURM_REFUSES_JOB(answer=wrong, options=options)]
                 self._fits[alone] = True
         return []
 

@@ -19,10 +19,12 @@ from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
 from abrun.layout import RunName
 from abrun.plan import Plan, make_plan
+from abrun.reasons import Code
 from abrun.recipe import launcher_settings, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.launch.test_local import SMALL
+from tests.snapshot import Snapshot
 
 URL = "http://head:8265"
 
@@ -128,8 +130,9 @@ def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pyt
 
 def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
     ray.refuses = True
-    with pytest.raises(LaunchError, match=r"^ray: http://head:8265: a job small-\w+-a1 is there already$"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
+    assert "is there already" in str(refusal.value)
     assert not (tmp_path / "runs" / "small").exists()
 
 
@@ -142,7 +145,7 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 
 
 def test_an_address_where_nothing_listens_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     monkeypatch.setattr(client, "refusal", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -155,8 +158,10 @@ def test_an_address_where_nothing_listens_is_one_line(
     )
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(LaunchError, match=r"^RAY_ADDRESS: got 'ray://head:10001'; allowed: http://HEAD:8265"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
+    assert refusal.value.code is Code.RAY_ADDRESS_INVALID
+    snapshot(refusal.value)
 
 
 def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,23 +182,25 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
     monkeypatch.setattr(client, "REQUEST_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(LaunchError, match=rf"^ray: {url}: listens, and has not answered for 0.1 s; "):
+        with pytest.raises(LaunchError) as refusal:
             client.known(url, "job")
+        reason = refusal.value.reason
+        assert reason and (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
 
 
 @pytest.mark.parametrize(
-    ("section", "line"),
+    "section",
     [
-        ("{type: ray, address: local}", "launcher.address: got 'local'; allowed: 'auto', or a dashboard's"),
-        ("{type: ray, address: 'ray://h:10001'}", "launcher.address: got 'ray://h:10001'; allowed: 'auto'"),
-        ("{type: ray, resources: {GPU: 1}}", "launcher.resources: got GPU, which abrun sets itself"),
-        ("{type: ray, partition: low}", "launcher.partition: unknown key with this type; use type: 'slurm'"),
+        "{type: ray, address: local}",
+        "{type: ray, address: 'ray://h:10001'}",
+        "{type: ray, resources: {GPU: 1}}",
+        "{type: ray, partition: low}",
     ],
 )
-def test_a_bad_section_is_one_line(section: str, line: str) -> None:
+def test_a_bad_section_is_one_line(section: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         planned(f"launcher={section}")
-    assert line in str(refused.value) and "\n" not in str(refused.value)
+    snapshot(refused.value)
 
 
 def test_a_machine_without_gpus_can_submit_what_needs_them(ray: FakeRay, tmp_path: Path) -> None:
@@ -254,8 +261,9 @@ def test_where_ray_does_not_answer_the_run_directory_does_and_says_so(ray: FakeR
 def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
     job = job_of(experiment_dir)
-    with pytest.raises(LaunchError, match=rf"jobs of it are in the queue \({job}\): wait .* abrun cancel"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
     assert cancel(experiment_dir) == f"cancelled: 1 job ({job}); what runs saves a checkpoint first"
     assert cancel(experiment_dir) == "small: nothing of it runs or waits"
     assert jobs_of(experiment_dir).revive() is None

@@ -27,6 +27,7 @@ from abrun.recipe import launcher_settings, limit_s, load_recipe
 from abrun.store import RunDir, RunState, run_state
 from tests.launch.fakes import FAKE, Silent
 from tests.launch.test_local import SMALL
+from tests.snapshot import Snapshot
 
 FAKE_SLURM = Path(__file__).with_name("fake_slurm.sh")
 GOLDEN = Path(__file__).with_name("golden")
@@ -139,45 +140,33 @@ def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("setting", "line"),
+    "setting",
     [
-        (
-            "partition: gone",
-            "small: slurm: invalid partition specified: gone; Batch job submission failed: Invalid "
-            "partition name specified (asked for: --partition=gone --nodes=1 --ntasks-per-node=1 "
-            "--cpus-per-task=1)",
-        ),
-        (
-            "account: nobody",
-            "small: slurm: Batch job submission failed: Invalid account or account/partition",
-        ),
-        (
-            "cpus_per_rank: 9",
-            "small: slurm: allocation failure: Requested node configuration is not available",
-        ),
-        (
-            "container: {image: 'nvcr.io#nvidia/pytorch'}",
-            "small: launcher.container: got 'nvcr.io#nvidia/pytorch', and Slurm has no pyxis plugin: slurm: "
-            "srun: unrecognized option '--container-image=nvcr.io#nvidia/pytorch'",
-        ),
+        "partition: gone",
+        "account: nobody",
+        "cpus_per_rank: 9",
+        "container: {image: 'nvcr.io#nvidia/pytorch'}",
     ],
 )
 def test_what_slurm_refuses_is_one_line_of_its_own_and_leaves_nothing(
-    setting: str, line: str, slurm: Path, tmp_path: Path
+    setting: str, slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     with pytest.raises(LaunchError) as refused:
         submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
-    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+    assert refused.value.code is Code.PLAN_CANNOT_RUN
+    snapshot(refused.value)
     assert queue(slurm) == [] and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("script", ["pairs.sh", "compare.sh"])
-def test_a_refusal_half_way_takes_back_what_was_submitted(script: str, slurm: Path, tmp_path: Path) -> None:
+def test_a_refusal_half_way_takes_back_what_was_submitted(
+    script: str, slurm: Path, tmp_path: Path, snapshot: Snapshot
+) -> None:
     (slurm / "refused").write_text(script)
-    with pytest.raises(
-        LaunchError, match=r"^slurm: sbatch: Batch job submission failed: Job violates .* limit\)$"
-    ):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+    assert refusal.value.code is Code.SLURM_COMMAND_FAILED
+    snapshot(refusal.value)
     assert len(queue(slurm)) > 0 and waiting(slurm) == []
     assert not (tmp_path / "runs" / "small").exists()
     (slurm / "refused").unlink()
@@ -187,7 +176,7 @@ def test_a_refusal_half_way_takes_back_what_was_submitted(script: str, slurm: Pa
 
 @pytest.mark.parametrize("script", ["pairs.sh", "compare.sh"])
 def test_a_job_that_a_killed_launcher_could_not_record_is_found(
-    script: str, slurm: Path, tmp_path: Path
+    script: str, slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     (slurm / "deadly").write_text(script)  # the launcher is killed as this one is submitted
     launching = [sys.executable, "-m", "abrun", "launch", str(SMALL), "--launcher", "slurm", "--detach"]
@@ -196,8 +185,10 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     number, experiment_dir = len(waiting(slurm)), tmp_path / "small"
     assert number == (2 if script == "pairs.sh" else 3)
     assert seen(experiment_dir).message == "job 101_0 waits: Priority"
-    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(101.*\): wait .* abrun cancel"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
+    snapshot(refusal.value)
     (slurm / "deadly").unlink()
     assert cancel(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
     submit(planned(), tmp_path, resume=True)
@@ -221,7 +212,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(slurm: Path, tmp_
 
 
 def test_of_two_that_resume_at_once_one_submits(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     """The second has found nothing in the queue, and waits for the lock until the first has handed over."""
     experiment_dir = submit(planned(), tmp_path)
@@ -234,15 +225,21 @@ def test_of_two_that_resume_at_once_one_submits(
         return lock(directory, **options)
 
     monkeypatch.setattr(store, "launcher_lock", later)
-    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(103, 104\)"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
+    snapshot(refusal.value)
     assert len(waiting(slurm)) == 3
 
 
-def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"^slurm: no command 'sbatch' on PATH; launch on a login node"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
+    assert refusal.value.code is Code.SLURM_COMMAND_MISSING
+    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("setting", ["partition: low", "container: {image: x}"])
@@ -262,17 +259,23 @@ def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_p
     assert "--gres=gpu:8\n" in (tmp_path / "small" / "_slurm" / "runs.sh").read_text()
 
 
-def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path) -> None:
+def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, snapshot: Snapshot) -> None:
     metrics = "{format: csv, path: '{run_dir}/m.csv'}"
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
-    with pytest.raises(LaunchError, match=r"arm treatment: cluster.nodes: got 2 with trainer.type 'command'"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
+    assert refusal.value.code is Code.PLAN_CANNOT_RUN
+    snapshot(refusal.value)
 
 
-def test_resume_submits_what_is_left_once_the_queue_is_empty(slurm: Path, tmp_path: Path) -> None:
+def test_resume_submits_what_is_left_once_the_queue_is_empty(
+    slurm: Path, tmp_path: Path, snapshot: Snapshot
+) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    with pytest.raises(LaunchError, match=r"jobs of it are in the queue \(101, 102\): wait .* abrun cancel"):
+    with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
+    assert refusal.value.code is Code.JOBS_QUEUED
+    snapshot(refusal.value)
     cancel(experiment_dir)
     RunDir(experiment_dir / "baseline" / "seed-0").begin_attempt().finish(3)
     (experiment_dir / "baseline/seed-0/metrics.jsonl").write_text(
@@ -364,9 +367,13 @@ def test_a_limit_is_read_as_sbatch_reads_it(time: str, seconds: float) -> None:
     assert limit_s(time) == seconds
 
 
-def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(slurm: Path, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"launcher\.save_s: got 120, and launcher\.time, '2', is 120 s;"):
+def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(
+    slurm: Path, tmp_path: Path, snapshot: Snapshot
+) -> None:
+    with pytest.raises(LaunchError) as refusal:
         submit(planned("launcher={type: slurm, time: '2'}"), tmp_path)
+    assert refusal.value.code is Code.PLAN_CANNOT_RUN
+    snapshot(refusal.value)
     assert not (slurm / "queue").exists() and not (tmp_path / "runs").exists()
 
 
@@ -512,48 +519,42 @@ def test_a_profile_lies_below_the_recipe(slurm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    "text",
     [
-        ("slurm: {partitoin: low}", ": slurm: partitoin: unknown key; did you mean 'partition'?"),
-        ("slurm: {save_s: 0}", ": slurm: save_s: got 0; allowed: 1 or more"),
-        ("slurm: [low]", ": got {'slurm': ['low']}; allowed: mappings under local, slurm"),
-        ("slurm: {", ", line 2: not readable as YAML"),
+        "slurm: {partitoin: low}",
+        "slurm: {save_s: 0}",
+        "slurm: [low]",
+        "slurm: {",
     ],
 )
-def test_a_bad_profile_is_one_line(text: str, line: str, slurm: Path, tmp_path: Path) -> None:
+def test_a_bad_profile_is_one_line(text: str, slurm: Path, tmp_path: Path, snapshot: Snapshot) -> None:
     profile = tmp_path / "config" / "abrun" / "launchers.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text(text + "\n")
     with pytest.raises(RecipeError) as refused:
         launcher_settings(None, "slurm")
-    assert str(refused.value).startswith(f"{profile}{line}")
+    snapshot(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("section", "line"),
+    "section",
     [
-        ("{type: pbs}", "launcher.type: got 'pbs'; allowed: 'local', 'slurm'"),
-        ("{type: slurm, time: tomorrow}", "launcher.time: got 'tomorrow'; allowed: such as '90' (minutes)"),
-        ("{type: slurm, sbatch: {nodes: 2}}", "launcher.sbatch: got nodes, which abrun sets itself"),
-        ("{type: slurm, sbatch: {arr: 0-1}}", "launcher.sbatch: got arr, which abrun sets itself"),
-        ("{type: slurm, interface: ib0 ib1}", "launcher.interface: got 'ib0 ib1'; allowed: one word"),
-        ("{type: ray, interface: ib0 ib1}", "launcher.interface: got 'ib0 ib1'; allowed: one word"),
-        ("{type: ray, env: {A B: x}}", "launcher.env: got 'A B'; allowed: names of environment"),
-        (
-            "{type: slurm, sbatch: {--mem: 2G}}",
-            "launcher.sbatch: got '--mem'; allowed: a long option without",
-        ),
-        (
-            "{type: local, partition: low}",
-            "launcher.partition: unknown key with this type; use type: 'slurm'",
-        ),
-        ('{type: slurm, setup: ["a\\nb"]}', "launcher.setup: got 'a\\nb'; allowed: one line of text"),
+        "{type: pbs}",
+        "{type: slurm, time: tomorrow}",
+        "{type: slurm, sbatch: {nodes: 2}}",
+        "{type: slurm, sbatch: {arr: 0-1}}",
+        "{type: slurm, interface: ib0 ib1}",
+        "{type: ray, interface: ib0 ib1}",
+        "{type: ray, env: {A B: x}}",
+        "{type: slurm, sbatch: {--mem: 2G}}",
+        "{type: local, partition: low}",
+        '{type: slurm, setup: ["a\\nb"]}',
     ],
 )
-def test_a_bad_section_is_one_line(section: str, line: str) -> None:
+def test_a_bad_section_is_one_line(section: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         planned(f"launcher={section}")
-    assert line in str(refused.value) and "\n" not in str(refused.value)
+    snapshot(refused.value)
 
 
 Cli = Callable[..., tuple[int, str, str]]
