@@ -182,7 +182,7 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     claims = recipe.compare.primary
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
-            raise RecipeError(Code.CLAIM_TWICE(recipe=recipe.name, index=index))
+            raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):

@@ -429,6 +429,9 @@ class Code(StrEnum):
     SIGMA_UNKNOWN = auto()
     NO_SPREAD = auto()
 
+    OTHER_VERDICT_SCHEMA = auto()
+    VERDICT_DAMAGED = auto()
+
     # Refusals: launching
     JOBS_LEFT_IN_QUEUE = auto()
     DATA_FRAMES_NEED_PACKAGE = auto()
@@ -486,7 +489,7 @@ class Code(StrEnum):
     ARM_VALIDATION_DIFFERS = auto()
     TOLERANCE_WITHOUT_STEP_ONE = auto()
     COMPARE_KEY_UNUSABLE = auto()
-    CLAIM_TWICE = auto()
+    RECIPE_CLAIM_TWICE = auto()
     CLAIM_UNUSABLE = auto()
     BISECT_ORDER_REVERSED = auto()
     BISECT_SAME_COMMIT = auto()
@@ -628,7 +631,6 @@ class Code(StrEnum):
     NO_SUCH_RECIPE = auto()
 
     # Refusals: run directories and logs
-    LAUNCHER_AT_WORK = auto()
     PERMISSION_DENIED = auto()
     STATE_UNREADABLE = auto()
     PATH_UNREADABLE = auto()
@@ -659,11 +661,6 @@ class Code(StrEnum):
     LOG_OF_ARM = auto()
     NO_RUN_OR_EXPERIMENT = auto()
     RUNS_DIR_MISSING = auto()
-    LAUNCHER_FASTER = auto()
-    LAUNCHER_BEGINS = auto()
-    LAUNCHER_TAKEN_OVER = auto()
-    FILE_LOCKED = auto()
-    FOLDER_LOCKED = auto()
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -18,7 +18,6 @@ from PIL import Image
 
 from abrun.compare import REPORT, freeze_arm
 from abrun.compare.judge.divergence import Divergence
-from abrun.messages import sentence, sentences
 from abrun.compare.judge.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.stored import load_experiment
@@ -29,6 +28,7 @@ from abrun.compare.show.pasted import RUNS_DIR
 from abrun.compare.show.planted import advice, caught_sentence, columns, rows
 from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
+from abrun.messages import sentence, sentences
 from abrun.present.markdown import code, escaped
 from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
 from abrun.store import open_experiment, read_json, write_file, write_json
@@ -206,7 +206,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
         "Each planted in the baseline and judged as a treatment is: it "
-        f"{escaped(sentence(planted, paired=paired))}."
+        f"{escaped(caught_sentence(planted, paired=paired))}."
         if planted
         else "No fault was planted beside it: nothing says what this experiment could have found.",
         _table(columns(paired=paired), rows(planted)) if planted else "",
@@ -229,7 +229,7 @@ def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Itera
 def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """The differences of a claim that are skewed, as where one seed alone fails."""
     for one in content.primaries:
-        if one.warning and one.estimate.differences:
+        if one.warnings and one.estimate.differences:
             pairs = zip(one.claim.seeds, one.estimate.differences, strict=True)
             by_seed = ", ".join(f"{difference:+.2g} in seed {seed}" for seed, difference in pairs)
             yield f"{of[one.arm]}{one.claim.metric}: the mean difference is no seed's own: {by_seed}"

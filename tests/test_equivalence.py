@@ -11,7 +11,6 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
 from abrun.compare.judge.skewness import DIFFERENCES, far_off, skew_warning, skewness
-from abrun.messages.numbers import bound_text
 from abrun.equivalence import (
     holm,
     mean_and_sd,
@@ -26,6 +25,7 @@ from abrun.equivalence import (
     t_interval,
     welch_tost,
 )
+from abrun.messages.numbers import bound_text
 
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5, 10, 40])

@@ -10,6 +10,7 @@ import yaml
 
 from abrun.cli import app, main
 from abrun.launch import doctor
+from abrun.reasons import Code
 from abrun.redaction import printable
 from tests.compare.simulate import edit_rows, fail, write_experiment
 
@@ -94,7 +95,7 @@ def test_every_command_is_walked() -> None:
 def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch, capsys, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    part = doctor.Part(kind="engine", name=name, refusal=f"lacks {name}")
+    part = doctor.Part(kind="engine", name=name, refusal=Code.FOREIGN_TEXT(text=f"lacks {name}"))
     diagnosis = doctor.Diagnosis(
         python="3",
         processor=name,
@@ -102,7 +103,7 @@ def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch, capsys, name
         gpus=(),
         versions={"torch": name},
         parts=(part,),
-        warnings=(name,),
+        warnings=(Code.FOREIGN_TEXT(text=name),),
     )
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
     write_inputs(name)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import lacking
 from abrun.messages import records, sentences
-from abrun.messages import records
 from abrun.reasons import Code
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps
 def closed_plan(
     recipe: Recipe | CommandRecipe,
     options: LaunchOptions,
-    refusals: Callable[[Plan], list[str]],
+    refusals: Callable[[Plan], list[Reason]],
     *,
     here: bool,
     dry_run: bool = False,

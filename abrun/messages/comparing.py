@@ -218,5 +218,9 @@ LEDGERS = {
     Code.LEDGER_ENTRY_EDITED: Message(
         "{path}: ledger: entry {entry} is not what was written: the file was edited", remedy=_RESTORE
     ),
+    Code.OTHER_VERDICT_SCHEMA: Message(
+        "{path}: got schema_version {version}", remedy="this version reads {readable}"
+    ),
+    Code.VERDICT_DAMAGED: Message("{path}: {field}: {problem}", remedy="compare the runs again"),
 }
 MESSAGES = {**EXPERIMENTS, **SOURCES, **REFERENCES, **LEDGERS}

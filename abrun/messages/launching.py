@@ -185,7 +185,7 @@ MESSAGES = {
     Code.COMPARE_KEY_UNUSABLE: Message(
         "{recipe}: compare.{key}: {problem}; or leave it out: nothing reads it"
     ),
-    Code.CLAIM_TWICE: Message(
+    Code.RECIPE_CLAIM_TWICE: Message(
         "{recipe}: compare.primary.{index}: got a claim twice", remedy="every claim once"
     ),
     Code.CLAIM_UNUSABLE: Message("{recipe}: compare.primary.{index}.{field}: {problem}"),

@@ -4,12 +4,6 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _at_work(lock: str, owner: str, pid: int | None, may_take_over: bool) -> str:
-    how = "stop it there" if pid is None else f"stop it with: kill {pid}"
-    instead = ", or claim its place with --take-over" if may_take_over else ""
-    return f"{lock}: {owner} launches this; wait for it, {how}{instead}"
-
-
 def _denied(path: str, owner: str | None, fix: str | None) -> str:
     """Without an owner the path is the user's own."""
     problem = f"{path}: cannot be read: Permission denied"
@@ -21,12 +15,7 @@ def _denied(path: str, owner: str | None, fix: str | None) -> str:
     return f"{problem}; ask its owner {owner} for: {fix}{group}"
 
 
-def _taken_over(lock: str, owner: str | None) -> str:
-    return f"{lock}: {owner or 'another launcher'} has taken this over; this one stops its runs"
-
-
 MESSAGES = {
-    Code.LAUNCHER_AT_WORK: Message(_at_work, meaning="another launcher is at work in the directory"),
     Code.PERMISSION_DENIED: Message(_denied, meaning="this user may not read a file or folder"),
     Code.STATE_UNREADABLE: Message(
         lambda file, path, problem: f"{file} {problem.removeprefix(f'{path}: ')}",
@@ -82,12 +71,5 @@ MESSAGES = {
     ),
     Code.RUNS_DIR_MISSING: Message(
         "{runs_dir}: no such folder", remedy="launch a recipe first, or give another --runs-dir"
-    ),
-    Code.LAUNCHER_FASTER: Message("{lock}: another launcher was faster"),
-    Code.LAUNCHER_BEGINS: Message("{lock}: another launcher begins here just now"),
-    Code.LAUNCHER_TAKEN_OVER: Message(_taken_over, meaning="another launcher has taken the directory over"),
-    Code.FILE_LOCKED: Message("{path}: another process changes it: {problem}"),
-    Code.FOLDER_LOCKED: Message(
-        "{folder}: another {command} is at work there", remedy="wait for it, or give another --output"
     ),
 }

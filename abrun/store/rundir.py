@@ -18,7 +18,6 @@ from abrun import layout
 from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.reasons import Code, Reason
-from abrun.redaction import told
 from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.store.access import ignore_damage, refuse_closed
 from abrun.store.files import (

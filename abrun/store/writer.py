@@ -11,7 +11,7 @@ from typing import Any
 from abrun import layout
 from abrun.errors import StoreError
 from abrun.reasons import Code, Reason
-from abrun.redaction import redacted, told
+from abrun.redaction import redacted
 from abrun.store.files import write_file, write_json
 from abrun.store.lines import LineWriter, json_line
 from abrun.store.records import Attempt, Status, attempt_file, last_attempt, noted

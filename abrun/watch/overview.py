@@ -12,8 +12,8 @@ from rich.text import Text
 
 from abrun import store
 from abrun.errors import StoreError
-from abrun.present.tables import Table, columns
 from abrun.messages.records import coded
+from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory

@@ -19,6 +19,7 @@ from abrun.compare.show.buckets import NUM_BUCKETS, bucket_indices, bucket_means
 from abrun.compare.show.page import charts, render_page
 from abrun.compare.show.panels import NUM_WINDOWS, memory_peaks
 from abrun.layout import RunName
+from abrun.reasons import Code
 from abrun.recipe import Compare
 from abrun.series import Series
 from tests.compare.verdicts import claim, section, verdict
@@ -54,19 +55,23 @@ def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline",
     return {(arm, seed): {metric: curve() for metric in metrics} for arm in arms for seed in range(seeds)}
 
 
+def foreign(text):
+    return Code.FOREIGN_TEXT(text=text)
+
+
 def hostile_page():
     """Every name that a run or a recipe brings in is hostile."""
     arms = ("baseline", HOSTILE[0])
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
-    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=uncoded(HOSTILE[3]))
+    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=foreign(HOSTILE[3]))
     environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
     content = verdict(
         claims,
         experiment=HOSTILE[1],
-        reasons=[*map(uncoded, HOSTILE)],
-        notes=[*map(uncoded, HOSTILE)],
-        not_tested=[*map(uncoded, HOSTILE)],
+        reasons=[*map(foreign, HOSTILE)],
+        notes=[*map(foreign, HOSTILE)],
+        not_tested=[*map(foreign, HOSTILE)],
         reference=HOSTILE[0],
         guards=[guard],
         environments=[environment],

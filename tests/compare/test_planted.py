@@ -17,6 +17,7 @@ from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.planted import caught_sentence, in_short, rows, write_sensitivity
 from abrun.errors import RecipeError
 from abrun.launch.controls import with_faults_alone
+from abrun.messages import sentence
 from abrun.plan import make_plan, pairs
 from abrun.reasons import Code
 from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
@@ -84,7 +85,10 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     assert (caught.size, caught.unit, caught.num_pairs) == (0.25, "of the rows", 5)
     said = "would have caught 1 of 2 planted faults (5 pairs of 40 steps); would have passed as a match: "
     said += "misgrouped (1 rows off)"
-    assert caught_sentence(found, paired=True) == said and said in (directory / "report" / "report.md").read_text()
+    assert (
+        caught_sentence(found, paired=True) == said
+        and said in (directory / "report" / "report.md").read_text()
+    )
     *first, figures, num_pairs = rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)

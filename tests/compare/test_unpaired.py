@@ -12,7 +12,7 @@ from abrun.compare.judge.planted import sensitivity
 from abrun.compare.judge.verdict_file import json_schema
 from abrun.compare.read.sources import Reading
 from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.planted import table, write_sensitivity
+from abrun.compare.show.planted import columns, write_sensitivity
 from abrun.compare.show.so_far import so_far
 from abrun.errors import ComparisonError
 from abrun.messages import sentence
@@ -262,7 +262,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     said = [
         report,
         of_faults.read_text(),
-        *(str(one.header) for one in table(faults, paired=False).columns),
+        *columns(paired=False),
         *texts,
         *so_far(experiment_dir),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),

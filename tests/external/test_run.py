@@ -38,6 +38,7 @@ from abrun.recipe.reading import Loader
 from abrun.store.records import recorded_reason
 from abrun.watch import ExperimentReader
 from tests.launch.fakes import FAKE, run_to_end
+from tests.snapshot import Snapshot
 
 HERE = Path(__file__).parent
 FOREIGN = HERE / "foreign.yaml"
@@ -165,7 +166,7 @@ def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str) -> None:
+def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, snapshot: Snapshot) -> None:
     """Both arms drop the same steps, so that no run lacks one of another's; read as folders too."""
     chosen = (f"trainer.metrics.format={form}", f"trainer.parameters.format={form}")
     assert launch(tmp_path, *chosen, "trainer.parameters.behaviour=text", "steps=10").exit_code == 0
@@ -174,7 +175,7 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str) -> 
     claim = Compare(primary=[parse_primary("train/reward:last 40%:0.05")])
     for experiment in (load_experiment(directory), open_sources(arms, Reading())):
         reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
-        assert [reason.code for reason in reasons] == [Code.TEXT_IN_WINDOW] * 6
+        assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))
 
 

@@ -19,6 +19,7 @@ DIGITS = 8
 MACHINE = re.compile(r"This machine \(.*?\) runs \d+ at once")
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
 DURATION = re.compile(r"(?<=\W)\d:\d\d(?=$| elapsed| ─)", re.M)
+STARTED = re.compile(r"^HH:MM:SS \S+: started, .*\n", re.M)  # not printed of a run that ended at once
 HASH_OF_PATHS = re.compile(r"(?<=-report-)[0-9a-f]{8}\b")
 
 
@@ -53,7 +54,7 @@ class Normaliser:
             text = text.replace(path, word)
         for pattern, word in self._patterns:
             text = pattern.sub(word, text)
-        return text
+        return STARTED.sub("", text)
 
 
 def json_text(content: Any) -> str:

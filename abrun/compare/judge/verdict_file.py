@@ -242,7 +242,9 @@ def read_verdict_file(path: Path) -> VerdictFile:
     content = read_json(path)
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise StoreError(Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION))
+        raise StoreError(
+            Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION)
+        )
     return verdict_file_of(content, path)
 
 

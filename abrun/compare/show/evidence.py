@@ -243,7 +243,11 @@ def levels(content: VerdictFile) -> list[Levels]:
 
 
 def _means(claim: PrimaryResult, baseline: str) -> str | None:
-    base, treatment, interval = claim.estimate.baseline_mean, claim.estimate.treatment_mean, claim.estimate.interval
+    base, treatment, interval = (
+        claim.estimate.baseline_mean,
+        claim.estimate.treatment_mean,
+        claim.estimate.interval,
+    )
     if base is None or treatment is None or interval is None:
         return None
     difference = treatment - base
@@ -316,7 +320,11 @@ def step_noise_text(noise: StepNoise | None) -> Iterator[str]:
 
 
 def _spread(claim: PrimaryResult) -> str | None:
-    seeds, paired, of_treatment = claim.estimate.baseline_sd, claim.estimate.sd_difference, claim.estimate.treatment_sd
+    seeds, paired, of_treatment = (
+        claim.estimate.baseline_sd,
+        claim.estimate.sd_difference,
+        claim.estimate.treatment_sd,
+    )
     if seeds is None or paired is None:
         return None
     if claim.claim.num_runs:

@@ -82,7 +82,9 @@ def pairs_that_decide(content: VerdictFile, undecided: Sequence[PrimaryResult]) 
     if len(needed) < len(undecided):
         return f"This margin takes more than 1000 {counted}", None
     text = f"{max(needed)} {counted} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
-    observed = [one.power.pairs_needed_observed for one in undecided if one.power.pairs_needed_observed is not None]
+    observed = [
+        one.power.pairs_needed_observed for one in undecided if one.power.pairs_needed_observed is not None
+    ]
     if len(observed) == len(undecided) and max(observed) > max(needed):
         text += f" ({max(observed)}, if they differ as they do here)"
     return text, max(needed)
@@ -90,7 +92,11 @@ def pairs_that_decide(content: VerdictFile, undecided: Sequence[PrimaryResult]) 
 
 def beyond_margin(claim: PrimaryResult) -> bool:
     """Return whether a difference was detected, and the observed one is no smaller than the margin."""
-    if claim.estimate.interval is None or claim.estimate.mean_difference is None or claim.claim.margin is None:
+    if (
+        claim.estimate.interval is None
+        or claim.estimate.mean_difference is None
+        or claim.claim.margin is None
+    ):
         return False
     low, high = claim.estimate.interval
     is_detected = claim.claim.margin_unit != "sigma" and not low <= 0 <= high

@@ -57,12 +57,14 @@ def _sample(difference: Difference) -> str:
 def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
     shown = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
-    shown = [claim for claim in shown if np.isfinite(np.divide(claim.interval, claim.margin)).all()]
+    shown = [claim for claim in shown if np.isfinite(np.divide(claim.estimate.interval, claim.claim.margin)).all()]
     if len(shown) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
     ax = figure.subplots()
-    ends = np.array([claim.estimate.interval for claim in shown]) / np.array([[claim.claim.margin] for claim in shown])
+    ends = np.array([claim.estimate.interval for claim in shown]) / np.array(
+        [[claim.claim.margin] for claim in shown]
+    )
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
     ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
     ax.axvline(0, color="black", linewidth=0.8)

@@ -20,10 +20,9 @@ from abrun.compare.show.evidence import evidence
 from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
-from abrun.messages.numbers import beside_limit, bound_text, difference_text
-from abrun.messages import sentence
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.messages import sentence, sentences
+from abrun.messages.numbers import beside_limit, bound_text, difference_text
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
@@ -340,14 +339,18 @@ def claim_cells(one: PrimaryResult) -> list[str]:
     if one.claim.margin_unit and one.estimate.certified_number is not None:
         number = one.estimate.certified_number
         bound = (
-            f"{bound_text(number)} sigma" if one.claim.margin_unit == "sigma" else f"{bound_text(100 * number)}%"
+            f"{bound_text(number)} sigma"
+            if one.claim.margin_unit == "sigma"
+            else f"{bound_text(100 * number)}%"
         )
     if one.estimate.limited is not None:
         found = (one.estimate.limited, *(one.estimate.limited_interval or ()))
         middle, *ends = (beside_limit(value, one.claim.margin_number) for value in found)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
     limited = one.estimate.limited is not None  # a limit says in its own words what it is of
-    scale = "" if limited or one.claim.transform == "identity" else f" ({one.claim.transform.replace('_', ' ')})"
+    scale = (
+        "" if limited or one.claim.transform == "identity" else f" ({one.claim.transform.replace('_', ' ')})"
+    )
     metric = f"{one.claim.metric}{scale}"
     counted = "{} and {}".format(*one.claim.num_runs) if one.claim.num_runs else str(one.claim.num_pairs)
     return [metric, steps, counted, difference, one.claim.margin_text, bound, outcome(one)]

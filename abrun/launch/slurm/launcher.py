@@ -16,7 +16,6 @@ from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.plan import Plan, pairs
-from abrun.processes import STARVED
 from abrun.reasons import Code, Reason
 from abrun.recipe import Slurm, limit_s
 from abrun.regular_files import read_tail
