@@ -156,7 +156,7 @@ def test_steps_recorded_twice(tmp_path, abrun, snapshot):
     done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
     assert (done.returncode, done.stderr) == (0, "")
     (note,) = json.loads((tmp_path / "report" / "verdict.json").read_text())["notes"]
-    snapshot(note["note"])
+    snapshot(note)
 
 
 @pytest.mark.parametrize(

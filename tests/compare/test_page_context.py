@@ -116,7 +116,7 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     def typed(line):
         return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
 
-    assert typed("abrun launch 'my own/a.yaml' --resume")[0] == "abrun sensitivity 'my own/a.yaml'"
+    assert typed("abrun launch 'my/own a.yaml' --resume")[0] == "abrun sensitivity 'my/own a.yaml'"
     assert typed("abrun launch quickstart --jobs 2")[0] == "abrun sensitivity quickstart"
     set_so = "abrun launch quickstart --set seeds=[1] --name x --set=steps=9 --launcher slurm --seeds 0-3"
     assert typed(set_so)[0] == (
@@ -225,7 +225,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
-    assert "(here a tenth of the 0.4" in first.text
+    assert " tenth of the 0.4" in first.text
     claim = '"primary": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
