@@ -27,4 +27,4 @@ def test_the_examples_of_a_command_are_taken(name: str) -> None:
     assert [words for words in examples if problem_of(words)] == []
     assert all(words[0] == name for words in examples[:1])
     outputs = [option.opts for option in GROUP.commands[name].params if "--output" in option.opts]
-    assert outputs in ([], [["--output", "-o"]]), "the same short form everywhere"
+    assert outputs in ([], [["--output", "-o"]])  # the same short form everywhere

@@ -44,7 +44,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
-    assert notes(plan) == [], "a setting without effect"
+    assert notes(plan) == []  # a setting without effect
     controls = recipe.controls
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns
@@ -54,7 +54,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     launched = tmp_path / path.stem
     launched.mkdir()
     (launched / "experiment.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))
-    assert load_recipe(launched) == recipe, "an experiment's folder is what it was launched with"
+    assert load_recipe(launched) == recipe  # an experiment's folder is what it was launched with
 
 
 @each_recipe

@@ -116,7 +116,7 @@ def of_dtensor() -> dict[str, Any]:
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     rows, batch = found["rows"], some_batch()
     known = real(batch)[rows]
-    assert found["same"], "own routes replayed change nothing, to the bit"
+    assert found["same"]  # own routes replayed change nothing, to the bit
     assert torch.equal(found["routes"][known], expected["routes"][rows][known])
     assert not found["routes"][~known].any()
     for told in ("", "told "):

@@ -168,7 +168,7 @@ def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
         _meet(SECOND)
         signs.append(progress.signs(lines)[0])
     assert [sign.waits for sign in signs] == [True, False]
-    assert signs[0].time_s == signs[1].time_s, "waiting is no sign of life"
+    assert signs[0].time_s == signs[1].time_s  # waiting is no sign of life
 
 
 @pytest.mark.parametrize(

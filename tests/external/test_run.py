@@ -153,7 +153,7 @@ def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
     slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.7", "steps=5")
     directory = prepared(tmp_path, *slow)
     assert start(directory).wait(60) == 0
-    assert len(rows(directory)) > 5, "no step was told before its late value came: the test shows nothing"
+    assert len(rows(directory)) > 5  # no step was told before its late value came: the test shows nothing
     metrics = store.RunDir(directory).metrics()
     assert metrics["train/loss"].values[:3].tolist() == [-1.0] * 3
     assert (metrics["train/reward"].values[1:] > 0.3).all() and len(metrics["train/reward"]) == 5
@@ -514,7 +514,7 @@ def test_a_finished_command_whose_rows_are_lost_is_run_again(
     after = store.RunDir(directory).metrics()["train/reward"]
     assert after.steps.tolist() == [1, 2, 3] and after.values.tolist() == before.values.tolist()
     attempts = [store.RunDir(tmp_path / "foreign" / str(run.name)).last_attempt for run in plan.runs]
-    assert sorted(attempts) == [1, 2], "the other stays as it is"
+    assert sorted(attempts) == [1, 2]  # the other stays as it is
 
 
 def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:

@@ -704,13 +704,13 @@ def test_resume_says_of_which_other_code_the_earlier_runs_are(
     store.write_json(environment, {"versions": versions})
     packages = "made with numpy 2.1 so far, going on with 2.2"
     end = ": runs may differ by that, whatever their arm"
-    assert said_by(1) == [f"small: {packages}{end}"], "not of packages that its runs do not import"
+    assert said_by(1) == [f"small: {packages}{end}"]  # not of packages that its runs do not import
     environment.unlink()
     assert said_by(1) == []
     commit = f"made from commit {'a' * 7} so far, going on from {'b' * 7} with git-1.diff"
     assert said_by(1, sha="b" * 40, diff="git-1.diff") == [f"small: {commit}{end}"]
     behave()
-    assert said_by(0, diff=None) and said_by(0, sha="c" * 40) == [], "nothing is left to be run"
+    assert said_by(0, diff=None) and said_by(0, sha="c" * 40) == []  # nothing is left to be run
 
 
 def test_a_launch_names_packages_in_untested_versions(
@@ -720,9 +720,8 @@ def test_a_launch_names_packages_in_untested_versions(
     monkeypatch.setattr(requirements, "installed_version", installed.get)
     observer = Silent()
     assert launch(tmp_path, "seeds=[0, 1]", observer=observer).exit_code == 0
-    assert [line.partition(":")[0] for line in observer.said] == ["torch 99.0", "triton 3.5"], (
-        "not of a package that no run imports"
-    )
+    # not of a package that no run imports
+    assert [line.partition(":")[0] for line in observer.said] == ["torch 99.0", "triton 3.5"]
 
 
 def test_a_finished_run_that_lost_rows_is_repaired(tmp_path: Path) -> None:
@@ -927,7 +926,7 @@ def test_a_run_of_our_own_gets_the_variables_of_its_recipe() -> None:
     recipe = load_recipe(SMALL, ["trainer.env={SOME_SWITCH: on-, OMP_NUM_THREADS: '5'}"])
     found = environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
     assert found["SOME_SWITCH"] == "on-"
-    assert found["OMP_NUM_THREADS"] == "1", "a rank on CPU cores has one thread, whatever a recipe says"
+    assert found["OMP_NUM_THREADS"] == "1"  # a rank on CPU cores has one thread, whatever a recipe says
     assert environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
 
 

@@ -58,8 +58,8 @@ def test_arms_with_equal_gradients_are_named(snapshot: Snapshot) -> None:
     snapshot(sentence(equal))
     assert reasons(change, TWO) == []
     of_tokens = "algorithm.importance_correction={type: truncated, high: 2.0}"
-    assert len(reasons(change, of_tokens)) == 1, "whose weights differ from token to token"
-    assert len(reasons(change, "arms.treatment.steps=5")) == 1, "which is a difference"
+    assert len(reasons(change, of_tokens)) == 1  # whose weights differ from token to token
+    assert len(reasons(change, "arms.treatment.steps=5")) == 1  # which is a difference
     assert len(reasons(change, "arms.treatment.algorithm.minibatches_per_step=2")) == 0
 
 

@@ -47,7 +47,7 @@ class Watched:
                 with self._lock:
                     self.places.append(tuple(place.gpus))
                     self.using.update(place.gpus)
-                    assert max(self.using.values()) == 1, "a GPU that somebody else uses"
+                    assert max(self.using.values()) == 1  # a GPU that somebody else uses
                     self.most_at_once = max(self.most_at_once, sum(self.using.values()))
                 time.sleep(MEASURING_S)
                 with self._lock:

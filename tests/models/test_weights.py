@@ -43,7 +43,7 @@ def test_the_seed_decides_the_presets_weights_and_nothing_else() -> None:
     expected_draw = torch.rand(())
     torch.manual_seed(5)
     first = preset(3).state_dict()
-    assert torch.rand(()) == expected_draw, "loading a model must not consume the global generator"
+    assert torch.rand(()) == expected_draw  # loading a model must not consume the global generator
     torch.rand(100)
     again, other = preset(3).state_dict(), preset(4).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -83,7 +83,7 @@ def test_after_each_of_twenty_syncs_the_weights_are_the_newest(sampling: Samplin
         error = sampling.error(completions)
         largest = max(largest, float(error.max()))
         assert float(error.exp().mean()) <= 1.00001, step
-        assert completions != before, "the log-probs are those of another policy"
+        assert completions != before  # the log-probs are those of another policy
         before = completions
     print(f"20 syncs: largest difference {largest:.2e}")
     assert largest <= PARITY
@@ -104,7 +104,7 @@ def test_near_temperature_zero_too(sampling: Sampling) -> None:
 
 def test_a_row_has_its_draws_whatever_it_is_sampled_beside(sampling: Sampling) -> None:
     together = sampling.generate()
-    assert tokens(sampling.generate()) == tokens(together), "arms of one seed sample alike"
+    assert tokens(sampling.generate()) == tokens(together)  # arms of one seed sample alike
     for number in range(len(PROMPTS)):
         rows = range(number, number + 1)
         (alone,) = sampling.engine.generate(PROMPTS[number : number + 1], draws(rows=rows))

@@ -231,7 +231,7 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vllm.events.append("empty_cache"))
     monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
     engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
-    assert not engine.wake(), "it has not slept"
+    assert not engine.wake()  # it has not slept
     loads = ["load_weights", "kv_cache", "reset_prefix_cache"]
     for free_bytes, expected in (
         ([16 * GIB, 12 * GIB], ["weights", *loads]),
@@ -244,10 +244,10 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
         vllm.events.clear()
         assert engine.wake()
         assert (attn.scale.item(), attn.impl.alibi_slopes.tolist()) == (3.0, [0.5, 0.25])
-        assert attn.kv_cache.isnan().all(), "its memory is away still"
+        assert attn.kv_cache.isnan().all()  # its memory is away still
         engine.load(iter([]))
         assert vllm.events == expected
-        assert not engine.wake(), "its weights are there"
+        assert not engine.wake()  # its weights are there
 
 
 def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> None:

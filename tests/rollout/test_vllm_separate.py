@@ -65,7 +65,7 @@ def test_after_each_sync_the_weights_are_the_newest(
         error = sampling.error(sampling.generate())
         assert float(error.max()) <= PARITY and float(error.exp().mean()) <= 1.00001
     sampling.backend = backend_of(config_of(), seed=2)
-    assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05, "stale weights are seen"
+    assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05  # stale weights are seen
 
 
 def test_fewer_sequences_than_engines(sampling: SamplingApart) -> None:

@@ -85,7 +85,7 @@ def test_a_run_whose_launcher_was_killed_before_it_noted_the_process(tmp_path: P
     assert not killed_at(10**9, run.path, lambda: run.begin_launch(["cpu"], None))
     assert run.state(NAME).status == "interrupted", "nothing has begun"
     run.begin_attempt()
-    assert run.state(NAME).status == "running", "its process lives on, to save a checkpoint"
+    assert run.state(NAME).status == "running"  # its process lives on, to save a checkpoint
     path = run.path / "attempts" / "0001.json"
     store.write_json(path, store.read_json(path) | owner.process(sleep.pid))
     sleep.kill()

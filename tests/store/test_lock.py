@@ -145,7 +145,7 @@ def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch
     assert taken_over.value.reason == Code.TAKEN_OVER(path=tmp_path / store.LOCK, owner=owner)
     older.close()
     newer.refresh()
-    assert store.launcher_of(tmp_path), "the older one has not given back what is the newer one's"
+    assert store.launcher_of(tmp_path)  # the older one has not given back what is the newer one's
     with pytest.raises(store.Locked):
         taken(tmp_path)
     newer.close()

@@ -311,7 +311,7 @@ def test_saving_goes_on_beside_whatever_lies_among_the_checkpoints(run: RunDir, 
         save(run, OneTensor(1.0), step)
     left = sorted(path.name for path in run.checkpoints.iterdir())
     assert left == ["step-0000002", "step-000003", "step-000004"]
-    assert (tmp_path / "elsewhere" / "state.json").is_file(), "what a link leads to is not abrun's to remove"
+    assert (tmp_path / "elsewhere" / "state.json").is_file()  # what a link leads to is not abrun's to remove
 
 
 def test_a_folder_that_cannot_be_listed_is_one_line_and_no_start_from_step_0(
@@ -383,8 +383,8 @@ def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
 def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, 2, tmp_path / "run")
     assert first[:2] == [1, [10.0] * 3] and second[:2] == [1, [11.0] * 3]
-    assert first[2] == second[2] and "cannot be written" in first[2], "and neither waits for the other"
-    assert first[3] == ["step-000001", "step-000002"], "and the other rank's shard goes at once"
+    assert first[2] == second[2] and "cannot be written" in first[2]  # and neither waits for the other
+    assert first[3] == ["step-000001", "step-000002"]  # and the other rank's shard goes at once
     ((step, reason),) = told(RunDir(tmp_path / "run"), "checkpoint_damaged")
     assert step == 2 and reason.startswith("rank-1.safetensors does not have")
 
