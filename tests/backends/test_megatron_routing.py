@@ -209,5 +209,5 @@ def test_what_would_be_wrong_is_seen(on_two: list[list[dict[str, Any]]], group: 
 
 @pytest.mark.parametrize("setting", [{"replay_routing": True}, {"router_aux_loss_coefficient": 0.1}], ids=str)
 def test_a_model_without_routers_is_refused_in_one_line(setting: dict[str, Any], group: None) -> None:
-    with pytest.raises(RecipeError, match=r"^policy\.\w+: got .* which has no routers .*; use [^\n]*$"):
+    with pytest.raises(RecipeError, match=r"^policy\.\w+: got .* no routers .*; use [^\n]*$"):
         make_backend("qwen2", **setting)

@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_family_without_a_plan_is_refused() -> None:
     network: Any = tiny("gemma2")
-    with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, which there is no plan for; use 1"):
+    with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, .* use 1"):
         check_fits(network, 2, sequence_parallel=False)
 
 
