@@ -209,8 +209,10 @@ def test_without_locks_of_the_kernel_the_process_tells(
 def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / store.LOCK)
     assert store.launcher_of(tmp_path) is None
-    with pytest.raises(StoreError, match="not a regular file"):
+    with pytest.raises(StoreError) as refusal:
         taken(tmp_path)
+    reason = refusal.value.reason
+    assert reason and reason.code is Code.UNWRITABLE and "regular file" in reason["error"]
 
 
 def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(
