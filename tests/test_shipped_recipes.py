@@ -112,7 +112,7 @@ def test_its_run_states_differences_alone(path: Path, tmp_path: Path) -> None:
     for key in dotted({part: tree[part] for part in tree if part in run_fields}):
         shortened.write_text(yaml.safe_dump(_without(tree, key)))
         try:
-            assert load_recipe(shortened) != recipe, f"{key} is what it is by default: leave it out"
+            assert load_recipe(shortened) != recipe, f"{key} has its default: leave it out"
         except RecipeError:
             continue  # it has to be there
 

@@ -248,7 +248,7 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Sna
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
     line = '{"question": "How many?", "answer": "#### 6"}\n'
     (tmp_path / "here.jsonl").write_text(line)
-    (tmp_path / "long.jsonl").write_text(line * 30_000 + "which nobody looks at\n")
+    (tmp_path / "long.jsonl").write_text(line * 30_000 + "not looked at\n")
     (tmp_path / "late.jsonl").write_text("\n" * 2**20 + line)
     (tmp_path / "bad.jsonl").write_text(line + '{"question": "How many?", "answer": "6"}\n')
     (tmp_path / "half.jsonl").write_text(line.replace("How", "\\ud800"))

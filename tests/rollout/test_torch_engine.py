@@ -268,7 +268,7 @@ def test_in_bfloat16_the_samplers_own_sets_agree_better(filters: dict[str, float
     for batch in (own, exact):
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess.append(float(error[batch.token_mask].mean()) - 1)
-    print(filters, "token_mult_prob_error - 1, own and exact sets:", excess)
+    print(filters, "token_mult_prob_error - 1, own, exact sets:", excess)
     assert excess[1] < excess[0] / 1.5
 
 

@@ -104,6 +104,6 @@ def test_the_memory_of_cache_and_graphs_is_given_back(replays: list[int]) -> Non
             sampled(engine, step)
             torch.cuda.synchronize()
             seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        print(json.dumps({"allocated and reserved bytes after each call": seen}))
+        print(json.dumps({"allocated, reserved, each call": seen}))
         assert replays
         assert len(set(seen[2:])) == 1, seen
