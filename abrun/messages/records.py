@@ -67,12 +67,14 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
 
 
 def print_reason(reason: Reason) -> None:
-    """Tell the parent of this process a reason: a line of JSON on the standard output."""
-    print(json.dumps(coded(reason)), flush=True)
+    """Tell whoever reads this process's output a reason: a line of JSON, written at once."""
+    print(f"{json.dumps(coded(reason))}\n", end="", flush=True)
 
 
 def printed_reason(line: str) -> Reason | None:
     """Return the reason of a line that `print_reason` wrote; None for any other line."""
+    if not line.startswith("{"):
+        return None
     try:
         return stored_reason(json.loads(line), None)
     except (ValueError, RecursionError):
