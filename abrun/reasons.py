@@ -353,6 +353,7 @@ class Code(StrEnum):
     HEADS_CUT_UNEVENLY = auto()
     START_NOT_A_CHECKPOINT = auto()
     START_AFTER_LAST_STEP = auto()
+    START_DOES_NOT_FIT = auto()
     CHECKPOINT_FILE_UNREADABLE = auto()
     CHECKPOINT_FILE_TRUNCATED = auto()
     SAVE_TIME_TOO_LONG = auto()
@@ -632,7 +633,6 @@ class Code(StrEnum):
 
     # Refusals: run directories and logs
     PERMISSION_DENIED = auto()
-    STATE_UNREADABLE = auto()
     PATH_UNREADABLE = auto()
     EXPERIMENT_FILE_NOT_A_FILE = auto()
     NO_EXPERIMENT = auto()

@@ -17,10 +17,6 @@ def _denied(path: str, owner: str | None, fix: str | None) -> str:
 
 MESSAGES = {
     Code.PERMISSION_DENIED: Message(_denied, meaning="this user may not read a file or folder"),
-    Code.STATE_UNREADABLE: Message(
-        lambda file, path, problem: f"{file} {problem.removeprefix(f'{path}: ')}",
-        meaning="the state of a checkpoint cannot be read",
-    ),
     Code.PATH_UNREADABLE: Message("{path}: cannot be read: {error}"),
     Code.EXPERIMENT_FILE_NOT_A_FILE: Message("{path}: not a file: restore it"),
     Code.NO_EXPERIMENT: Message("{directory}: no experiment here", remedy="{nearby}"),
