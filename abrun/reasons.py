@@ -353,6 +353,7 @@ class Code(StrEnum):
     HEADS_CUT_UNEVENLY = auto()
     START_NOT_A_CHECKPOINT = auto()
     START_AFTER_LAST_STEP = auto()
+    START_DOES_NOT_FIT = auto()
     CHECKPOINT_FILE_UNREADABLE = auto()
     CHECKPOINT_FILE_TRUNCATED = auto()
     SAVE_TIME_TOO_LONG = auto()
@@ -632,7 +633,6 @@ class Code(StrEnum):
 
     # Refusals: run directories and logs
     PERMISSION_DENIED = auto()
-    STATE_UNREADABLE = auto()
     PATH_UNREADABLE = auto()
     EXPERIMENT_FILE_NOT_A_FILE = auto()
     NO_EXPERIMENT = auto()
@@ -658,6 +658,12 @@ class Code(StrEnum):
     RUN_IS_EXPERIMENT = auto()
     SYNC_NEEDS_SECTION = auto()
     RUNS_NOT_SENT = auto()
+    STEPS_SENT = auto()
+    MIRROR_NOT_BEGUN = auto()
+    MIRROR_STOPPED = auto()
+    MIRROR_NOT_ENDED = auto()
+    REPORT_SENT = auto()
+    WANDB_SWITCHED_OFF = auto()
     LOG_OF_ARM = auto()
     NO_RUN_OR_EXPERIMENT = auto()
     RUNS_DIR_MISSING = auto()

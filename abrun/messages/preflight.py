@@ -279,6 +279,9 @@ MESSAGES = {
         remedy="use a divisor of {heads} that divides {key_value_heads} or is a multiple of it",
     ),
     # Checkpoints
+    Code.START_DOES_NOT_FIT: Message(
+        "{field}: got {folder!r}: {problem}", remedy="give a checkpoint of a run of the same model"
+    ),
     Code.START_NOT_A_CHECKPOINT: Message(
         "checkpoint.start_from: got {folder!r}, which is no checkpoint ({problem})",
         remedy="give a folder such as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050",

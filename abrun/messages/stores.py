@@ -17,10 +17,6 @@ def _denied(path: str, owner: str | None, fix: str | None) -> str:
 
 MESSAGES = {
     Code.PERMISSION_DENIED: Message(_denied, meaning="this user may not read a file or folder"),
-    Code.STATE_UNREADABLE: Message(
-        lambda file, path, problem: f"{file} {problem.removeprefix(f'{path}: ')}",
-        meaning="the state of a checkpoint cannot be read",
-    ),
     Code.PATH_UNREADABLE: Message("{path}: cannot be read: {error}"),
     Code.EXPERIMENT_FILE_NOT_A_FILE: Message("{path}: not a file: restore it"),
     Code.NO_EXPERIMENT: Message("{directory}: no experiment here", remedy="{nearby}"),
@@ -63,6 +59,23 @@ MESSAGES = {
         "{directory}: no run of it has a section wandb", remedy="set wandb in the recipe"
     ),
     Code.RUNS_NOT_SENT: Message("wandb: {failed} of {runs} runs were not sent: {first}"),
+    Code.STEPS_SENT: Message(
+        lambda steps, url: f"{steps} step{'' if steps == 1 else 's'} sent{f', {url}' if url else ''}",
+        meaning="what wandb lacked of a run was sent",
+    ),
+    Code.MIRROR_NOT_BEGUN: Message(
+        lambda error, offline: (
+            f"{error} This run {'is mirrored offline' if offline else 'goes on without a mirror'}."
+        ),
+        meaning="wandb does not begin a run's mirror",
+    ),
+    Code.MIRROR_STOPPED: Message("stopped mirroring: {error}"),
+    Code.MIRROR_NOT_ENDED: Message("did not finish: {error}"),
+    Code.REPORT_SENT: Message(
+        lambda url, folder: f"The report is in wandb: {url or f'offline in {folder}; wandb sync sends it'}",
+        meaning="a report was uploaded, or recorded offline",
+    ),
+    Code.WANDB_SWITCHED_OFF: Message("wandb is switched off here, as by WANDB_MODE=disabled"),
     Code.LOG_OF_ARM: Message("{directory}: an arm of {parent}", remedy="give one of its runs: {runs}"),
     Code.NO_RUN_OR_EXPERIMENT: Message(
         "{directory}: no run and no experiment is here, nor under --runs-dir",
