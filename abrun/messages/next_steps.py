@@ -12,8 +12,8 @@ def _test_on_fresh_seeds(launched: bool) -> str:
     return "Declare the claim, and test it on fresh seeds" if launched else "Test the claim on fresh seeds"
 
 
-def _train_longer(problem: str | None) -> str:
-    nothing = f"show nothing: {problem}" if problem else "not have shown it (see the reasons)"
+def _train_longer(nothing_shown: str | None) -> str:
+    nothing = f"show nothing: {nothing_shown}" if nothing_shown else "not have shown it (see the reasons)"
     return f"These runs could {nothing}; if they were too short, train longer"
 
 
@@ -28,23 +28,24 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
     return offered
 
 
-def _declare_margin(margin: str, needed: str | None) -> str:
+def _declare_margin(margin: str, claim_needs: str | None) -> str:
     text = f"Declare a margin that you accept ({margin}), and test it on fresh seeds"
-    return f"{text}: {needed}" if needed else text
+    return f"{text}: {claim_needs}" if claim_needs else text
 
 
-def _declare_rounding(untested: Sequence[str]) -> str:
+def _declare_rounding(untested_metrics: Sequence[str]) -> str:
     text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
-    if not untested:
+    if not untested_metrics:
         return text
-    return f"{text}; untested stays, as rounding may well take fresh seeds further: {', '.join(untested)}"
+    untested = ", ".join(untested_metrics)
+    return f"{text}; untested stays, as rounding may well take fresh seeds further: {untested}"
 
 
-def _claim_what_shows(margin: str | None, fresh: bool) -> str:
+def _claim_what_shows(other_margin: str | None, launched: bool) -> str:
     text = "Leave out what these runs cannot show"
-    if margin is not None:
-        text = f"Claim what these runs can show, within a margin that you accept ({margin})"
-    return f"{text}, on fresh seeds" if fresh else text
+    if other_margin is not None:
+        text = f"Claim what these runs can show, within a margin that you accept ({other_margin})"
+    return f"{text}, on fresh seeds" if launched else text
 
 
 def _margin_exceeded(paired: bool) -> str:
@@ -66,9 +67,9 @@ def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
     return f"{text} ({if_differing}, if they differ as they do here)" if if_differing else text
 
 
-def _train_for_look(seeds: Sequence[int]) -> str:
-    noun = "seed" if len(seeds) == 1 else "seeds"
-    return f"A declared look is still to come: train both arms on {noun} {','.join(map(str, seeds))}"
+def _train_for_look(seeds_to_come: Sequence[int]) -> str:
+    noun = "seed" if len(seeds_to_come) == 1 else "seeds"
+    return f"A declared look is still to come: train both arms on {noun} {','.join(map(str, seeds_to_come))}"
 
 
 def _train_two_each(paired: bool) -> str:
@@ -132,7 +133,9 @@ MESSAGES = {
     ),
     Code.PLAN_WIDER_MARGIN: Message("{needed}: see what a wider one takes"),
     Code.TRAIN_MORE_PAIRS: Message("{needed}"),
-    Code.DOUBLE_PROMPTS: Message("Or twice the validation prompts, with which {num_pairs} pairs would do"),
+    Code.DOUBLE_PROMPTS: Message(
+        "Or twice the validation prompts, with which {pairs_with_prompts} pairs would do"
+    ),
     Code.CLAIM_WHAT_SHOWS: Message(
         _claim_what_shows, meaning="leave out, or replace, the claims that these runs cannot show"
     ),
@@ -157,10 +160,10 @@ MESSAGES = {
     ),
     Code.NARROW_INTERVAL: Message("More pairs narrow the interval"),
     Code.OTHER_SEEDS_ALONE: Message(
-        "Train the other seeds of the reference ({seeds:list}), then compare those alone"
+        "Train the other seeds of the reference ({seeds_left:list}), then compare those alone"
     ),
     Code.OTHER_SEED_TOO: Message(
-        "Train the other seeds of the reference too ({seeds:list}), then compare again"
+        "Train the other seeds of the reference too ({seeds_left:list}), then compare again"
     ),
     # Where no verdict can be given
     Code.CALL_VERSIONS_TREATMENT: Message(

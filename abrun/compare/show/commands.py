@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from abrun.compare.judge.description import claim_on
 from abrun.compare.read.experiment import Experiment
+from abrun.compare.show.facts import ENGINE_ERRORS, Facts
 from abrun.compare.show.pasted import AGAIN, UNPAIRED, folder_of, name_of
 from abrun.plan import compare_hash
 from abrun.reasons import Code, Reason
@@ -65,74 +67,153 @@ def declared_options(experiment: Experiment, num_pairs: int | None = None) -> st
     return "" if looks == compare.looks else " --set compare.looks=[]"
 
 
-def stages(experiment: Experiment) -> str:
-    """Return the options that an experiment with looks is launched with, however it was begun."""
-    looks = experiment.compare.looks
-    return f"--until-decided --max-seeds {looks[-1]} " if looks else ""
+# --- commands of one rule each ---
 
 
-def resumed(experiment: Experiment) -> str:
-    return f"abrun launch RECIPE {stages(experiment)}--name {folder_name(experiment)} --resume"
+def fresh(facts: Facts) -> FreshRuns:
+    return fresh_runs(facts.experiment)
 
 
-def longer(experiment: Experiment) -> str:
-    """Return the launch of twice the steps."""
-    grid = experiment.all_steps()
-    steps = f"--set steps={2 * int(grid[-1]) if len(grid) else 1}{declared_options(experiment)}"
-    name = folder_name(experiment, "-longer")
-    return f"abrun launch RECIPE {steps} {stages(experiment)}--name {name}"
+def three_seeds(facts: Facts) -> FreshRuns:
+    return fresh_runs(facts.experiment, 3)
 
 
-def in_float32(experiment: Experiment) -> str:
-    options = "--set policy.dtype=float32 --set steps=1 --set 'controls={}'"
-    return f"abrun launch RECIPE {options} --name {folder_name(experiment, '-float32')}"
+def fresh_that_decide(facts: Facts) -> FreshRuns:
+    return fresh_runs(facts.experiment, facts.num_that_decide)
 
 
-def planned(experiment: Experiment) -> str:
-    return f"abrun plan RECIPE{declared_options(experiment)} --from {name_of(experiment)}"
+def fresh_in_stages(facts: Facts) -> str:
+    """Return the same with interim analyses after each third of its pairs."""
+    looks = [-(-(facts.num_that_decide or 0) * third // 3) for third in (1, 2, 3)]
+    return f"{fresh_that_decide(facts).command} --looks {listed(looks)}"
 
 
-def frozen(experiment: Experiment) -> str:
-    """Return what freezes all runs, with the claims unless they were declared."""
-    of, file = "RUNS", f"{name_of(experiment)}.json"
-    if experiment.directory:
-        of, file = name_of(experiment), f"{folder_name(experiment)}.json"
-    declared = compare_hash(experiment.compare) == experiment.launched_compare_sha256
-    return f"abrun freeze {of}{'' if declared else claim_options(experiment)} --output {file}"
+def fresh_with_prompts(facts: Facts) -> str:
+    command = fresh_runs(facts.experiment, facts.pairs_with_prompts).command
+    return f"{command} --set validation.num_prompts={2 * facts.prompt_limited[0].num_prompts}"
 
 
-def compared(experiment: Experiment, *, paired: bool = True) -> str:
-    """Return the comparison of the same runs with the experiment's claims."""
-    return f"abrun compare RUNS{'' if paired else UNPAIRED}{claim_options(experiment)}"
+def fresh_with_rounding(facts: Facts) -> FreshRuns:
+    tolerances = {"step_one_tolerance": facts.rounding_tolerances}
+    compare = facts.experiment.compare.model_copy(update=tolerances)
+    needed = max((one.power.pairs_needed or 0 for one in facts.undecided), default=0)
+    return fresh_runs(replace(facts.experiment, compare=compare), needed or None)
 
 
-def in_stages(fresh: FreshRuns, num_pairs: int) -> str:
-    """Return the same command with interim analyses after each third of its pairs; empty: too few pairs."""
-    looks = [-(-num_pairs * third // 3) for third in (1, 2, 3)]
-    return f"{fresh.command} --looks {listed(looks)}" if looks[0] >= 2 else ""
+def fresh_with_claim(facts: Facts) -> FreshRuns:
+    return fresh_runs(_with_claim(facts), facts.num_to_claim)
 
 
-def other_seeds(experiment: Experiment, there: set[int], here: set[int]) -> str:
-    """Return what trains and compares the seeds of a reference that later runs lack: several alone."""
+def plan_of_claim(facts: Facts) -> str:
+    return _plan(_with_claim(facts))
+
+
+def plan_of_same(facts: Facts) -> str:
+    return _plan(facts.experiment)
+
+
+def with_other_claims(facts: Facts) -> str | FreshRuns:
+    claimed = claiming(facts.experiment, facts.other_claims)
+    return fresh_runs(claimed) if facts.launched else f"abrun compare RUNS{claim_options(claimed)}"
+
+
+def with_claim(facts: Facts) -> str:
+    return f"abrun compare RUNS{'' if facts.paired else UNPAIRED}{claim_options(_with_claim(facts))}"
+
+
+def over_shared_steps(facts: Facts) -> str:
+    return f"abrun compare RUNS{claim_options(claiming(facts.experiment, facts.held_by_all[0]))}"
+
+
+def at_next_look(facts: Facts) -> str:
+    seeds = listed([*facts.seeds, *facts.seeds_to_come])
+    return f"abrun compare RUNS --seeds {seeds} --looks {listed(facts.experiment.compare.looks)}"
+
+
+def with_other_seeds(facts: Facts) -> str:
+    """Of a reference, where later runs lack some: several are compared alone."""
+    there, here = facts.reference_seeds
     if len(there - here) > 1:
         seeds = listed(sorted(there - here))
-        if experiment.directory:
+        if facts.launched:
             return f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {AGAIN}"
         return f"abrun compare RUNS --seeds {seeds}"
-    if not experiment.directory:
+    if not facts.launched:
         return "abrun compare RUNS"
-    options = f"--seeds {listed(sorted(there | here))} --name {folder_name(experiment)}"
+    options = f"--seeds {listed(sorted(there | here))} --name {folder_name(facts.experiment)}"
     return f"abrun launch RECIPE {options} --resume --no-compare && abrun compare RUNS"
 
 
-def compared_by_name(experiment: Experiment, aliases: dict[str, str]) -> str:
-    """Return the comparison of a launch's runs under the names that they log."""
+def by_other_names(facts: Facts) -> str:
+    experiment = facts.experiment
     assert experiment.directory
     path = folder_of(experiment.directory)
     arms = " ".join(shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms)
-    names = " ".join(f"--alias {shlex.quote(f'{ours}={theirs}')}" for ours, theirs in aliases.items())
-    return f"abrun compare {arms} {names}{claim_options(experiment)}"
+    names = (f"--alias {shlex.quote(f'{ours}={theirs}')}" for ours, theirs in facts.better_aliases.items())
+    return f"abrun compare {arms} {' '.join(names)}{claim_options(experiment)}"
+
+
+def resumed(facts: Facts) -> str:
+    return f"abrun launch RECIPE {_stages(facts)}--name {folder_name(facts.experiment)} --resume"
+
+
+def longer(facts: Facts) -> str:
+    grid = facts.experiment.all_steps()
+    steps = f"--set steps={2 * int(grid[-1]) if len(grid) else 1}{declared_options(facts.experiment)}"
+    return f"abrun launch RECIPE {steps} {_stages(facts)}--name {folder_name(facts.experiment, '-longer')}"
+
+
+def in_float32(facts: Facts) -> str:
+    options = "--set policy.dtype=float32 --set steps=1 --set 'controls={}'"
+    return f"abrun launch RECIPE {options} --name {folder_name(facts.experiment, '-float32')}"
+
+
+def frozen(facts: Facts) -> str:
+    experiment, of, file = facts.experiment, "RUNS", f"{name_of(facts.experiment)}.json"
+    if facts.launched:
+        of, file = name_of(experiment), f"{folder_name(experiment)}.json"
+    return f"abrun freeze {of}{'' if facts.declared else claim_options(experiment)} --output {file}"
+
+
+def status(facts: Facts) -> str:
+    return f"abrun status {name_of(facts.experiment)}"
+
+
+def first_log(facts: Facts) -> str:
+    began = next(run for run in facts.broken if run.status != "missing")
+    return f"abrun logs {name_of(facts.experiment)}/{began.name}"
+
+
+def mismatch(facts: Facts) -> str:
+    before = [f" --step {one.step - 1}" for one in facts.deviating if one.metric in ENGINE_ERRORS]
+    return f"abrun mismatch {_first_run(facts)}{''.join(before[:1])}"  # its first update
+
+
+def samples(facts: Facts) -> str:
+    step = f" --step {facts.deviating[0].step}" if facts.deviating else ""
+    other = f"{name_of(facts.experiment)}/{facts.experiment.baseline}/seed-{facts.first_run[1]}"
+    return f"abrun samples {_first_run(facts)} --against {other}{step}"
 
 
 def listed(seeds: Sequence[int]) -> str:
     return ",".join(map(str, seeds))
+
+
+def _first_run(facts: Facts) -> str:
+    arm, seed = facts.first_run
+    return f"{name_of(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
+
+
+def _with_claim(facts: Facts) -> Experiment:
+    assert facts.claimable
+    return claiming(facts.experiment, [claim_on(facts.claimable)])
+
+
+def _plan(experiment: Experiment) -> str:
+    return f"abrun plan RECIPE{declared_options(experiment)} --from {name_of(experiment)}"
+
+
+def _stages(facts: Facts) -> str:
+    """An experiment with looks is launched in stages, however it was begun."""
+    looks = facts.experiment.compare.looks
+    return f"--until-decided --max-seeds {looks[-1]} " if looks else ""

@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,18 +13,18 @@ from abrun.compare.judge.by_prompt import ByPrompt
 from abrun.compare.judge.description import Description, claim_on, claimable
 from abrun.compare.judge.grids import held_by_all
 from abrun.compare.judge.guards import Guard
-from abrun.compare.judge.machines import versions_follow_arms
 from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.judge.step_one import StepOne
 from abrun.compare.judge.verdict_file import VerdictFile, values_of
-from abrun.compare.read.experiment import Experiment, RecordedRun, no_shared_step
+from abrun.compare.read.experiment import Experiment, RecordedRun
 from abrun.compare.read.samples import samples_in
-from abrun.compare.show.commands import claiming
 from abrun.errors import StoreError
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
+
+ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,16 @@ class Facts:
         return self.experiment.directory is not None
 
     @property
-    def with_reference(self) -> bool:
-        return self.experiment.regression
+    def paired(self) -> bool:
+        return self.content.paired
 
     @property
-    def can_be_frozen(self) -> bool:
-        """A reference takes claims alone: later runs are compared seed by seed, their first step too."""
-        compare = self.experiment.compare
-        declared = compare_hash(compare) == self.experiment.launched_compare_sha256
-        return declared or (self.content.paired and compare.step_one)
+    def regression(self) -> bool:
+        return self.experiment.regression
+
+    @cached_property
+    def declared(self) -> bool:
+        return compare_hash(self.experiment.compare) == self.experiment.launched_compare_sha256
 
     # --- what fails ---
 
@@ -63,14 +64,10 @@ class Facts:
     def differing(self) -> list[PrimaryResult]:
         return [claim for claim in self.content.primaries if claim.result == "different"]
 
-    @cached_property
-    def engines_deviating(self) -> list[StepOne]:
-        return [one for one in self.deviating if one.metric in (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)]
-
     @property
     def engines_differ(self) -> bool:
         of_engines = ("prob_error" in guard.guard or "kl_error" in guard.guard for guard in self.failing)
-        return bool(self.engines_deviating) or any(of_engines)
+        return any(one.metric in ENGINE_ERRORS for one in self.deviating) or any(of_engines)
 
     @cached_property
     def first_run(self) -> tuple[str, int]:
@@ -108,13 +105,16 @@ class Facts:
         }
 
     @cached_property
-    def look_seeds(self) -> tuple[list[int], list[int]]:
-        """The seeds of others' runs, and those that their next declared look waits for."""
-        experiment = self.experiment
-        pairs = max((experiment.pairs(arm) for arm in experiment.treatments), key=len)
-        seeds = [pair.seed for pair in pairs]
-        missing = next(look for look in experiment.compare.looks if look > len(seeds)) - len(seeds)
-        return seeds, [*range(max(seeds) + 1, max(seeds) + 1 + missing)]
+    def seeds(self) -> list[int]:
+        """Those of the treatment with most pairs."""
+        of_arms = ([pair.seed for pair in self.experiment.pairs(arm)] for arm in self.experiment.treatments)
+        return max(of_arms, key=len)
+
+    @property
+    def seeds_to_come(self) -> list[int]:
+        """Seeds that the next declared look of others' runs waits for."""
+        missing = next(n for n in self.experiment.compare.looks if n > len(self.seeds)) - len(self.seeds)
+        return [*range(max(self.seeds) + 1, max(self.seeds) + 1 + missing)]
 
     @cached_property
     def untestable(self) -> bool:
@@ -148,6 +148,10 @@ class Facts:
         return Code.PAIRS_DECIDE(count=count, paired=paired, if_differing=more), count
 
     @property
+    def needed(self) -> Reason:
+        return self.pairs_that_decide[0]
+
+    @property
     def num_that_decide(self) -> int | None:
         return self.pairs_that_decide[1]
 
@@ -155,6 +159,10 @@ class Facts:
     def prompt_limited(self) -> list[ByPrompt]:
         """Where twice the validation prompts would spare pairs."""
         return [one for one in self.content.by_prompt if _spares_pairs(one)]
+
+    @property
+    def pairs_with_prompts(self) -> int | None:
+        return self.prompt_limited[0].pairs_needed_with_twice
 
     # --- rounding at the first step ---
 
@@ -175,11 +183,6 @@ class Facts:
         return {**(declared if isinstance(declared, dict) else {}), **tolerances}
 
     @property
-    def with_tolerances(self) -> Experiment:
-        changed = {"step_one_tolerance": self.rounding_tolerances}
-        return replace(self.experiment, compare=self.experiment.compare.model_copy(update=changed))
-
-    @property
     def untested_metrics(self) -> list[str]:
         """Metrics of the first step that stay untested: they are not told from noise.
 
@@ -192,18 +195,15 @@ class Facts:
 
     @cached_property
     def nothing_shown(self) -> Reason | None:
-        """Why the launched runs could have shown nothing of their reward."""
+        """Why launched runs without a claim could have shown nothing of their reward."""
+        if self.content.primaries:
+            return None
         sides = self.experiment.sides(self.experiment.treatments[0]).finished
         return no_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
     def claimable(self) -> Description | None:
         return claimable(self.experiment)
-
-    @property
-    def with_claim(self) -> Experiment:
-        assert self.claimable
-        return claiming(self.experiment, [claim_on(self.claimable)])
 
     @cached_property
     def margin(self) -> Reason:
@@ -253,6 +253,11 @@ class Facts:
             return []
         return self.kept_claims or ([claim_on(self.claimable)] if self.claimable else [])
 
+    @property
+    def other_margin(self) -> Reason | None:
+        """The margin of a claim that replaces all; None: it is enough to leave some out."""
+        return None if self.kept_claims else self.margin
+
     # --- seeds and steps that arms share ---
 
     @cached_property
@@ -266,7 +271,7 @@ class Facts:
         there, here = self.reference_seeds
         return sorted(there - here)
 
-    @property
+    @cached_property
     def can_unpair(self) -> bool:
         unpaired = values_of(self.content, Code.NO_SHARED_SEED, Code.UNPAIRED_SEEDS)
         return any(values["can_unpair"] for values in unpaired)
@@ -276,14 +281,6 @@ class Facts:
         experiment = self.experiment
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         return sorted(set.intersection(*of_arms)) if of_arms else []
-
-    @property
-    def no_shared_step(self) -> bool:
-        return no_shared_step([*self.experiment.runs.values()]) is not None
-
-    @property
-    def versions_follow_arms(self) -> bool:
-        return versions_follow_arms(self.experiment)
 
     @cached_property
     def held_by_all(self) -> tuple[list[Primary], list[int]]:
@@ -297,17 +294,13 @@ class Facts:
         return [run for run in runs if not run.finished and not run.thinned]
 
     @property
-    def begun(self) -> list[RecordedRun]:
-        return [run for run in self.broken if run.status != "missing"]
-
-    @cached_property
     def claim_not_recorded(self) -> bool:
         missing = values_of(self.content, Code.METRIC_MISSING)
-        return not self.with_reference and any(values["role"] == "primary" for values in missing)
+        return not self.regression and any(values["role"] == "primary" for values in missing)
 
     @cached_property
     def better_aliases(self) -> dict[str, str]:
-        """The names that runs log in the place of those that their recipe's aliases name."""
+        """The names that runs log for claimed metrics, where the aliases of their recipe name others."""
         runs = [run for run in self.experiment.runs.values() if run.finished]
         if not runs:
             return {}
