@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 _MOST_NAMED = 5
@@ -90,11 +91,10 @@ def _read_several_times(
     arm: str | None, num_pairs: list[int], paired: bool, false_match: float, level: float
 ) -> str:
     *others, last = map(str, num_pairs)
-    units = "pairs" if paired else "runs of each arm"
     return (
         f"{_mark(arm)}these runs were read {len(num_pairs)} times, at {', '.join(others)} and {last} "
-        f"{units}: "
-        f"taking the first match errs in {false_match:.2g} of experiments at the margin, not in {level:g}"
+        f"{units(paired=paired)}: taking the first match errs in {false_match:.2g} of "
+        f"experiments at the margin, not in {level:g}"
     )
 
 

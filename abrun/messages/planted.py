@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 
@@ -17,9 +18,11 @@ def _fault_missed(
     num_steps: int,
     shows: str,
 ) -> str:
-    units = "pairs" if paired else "runs of each arm"
+    counted = units(paired=paired)
     ways = [
-        f"more than {num_pairs} {units}" if num_pairs is not None else f"a smaller margin and more {units}"
+        f"more than {num_pairs} {counted}"
+        if num_pairs is not None
+        else f"a smaller margin and more {counted}"
     ]
     if rounded_metric is not None:
         ways = [f"policy.dtype: float32, where rounding is no reason for {rounded_metric} at step one"]

@@ -120,7 +120,8 @@ def test_a_margin_is_offered_beside_the_difference_that_it_would_let_pass(compar
     found, _ = compared()
     (step, *_) = found.next_steps
     assert "--primary 'train/reward:last 20%:" in step.command
-    snapshot(step.text)
+    margin = step.reason["margin"]
+    assert margin["seen"]["difference"] == pytest.approx(-0.03, abs=0.005) and margin["passes"]
 
 
 def test_a_difference_beyond_the_offered_margin_promises_no_match(compared, snapshot):

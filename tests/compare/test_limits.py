@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.outcomes import outcome
+from abrun.compare.judge.results import ErrorRates
 from abrun.compare.read.experiment import RecordedRun, Sides
 from abrun.compare.read.stored import load_experiment
 from abrun.compare.show.next_step import next_steps
@@ -219,7 +220,9 @@ def limited(baseline, treatment, metric=ERROR, window="all", paired=True, **clai
         paired=paired,
     )
     primary = Primary(metric=metric, window=window, **claim)
-    return judge_limit("treatment", sides, primary, np.arange(1, len(baseline[0]) + 1), 0.05, 0.04)
+    return judge_limit(
+        "treatment", sides, primary, np.arange(1, len(baseline[0]) + 1), ErrorRates(0.05, 0.04)
+    )
 
 
 def run_of(arm, seed, values, metric):

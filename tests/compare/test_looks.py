@@ -110,7 +110,7 @@ def test_one_look_per_treatment(simulated, judged):
     looks = {arm: [look.verdict for look in section.looks] for arm, section in content.arms.items()}
     assert looks["near"] == ["MATCH", None]
     assert looks["far"] == ["INCONCLUSIVE", "INCONCLUSIVE"]
-    assert " look " not in found.next_steps[0].text  # the other's, which it does not need
+    assert found.next_steps[0].reason.code is not Code.FINISH_LOOK  # the other's, which it does not need
 
 
 def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged, snapshot):
@@ -129,7 +129,8 @@ def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged
             )
         found = judged(experiment_dir)
         assert found.verdict == "INCONCLUSIVE" and state_of_looks(experiment_dir, 3) == state
-        snapshot(found.next_steps[0].text)
+        assert (found.next_steps[0].reason.code is Code.FINISH_LOOK) == (state == "open")
+    assert found.next_steps[0].reason.code is Code.RUN_IN_FLOAT32
 
 
 @pytest.mark.parametrize("looks", [[5], [1, 5], [5, 5], [5, 3]])

@@ -16,6 +16,7 @@ from abrun.compare.show.context import context
 from abrun.compare.show.evidence import _spread, levels, spent_sentence
 from abrun.compare.show.next_step import next_steps
 from abrun.messages.validity import alias_hint
+from abrun.reasons import Code
 from abrun.recipe import Compare, Primary
 from abrun.store import Sample
 from abrun.store.samples import row_of
@@ -225,7 +226,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
-    assert " tenth of the 0.4" in first.text
+    assert first.reason.code is Code.DECLARE_MARGIN and first.reason["margin"].code is Code.MARGIN_SUGGESTED
     claim = '"primary": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
@@ -233,8 +234,8 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
         return
     (plan,) = others
     assert plan.command.startswith("abrun plan runs/simulated --set 'compare=")
-    assert f"{int(first.text.split(': ')[-1].split()[0])} pairs" in first.text
-    assert "in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
+    assert first.reason["claim_needs"].code is Code.PAIRS_DECIDE and first.reason["claim_needs"]["paired"]
+    assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
 
 
 def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, judged, here):
@@ -302,7 +303,7 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
         left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume --no-compare && {again}"
     )
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
-    assert "on seeds 3-5 " in more.text
+    assert more.reason == Code.FRESH_REFERENCE(step=Code.NARROW_INTERVAL(), first=3, last=5)
     named = "--output later-s-arm-treatment-against-simulated-fresh.json"
     assert more.command == f"abrun freeze NEW --primary 'train/reward:last 20%:0.02' {named}"
 
@@ -313,10 +314,11 @@ def test_every_command_is_one_that_exists(simulated, judged):
     from typer.main import get_group
 
     from abrun.cli import app
-    from abrun.compare.show import next_step
+    from abrun.compare.show import commands, next_step
 
     group = get_group(app).commands
-    named = re.findall(r'"abrun ([a-z-]+)([^"]*)', Path(next_step.__file__).read_text())
+    text = "".join(Path(module.__file__).read_text() for module in (commands, next_step))
+    named = re.findall(r'"abrun ([a-z-]+)([^"]*)', text.replace("{COMPARE}", next_step.COMPARE))
     assert len(named) > 10
     for name, rest in named:
         known = {option for one in group[name].params for option in one.opts}

@@ -197,8 +197,9 @@ def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Pa
     assert found.verdict == "INCONCLUSIVE"
     fresh, stages = found.next_steps
     needed = found.content.primaries[0].power.pairs_needed
-    assert needed and f"{needed} pairs decide it" in fresh.text and "compare those alone" in fresh.text
-    assert fresh.command.endswith(f"--seeds 4-{3 + needed}") and "again" not in fresh.text
+    assert fresh.reason.code is Code.FRESH_SEEDS and needed
+    assert fresh.reason["step"]["needed"]["count"] == needed
+    assert fresh.command.endswith(f"--seeds 4-{3 + needed}")
     assert stages.command.startswith(f"{fresh.command} --looks ") and stages.command.endswith(f",{needed}")
     (alone, *_) = compared(unpaired=True).next_steps
     assert "--seeds 4-" in alone.command and "--looks" not in alone.command
@@ -210,9 +211,9 @@ def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path, snapsho
     power = found.content.reasons[0]["power"]
     assert power["pairs_needed_observed"] is None
     step, fresh = found.next_steps
-    assert "seeds" not in step.text and step.command == "abrun compare r/old r/new"
-    assert fresh.command.endswith("--seeds 8-15")
-    snapshot(fresh.text)
+    assert step.reason == Code.SEE_OTHER_DIFFERENCES(needed=Code.MARGIN_EXCEEDED(paired=True))
+    assert step.command == "abrun compare r/old r/new"
+    assert fresh.reason["step"] == Code.CONFIRM_DIFFERENCE() and fresh.command.endswith("--seeds 8-15")
 
 
 def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path, snapshot: Snapshot) -> None:
@@ -222,8 +223,8 @@ def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path
     power = found.content.reasons[0]["power"]
     assert power["pairs_needed_observed"] is None
     (step,) = found.next_steps
-    assert "abrun plan " in step.command
-    snapshot(step.text)
+    assert step.reason == Code.PLAN_WIDER_MARGIN(needed=Code.MARGIN_EXCEEDED(paired=True))
+    assert step.command.startswith("abrun plan ")
 
 
 def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
@@ -236,7 +237,9 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     found = compare_sources(("r/new",), Reading(), reference=here / "old.json", formats=("json",))
     assert found.verdict == "INCONCLUSIVE"
     (step,) = found.next_steps
-    assert "compare those alone" in step.text and step.command.endswith(" --seeds 3,4,5,6,7")
+    assert step.reason == Code.OTHER_SEEDS_ALONE(seeds_left=[3, 4, 5, 6, 7]) and step.command.endswith(
+        " --seeds 3,4,5,6,7"
+    )
 
 
 # --- declared looks ---
@@ -247,7 +250,7 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     first = compared(looks=(3, 5, 8))
     assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
     (step,) = first.next_steps
-    assert step.text.endswith(" on seeds 3,4")
+    assert step.reason == Code.TRAIN_FOR_LOOK(seeds_to_come=[3, 4])
     assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
     write_runs(here / "r", range(5))
     second = compared(looks=(3, 5, 8))

@@ -214,7 +214,7 @@ def test_one_run_of_each_arm_is_a_description(tmp_path, compared, snapshot):
     assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
     assert reward.difference == pytest.approx(0.5, abs=0.05)
     assert reward.mean_distance == pytest.approx(0.5, abs=0.05)
-    snapshot(found.next_steps[0].text)
+    assert found.next_steps[0].reason == Code.TRAIN_TWO_EACH(paired=False)
     head = (tmp_path / "out/report.md").read_text().splitlines()[0]
     assert head == "# DESCRIPTION (post hoc, unpaired): old-vs-new"
 
@@ -236,11 +236,11 @@ def test_no_baseline_opposes_nothing(simulated, judged):
 @pytest.mark.parametrize(
     ("claim", "shift"),
     [
-        ({"margin": 0.02}, 0.0),
-        ({"margin": 1e-4}, 0.0),
-        ({"margin": 0.03, "window": "all"}, 0.2),
-        ({"margin": "1 sigma"}, 0.0),
-        ({"above": 0.7}, 0.0),
+        ({"margin": 0.02}, 0.0, Code.PAIRS_DECIDE),
+        ({"margin": 1e-4}, 0.0, Code.MORE_THAN_1000_PAIRS),
+        ({"margin": 0.03, "window": "all"}, 0.2, Code.CONFIRM_ON_FRESH_SEEDS),
+        ({"margin": "1 sigma"}, 0.0, Code.PAIRS_DECIDE),
+        ({"above": 0.7}, 0.0, Code.HALVE_INTERVAL),
     ],
 )
 def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, snapshot):
@@ -249,8 +249,8 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     controls = {"faults": [{"name": "misgrouped"}]}
     experiment_dir = simulated(compare=compare, controls=controls, shift=shift, noise=0.02)
     found = judged(experiment_dir)
-    texts = [one.text for one in found.next_steps]
-    snapshot("\n".join(texts))
+    reasons = [reason for one in found.next_steps for reason in one.reason.walk()]
+    assert [reason.values.get("paired", False) for reason in reasons if reason.code is step] == [False]
     if "above" in claim:
         assert "--seeds 5-24 " in found.next_steps[0].command
     report = (experiment_dir / "report/report.md").read_text()
@@ -263,7 +263,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         report,
         of_faults.read_text(),
         *columns(paired=False),
-        *texts,
+        *(step.text for step in found.next_steps),
         *so_far(experiment_dir),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]

@@ -10,7 +10,16 @@ from scipy import special
 from abrun.compare.judge.assay import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.compare.judge.direction import detect
 from abrun.compare.judge.margins import Margin, yardstick
-from abrun.compare.judge.results import Claim, Estimate, Power, PrimaryResult, Result, Test
+from abrun.compare.judge.results import (
+    ONE_TEST,
+    Claim,
+    ErrorRates,
+    Estimate,
+    Power,
+    PrimaryResult,
+    Result,
+    Test,
+)
 from abrun.compare.judge.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.compare.judge.step_noise import step_noise
 from abrun.compare.judge.summaries import climbs, moving, outside_domain, resolution, summaries
@@ -19,7 +28,6 @@ from abrun.compare.judge.whole_curve import curve_warnings
 from abrun.compare.read.experiment import RecordedRun, Sides, stack, union
 from abrun.control_variate import CORRELATION, control_variate_tost
 from abrun.equivalence import (
-    ALPHA,
     MIN_FOR_MISMATCH,
     Tost,
     holm,
@@ -54,8 +62,8 @@ def judge_primary(
     primary: Primary,
     margin: Margin,
     grid: Steps,
-    alpha: float = ALPHA,
-    alpha_difference: float = ALPHA,
+    rates: ErrorRates = ONE_TEST,
+    *,
     may_repeat: bool = False,
 ) -> PrimaryResult:
     """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
@@ -87,8 +95,8 @@ def judge_primary(
         margin_unit=margin.unit,
         margin_number=margin.number,
         margin_text=margin.text,
-        alpha=alpha,
-        alpha_difference=alpha_difference,
+        alpha=rates.alpha,
+        alpha_difference=rates.alpha_difference,
         num_pairs=len(used.baselines) if sides.paired else 0,
         seeds=tuple(run.name.seed for run in used.baselines) if sides.paired else (),
         num_runs=None if sides.paired else used.sizes,

@@ -327,11 +327,9 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     recorded = min(known.sizes) > 0
     yield _error_guard(
         arm,
-        "median",
         None,
         limit,
         np.array([one.max() for one in medians]) if recorded else None,
-        operator.ge,
         lambda: _p_worse(excess, other_excess, paired_by_seed=sides.paired),
         alpha,
     )
@@ -342,11 +340,9 @@ def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float)
     )
     yield _error_guard(
         arm,
-        "share",
         limit,
         share,
         None if shares is None else np.array(shares),
-        operator.gt,
         lambda: _p_worse(above[0], above[1], _counting_error(above, steps), paired_by_seed=sides.paired),
         alpha,
     )
@@ -384,15 +380,14 @@ def _counting_error(shares: Sequence[NDArray[Any]], steps: Sequence[NDArray[Any]
 
 def _error_guard(
     arm: str,
-    kind: str,
-    above: float | None,  # the share of steps above it is limited
+    above: float | None,  # the share of steps above it is limited; None: the median is
     limit: float,
     values: Array | None,  # the baseline's and the treatment's
-    breaks: Callable[[float, float], bool],
     p_worse: Callable[[], float],
     alpha: float,
 ) -> Guard:
     value: float | None = None
+    kind, breaks = ("median", operator.ge) if above is None else ("share", operator.gt)
     result: GuardResult = "not recorded"
     reason = Code.TOKEN_ERROR_NOT_RECORDED(metric=TOKEN_MULT_PROB_ERROR)
     if values is not None:

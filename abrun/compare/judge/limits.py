@@ -9,7 +9,7 @@ from abrun.compare.judge.claims import pairs_lacking
 from abrun.compare.judge.direction import Detected, detect
 from abrun.compare.judge.final_weights import distance
 from abrun.compare.judge.guards import shared_memory_metrics, shared_peak_counter
-from abrun.compare.judge.results import Claim, Estimate, PrimaryResult, Reduction
+from abrun.compare.judge.results import ONE_TEST, Claim, ErrorRates, Estimate, PrimaryResult, Reduction
 from abrun.compare.judge.skewness import ARMS, HARMLESS, VALUES, skew_warning
 from abrun.compare.judge.summaries import comparable, moving
 from abrun.compare.judge.summaries import resolution as resolution_of
@@ -36,8 +36,7 @@ def judge_limit(
     sides: Sides,
     primary: Primary,
     grid: Steps,
-    alpha: float,
-    alpha_difference: float,
+    rates: ErrorRates = ONE_TEST,
 ) -> PrimaryResult:
     """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
 
@@ -61,8 +60,8 @@ def judge_limit(
         margin_unit="",
         margin_number=primary.limit[0] if primary.limit else 0.0,
         margin_text=claim_text(primary),
-        alpha=alpha,
-        alpha_difference=alpha_difference,
+        alpha=rates.alpha,
+        alpha_difference=rates.alpha_difference,
         num_pairs=len(finished.baselines) if sides.paired else 0,
         seeds=tuple(run.name.seed for run in finished.baselines) if sides.paired else (),
         num_runs=None if sides.paired else finished.sizes,

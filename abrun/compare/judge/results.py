@@ -5,6 +5,7 @@ from typing import Literal
 
 from abrun.compare.judge.direction import Detected
 from abrun.compare.judge.step_noise import StepNoise
+from abrun.equivalence import ALPHA
 from abrun.metric_names import Transform
 from abrun.reasons import Reason
 from abrun.recipe.claims import Unit
@@ -21,6 +22,17 @@ Test = Literal[
     "exact",
 ]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRates:
+    """How often a claim's test may err."""
+
+    alpha: float = ALPHA  # of each one-sided test of a match
+    alpha_difference: float = ALPHA  # of a mismatch, over all claims
+
+
+ONE_TEST = ErrorRates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from abrun.compare.judge.guards import Guard, Saving, check_guards, measure_savi
 from abrun.compare.judge.limits import judge_limit
 from abrun.compare.judge.margins import resolved_margin
 from abrun.compare.judge.outcomes import outcome
-from abrun.compare.judge.results import PrimaryResult
+from abrun.compare.judge.results import ErrorRates, PrimaryResult
 from abrun.compare.judge.step_one import StepOne, step_one
 from abrun.compare.judge.untested import not_tested, step_one_unread
 from abrun.compare.judge.validity import Coverage, coverage, differences, invalid_reasons
@@ -96,31 +96,18 @@ def judge(
     judged: dict[str, ArmVerdict] = {}
     looks: dict[str, list[Look]] = {arm: [] for arm in arms}
     for look in taken:
-        results = with_holm(
-            [
-                judge_primary(
-                    arm,
-                    experiment.sides(arm, look.num_pairs),
-                    primary,
-                    margin,
-                    experiment.steps_of(primary.metric),
-                    look.alpha,
-                    look.alpha_difference,
-                    may_repeat,
-                )
-                if margin
-                else judge_limit(
-                    arm,
-                    experiment.sides(arm, look.num_pairs),
-                    primary,
-                    experiment.steps_of(primary.metric),
-                    look.alpha,
-                    look.alpha_difference,
-                )
-                for arm in arms
-                for primary, margin in zip(primaries, margins, strict=True)
-            ]
-        )
+        rates = ErrorRates(look.alpha, look.alpha_difference)
+        results = []
+        for arm in arms:
+            sides = experiment.sides(arm, look.num_pairs)
+            for primary, margin in zip(primaries, margins, strict=True):
+                grid = experiment.steps_of(primary.metric)
+                if margin:
+                    result = judge_primary(arm, sides, primary, margin, grid, rates, may_repeat=may_repeat)
+                else:
+                    result = judge_limit(arm, sides, primary, grid, rates)
+                results.append(result)
+        results = with_holm(results)
         for arm in arms:
             if not looks[arm] or looks[arm][-1].verdict == "INCONCLUSIVE":
                 of_arm = [result for result in results if result.arm == arm]

@@ -20,7 +20,7 @@ from abrun.compare.judge.verdict_file import ArmSection, VerdictFile, of_arm
 from abrun.compare.read.reference import ARM as REFERENCE
 from abrun.compare.show.planted import caught_sentence
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import difference_text
+from abrun.messages.numbers import difference_text, interval_level_text
 from abrun.power import StepNoise
 from abrun.redaction import in_yaml
 
@@ -94,8 +94,13 @@ def _metrics(described: Sequence[Description], counts: Sequence[int]) -> str:
     return f"{counts[0]} of {counts[1]} recorded in every run{named}"
 
 
+def changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return what a treatment changes, a clause for each key."""
+    return [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
+
+
 def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
-    shown = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
+    shown = changes(treatment_diff)
     return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
@@ -253,7 +258,7 @@ def _means(claim: PrimaryResult, baseline: str) -> str | None:
     difference = treatment - base
     if claim.claim.unused_seeds and claim.estimate.mean_difference is not None:
         difference = claim.estimate.mean_difference
-    confidence = f"{100 * (1 - 2 * claim.claim.alpha):.3g} %"
+    confidence = interval_level_text(claim.claim.alpha)
     if claim.claim.transform == "identity":
         of = "difference" if claim.claim.num_runs else "paired difference"
         if claim.claim.unused_seeds:

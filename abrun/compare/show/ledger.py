@@ -5,9 +5,11 @@ from rich.text import Text
 
 from abrun.compare.judge.ledger import ledger_state
 from abrun.compare.read.experiment import Reference
+from abrun.compare.show.evidence import changes
 from abrun.messages import sentence
+from abrun.messages.numbers import difference_text
 from abrun.present.tables import Table, columns
-from abrun.redaction import in_yaml, printable
+from abrun.redaction import printable
 
 
 def ledger_shown(reference: Reference) -> RenderableType:
@@ -15,16 +17,14 @@ def ledger_shown(reference: Reference) -> RenderableType:
     assert reference.ledger is not None
     rows = []
     for number, entry in enumerate(reference.ledger.entries, 1):
-        changes = [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in entry.treatment.items()]
-        changes += [f"not judged: {entry.moved}"] if entry.moved else []
-        low, high = entry.interval
+        changed = [*changes(entry.treatment), *([f"not judged: {entry.moved}"] if entry.moved else [])]
         cells = (
             str(number),
             entry.date[:10],
             f"{entry.experiment}, {entry.arm}",
-            "; ".join(changes),
+            "; ".join(changed),
             (entry.commit or "-")[:9],
-            f"{entry.difference:+.3g} [{low:.3g}, {high:.3g}]",
+            difference_text(entry.difference, entry.interval),
             f"{entry.drift:.3g}",
         )
         rows.append(cells)

@@ -21,12 +21,18 @@ from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import beside_limit, bound_text, difference_text
+from abrun.messages.numbers import (
+    beside_limit,
+    bound_text,
+    confidence_text,
+    difference_text,
+    interval_level_text,
+    units,
+)
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
-from abrun.recipe import units
 from abrun.redaction import shown
 from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
 
@@ -270,8 +276,8 @@ def _compared(content: VerdictFile) -> str:
         return text
     level = max(tested)
     return (
-        f"{text}; claims are tested at {100 * (1 - level):.3g} % confidence: {100 * level:.3g} % lie beyond "
-        f"each end of a {100 * (1 - 2 * level):.3g} % interval"
+        f"{text}; claims are tested at {confidence_text(level)} confidence: {100 * level:.3g} % lie beyond "
+        f"each end of a {interval_level_text(level)} interval"
     )
 
 
@@ -320,13 +326,13 @@ def _headline(content: VerdictFile) -> str:
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = 100 * (1 - 2 * max(one.claim.alpha for one in content.primaries))
+    level = interval_level_text(max(one.claim.alpha for one in content.primaries))
     counted = "pairs" if content.paired else "runs"
     tested = {one.claim.test for one in content.primaries if one.claim.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tested or tested - levels.keys())
     kinds += [name for test, name in levels.items() if test in tested]
-    heading = f"{' or '.join(kinds)} [{level:.3g} %]"
+    heading = f"{' or '.join(kinds)} [{level}]"
     return ["metric", "steps", counted, heading, "margin", "certified bound", "result"]
 
 

@@ -10,7 +10,6 @@ from abrun.compare.judge.results import PrimaryResult
 from abrun.compare.read.experiment import Experiment
 from abrun.compare.read.reference import against_reference
 from abrun.compare.read.stored import load_experiment
-from abrun.equivalence import ALPHA
 from abrun.errors import AbrunError
 from abrun.messages.numbers import difference_unit, interval_level_text
 
@@ -38,7 +37,7 @@ def _lines(experiment: Experiment) -> Iterator[str]:
         for claim in experiment.compare.primary:
             grid = experiment.steps_of(claim.metric)
             if claim.margin is None:
-                found = judge_limit(arm, sides, claim, grid, ALPHA, ALPHA)
+                found = judge_limit(arm, sides, claim, grid)
             else:
                 found = judge_primary(arm, sides, claim, resolved_margin(claim, experiment.reference), grid)
             said = _said(found)
