@@ -383,7 +383,6 @@ class Code(StrEnum):
     ONE_ARM = auto()
     REPORT_IS_LINK = auto()
     UNKNOWN_FORMAT = auto()
-    NO_FIGURES = auto()
     UNKNOWN_ARM = auto()
     ARM_NOT_NAMED = auto()
     ARM_WITHOUT_REFERENCE = auto()

@@ -3,31 +3,26 @@
 import inspect
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+Message = str | Callable[..., str]
+"""The wording of one code: a template in the syntax of `str.format`, or a function of the values by name.
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """The wording of one code.
+What follows a template's last semicolon is its remedy. A function's docstring describes the code.
+"""
 
-    `text` is a template in the syntax of `str.format`, or a function that takes the values by name. Its
-    remedy is a template of the same values. `meaning` describes the code in the documentation where a
-    function has no template to show.
-    """
 
-    text: str | Callable[..., str]
-    remedy: str = ""
-    meaning: str = ""
+def render(message: Message, values: Mapping[str, Any]) -> str:
+    """Return the sentence of a message with these values."""
+    return message(**values) if callable(message) else _Templates().vformat(message, (), values)
 
-    def sentence(self, values: Mapping[str, Any]) -> str:
-        text = self.text(**values) if callable(self.text) else _filled(self.text, values)
-        return f"{text}; {_filled(self.remedy, values)}" if self.remedy else text
 
-    def value_names(self) -> list[str]:
-        """Return the names of the values that the message takes, in their order."""
-        names = inspect.signature(self.text).parameters if callable(self.text) else _fields(self.text)
-        return list(dict.fromkeys([*names, *_fields(self.remedy)]))
+def value_names(message: Message) -> list[str]:
+    """Return the names of the values that a message takes, in their order."""
+    if callable(message):
+        return list(inspect.signature(message).parameters)
+    parsed = string.Formatter().parse(message)
+    return list(dict.fromkeys(name.partition(".")[0].partition("[")[0] for _, name, _, _ in parsed if name))
 
 
 class _Templates(string.Formatter):
@@ -46,12 +41,3 @@ class _Templates(string.Formatter):
             plural = noun if number == 1 else f"{noun}s"
             return f"{number} {plural}" if kind == "count" else plural
         return super().format_field(value, format_spec)
-
-
-def _filled(template: str, values: Mapping[str, Any]) -> str:
-    return _Templates().vformat(template, (), values)
-
-
-def _fields(template: str) -> list[str]:
-    parsed = string.Formatter().parse(template)
-    return [name.partition(".")[0].partition("[")[0] for _, name, _, _ in parsed if name]
