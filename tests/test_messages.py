@@ -55,6 +55,8 @@ def test_the_documented_table_is_that_of_the_code() -> None:
         ("{pairs:count usable pair}", {"pairs": 1}, "1 usable pair"),
         ("{pairs:count pair}", {"pairs": 0}, "0 pairs"),
         ("{seeds:plural seed}", {"seeds": [1, 2]}, "seeds"),
+        ("{run:if run {run}|none}{more:if  and {more:count run}}", {"run": "a", "more": 0}, "run a"),
+        ("{run:if run {run}|{more:if some|none}}", {"run": None, "more": 1}, "some"),
         ("{value:repr} {share:.2f}", {"value": "a", "share": 0.5}, "'a' 0.50"),
     ],
 )

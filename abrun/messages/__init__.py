@@ -17,6 +17,7 @@ from abrun.messages import (
     planted,
     preflight,
     recipes,
+    refusals,
     stores,
     validity,
     verdicts,
@@ -38,6 +39,7 @@ MESSAGES: dict[Code, Message] = {
     **preflight.MESSAGES,
     **launching.MESSAGES,
     **recipes.MESSAGES,
+    **refusals.MESSAGES,
     **stores.MESSAGES,
 }
 

@@ -20,13 +20,6 @@ _NEEDED_VALUES = {
 }
 
 
-def _pairs_lacking(usable: int, planned: int, paired: bool, equivalence: bool) -> str:
-    """Not every planned pair, or run, is usable."""
-    counted = f"{planned} planned pairs" if paired else f"{planned} runs"
-    every = "equivalence needs every one" if equivalence else "every one is needed"
-    return f"{usable} of {counted} are usable, and {every}"
-
-
 def _one_run_as_two_seeds(run: str, other: str, metrics: Sequence[str], correlation: float | None) -> str:
     """Two seeds hold one run: whole, in these metrics, or but for noise."""
     if correlation is not None:
@@ -36,12 +29,6 @@ def _one_run_as_two_seeds(run: str, other: str, metrics: Sequence[str], correlat
         held = f"holds the {', '.join(metrics)} of {other} at every step, but for rounding"
         return f"{run} {held}: {_ONE_RUN}"
     return f"{run} holds the numbers of {other} at every step: {_ONE_RUN}"
-
-
-def _nothing_learned(metric: str, arm: str, finite: bool) -> str:
-    """The metric that drives learning is 0 throughout an arm."""
-    what = "0" if finite else "0 or not a number"
-    return f"{metric} is {what} at every step of every {arm} run: nothing was learned"
 
 
 def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> str:
@@ -69,12 +56,6 @@ def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) 
     )
 
 
-def _too_few_for_mismatch(paired: bool, needed: int) -> str:
-    """Two pairs cannot show a mismatch."""
-    sample = "two pairs" if paired else "two runs of an arm"
-    return f"{sample} cannot show a mismatch: that takes {needed}{'' if paired else ' of each'}"
-
-
 def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
     """Eighths of training differ by more than the margin."""
     found = f"most by {difference:+.3g} in {largest}" if len(blocks) > 1 else f"by {difference:+.3g}"
@@ -93,17 +74,6 @@ def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
     )
 
 
-def _of_pairs_alone(exact: bool) -> str:
-    """The claim is one of pairs, and the arms are not paired."""
-    what = "bit-exactness" if exact else "how far final weights are apart"
-    return f"{what} is a matter of pairs of one seed"
-
-
-def _none_finished(paired: bool) -> str:
-    """No pair, or no run of an arm, has finished."""
-    return "no pair has finished" if paired else "no run of an arm has finished"
-
-
 def _same_summaries(paired: bool) -> str:
     """Both arms have the same summaries throughout."""
     pairs = "pair" if paired else "run"
@@ -120,9 +90,11 @@ MESSAGES: dict[Code, Message] = {
     Code.VALUES_DIFFER: "first at step {step} of seed {seed}: {baseline:repr} and {treatment:repr}",
     Code.WEIGHTS_UNKNOWN: "the runs of seed {seed} do not say what weights they ended with",
     Code.STEPS_DIFFER: "it was not recorded at the same steps in both runs of seed {seed}",
-    Code.PAIRS_LACKING: _pairs_lacking,
-    Code.NONE_FINISHED: _none_finished,
-    Code.PAIRS_ALONE: _of_pairs_alone,
+    Code.PAIRS_LACKING: "{usable} of {planned} {paired:if planned pairs|runs} are usable, and "
+    "{equivalence:if equivalence needs every one|every one is needed}",
+    Code.NONE_FINISHED: "no {paired:if pair|run of an arm} has finished",
+    Code.PAIRS_ALONE: "{exact:if bit-exactness|how far final weights are apart} is a matter of pairs of one "
+    "seed",
     Code.VALUES_UNFIT: _values_unfit,
     Code.OUTSIDE_DOMAIN: _outside_domain,
     Code.CLAIM_OUTSIDE_DOMAIN: "{problem} (or declare another transform)",
@@ -130,7 +102,8 @@ MESSAGES: dict[Code, Message] = {
     Code.BASELINE_WITHOUT_SPREAD: "the baseline has no spread over seeds to measure its sigma in: give an "
     "absolute margin",
     Code.FOLLOWS_FROM_CONFIG: "it follows from configuration and seed, whatever the arms learn",
-    Code.NOTHING_LEARNED: _nothing_learned,
+    Code.NOTHING_LEARNED: "{metric} is 0{finite:if | or not a number} at every step of every {arm} run: "
+    "nothing was learned",
     Code.ADVANTAGES_ZERO: "all advantages are 0 at every step of every {arm} run: no reward differed in a "
     "group",
     Code.NEVER_MOVED: "it is {value:.6g} at every step of every run of both arms",
@@ -152,7 +125,8 @@ MESSAGES: dict[Code, Message] = {
     "0 would pass",
     Code.WIDE_STEPS: "the metric moves in steps that are wide for so few pairs, and the interval allows for "
     "one",
-    Code.TOO_FEW_FOR_MISMATCH: _too_few_for_mismatch,
+    Code.TOO_FEW_FOR_MISMATCH: "{paired:if two pairs|two runs of an arm} cannot show a mismatch: that takes "
+    "{needed}{paired:if | of each}",
     Code.RUNNING_MEAN: "changes of {metric} from step to step correlate by {correlation:.2f} with the "
     "previous ones, as those of a running mean do, or of a curve almost without noise; if it is a running "
     "mean, which shows a change late, compare the raw log",

@@ -4,12 +4,6 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _claim_not_recorded(metric: str, close: str | None, recorded: str) -> str:
-    """A claim on a metric that no run recorded."""
-    meant = f"did you mean {close!r}? " if close else ""
-    return f"--primary: got metric {metric!r}, which no run recorded; {meant}recorded are: {recorded}"
-
-
 def _budget_refused(budget: str, metrics: list[str]) -> str:
     """--budget does not say how much of which claim."""
     known = ", ".join(f"{metric}=0.05" for metric in metrics)
@@ -17,11 +11,6 @@ def _budget_refused(budget: str, metrics: list[str]) -> str:
         f"--budget: got {budget}; allowed: a number above 0, in units of the claim; of a claim with a "
         f"margin: {known or 'none is declared (--primary)'}"
     )
-
-
-def _arm_not_named(experiment: str, treatments: list[str]) -> str:
-    """--arm has to say which treatment."""
-    return f"--arm: got none; {experiment} has {', '.join(treatments) or 'no treatment'}"
 
 
 def _baseline_not_the_link(experiment, baseline, key, value, expected, link, entry) -> str:
@@ -43,7 +32,8 @@ _RESTORE = "restore it (git log shows it)"
 EXPERIMENTS: dict[Code, Message] = {
     Code.CLAIM_TWICE: "--primary: got a claim on {metric:repr} twice; every claim once",
     Code.CLAIM_ON_TEXT: "--primary: got metric {metric:repr}, which no run recorded as numbers: {unread}",
-    Code.CLAIM_NOT_RECORDED: _claim_not_recorded,
+    Code.CLAIM_NOT_RECORDED: "--primary: got metric {metric:repr}, which no run recorded; {close:if did you "
+    "mean {close:repr}? }recorded are: {recorded}",
     Code.OPTION_FOR_EXPERIMENT: "{option}: got {value:repr} for {experiment}, an experiment, whose arms, "
     "seeds and metrics are recorded; drop it, or name the folders of the arms",
     Code.ALL_EXCLUDED: "--exclude: got {patterns}, which leaves no run to compare; drop one",
@@ -63,9 +53,7 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ONE_ARM: "{experiment}: got the arm {arm:repr} alone, and nothing to compare it with; give "
     "--reference FILE (abrun freeze makes one)",
     Code.REPORT_IS_LINK: "{folder}: got a symbolic link; remove it, or choose a folder with --output",
-    Code.UNKNOWN_FORMAT: "--format: got {format:repr}; allowed: {formats:list}",
-    Code.UNKNOWN_ARM: "--arm: got {arm:repr}; allowed: {arms:list}",
-    Code.ARM_NOT_NAMED: _arm_not_named,
+    Code.ARM_NOT_NAMED: "--arm: got none; {experiment} has {treatments:if {treatments:list}|no treatment}",
     Code.ARM_WITHOUT_REFERENCE: "--arm: got {arm:repr} without --reference, whose counterpart it names; "
     "drop it",
 }
@@ -80,7 +68,6 @@ SOURCES: dict[Code, Message] = {
     "such as baseline={first}",
     Code.ONE_ARM_OF_RUNS: "arms: got only {arms}, of {num_runs} runs; a comparison needs two: add a source, "
     "or say how arms are named, such as --pattern '{{arm}}-s{{seed}}'",
-    Code.UNKNOWN_BASELINE: "--baseline: got '{baseline}'; allowed: {arms}",
     Code.RUN_IN_TWO_SOURCES: "sources: got {sources}, which both hold {place}; a run compared with itself "
     "always agrees: give each arm its own runs",
     Code.RUN_GIVEN_TWICE: "sources: {places} are one file; a run compared with itself always agrees: give "

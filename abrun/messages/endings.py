@@ -13,11 +13,6 @@ OUT_OF_MEMORY = (
 )
 
 
-def _exit_code(exit_code: int, last_line: str | None) -> str:
-    """Exit code N, with the last line that the process printed."""
-    return f"exit code {exit_code}{f' ({last_line})' if last_line else ''}"
-
-
 def _out_of_memory_killed(signal: str | None, exit_code: int | None) -> str:
     """The kernel killed the process because the machine ran out of memory."""
     return f"{f'killed by {signal}' if signal else f'exit code {exit_code}'}{OUT_OF_MEMORY}"
@@ -26,16 +21,6 @@ def _out_of_memory_killed(signal: str | None, exit_code: int | None) -> str:
 def _several_errors(errors: Sequence[str], out_of_memory: bool) -> str:
     """The errors that agents printed; also whether Slurm says memory ran out."""
     return f"{'; '.join(errors)}{OUT_OF_MEMORY if out_of_memory else ''}"
-
-
-def _rank_failed(rank: int, num_ranks: int, host: str | None, cause: str) -> str:
-    """A rank failed; its cause is a reason."""
-    return f"rank {rank} of {num_ranks}{f' (on {host})' if host else ''}: {cause}"
-
-
-def _exception(kind: str | None, error: str, origin: str | None) -> str:
-    """An exception ended a rank."""
-    return f"{f'{kind}: ' if kind else ''}{error}{f' (from {origin})' if origin else ''}"
 
 
 def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
@@ -99,29 +84,16 @@ def _job_ended(job: str, state: str) -> str:
     return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
 
 
-def _launched_by_another(path: str, owner: str, pid: int | None, may_take_over: bool) -> str:
-    """Another launcher, which lives, owns the directory."""
-    how = "stop it there" if pid is None else f"stop it with: kill {pid}"
-    instead = ", or claim its place with --take-over" if may_take_over else ""
-    return f"{path}: {owner} launches this; wait for it, {how}{instead}"
-
-
-def _lock_taken_over(owner: str, is_gone: bool, as_asked: bool) -> str:
-    """The lock of a launcher that is gone or silent, or as asked, was taken over."""
-    why = "which is gone" if is_gone else "as asked" if as_asked else "which shows no life"
-    return f"took over the lock of {owner}, {why}"
-
-
 MESSAGES: dict[Code, Message] = {
     Code.FOREIGN_TEXT: "{text}",
-    Code.EXIT_CODE: _exit_code,
+    Code.EXIT_CODE: "exit code {exit_code}{last_line:if  ({last_line})}",
     Code.KILLED: "killed by {signal}",
     Code.OUT_OF_MEMORY_KILLED: _out_of_memory_killed,
     Code.ENDED_WITHOUT_RESULT: "ended without a result",
     Code.SEE_LOG: "{ending}; see {log}",
     Code.SEVERAL_ERRORS: _several_errors,
-    Code.RANK_FAILED: _rank_failed,
-    Code.EXCEPTION: _exception,
+    Code.RANK_FAILED: "rank {rank} of {num_ranks}{host:if  (on {host})}: {cause}",
+    Code.EXCEPTION: "{kind:if {kind}: }{error}{origin:if  (from {origin})}",
     Code.RANKS_LOST: _ranks_lost,
     Code.RANKS_NOT_FOUND: "rank {rank} does not find all others at {address}: {error}",
     Code.COLLECTIVE_TIMED_OUT: "waited in vain for {waited_s:.0f} s for other ranks, in a collective of "
@@ -137,20 +109,17 @@ MESSAGES: dict[Code, Message] = {
     "{folder}, and ask: scontrol show job {job}",
     Code.JOB_RUN_SILENT: "{ending}, and its run left no word, as on a full disk",
     Code.JOB_CANCELLED: "job {job} was cancelled while it waited; continue with --resume",
-    Code.JOB_STOPPED: "job {job} was stopped; continue with --resume",
     Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
-    Code.JOB_UNKNOWN: "job {job} is no longer known at {url}, as when a head has been restarted; continue "
-    "with --resume",
     Code.RESUMABLE: "{ending}; continue with --resume",
     Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; --resume makes it anew",
     Code.ATTEMPT_REMOVED: "{path}: was removed; attempt {attempt} stops",
     Code.ATTEMPT_FENCED: "{path}: attempt {newest} owns this run now; attempt {attempt} stops",
-    Code.LAUNCHED_BY_ANOTHER: _launched_by_another,
+    Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} launches this; wait for it, {pid:if stop it with: kill "
+    "{pid}|stop it there}{may_take_over:if , or claim its place with --take-over}",
     Code.FILE_LOCKED: "{path}: another process changes it: {problem}",
     Code.FOLDER_LOCKED: "{folder}: another {command} is at work there; wait for it, or give another --output",
-    Code.LAUNCHER_BEGINS: "{path}: another launcher begins here just now",
-    Code.LAUNCHER_FASTER: "{path}: another launcher was faster",
-    Code.LOCK_TAKEN_OVER: _lock_taken_over,
+    Code.LOCK_TAKEN_OVER: "took over the lock of {owner}, {is_gone:if which is gone|{as_asked:if as "
+    "asked|which shows no life}}",
     Code.TAKEN_OVER: "{path}: {owner} has taken this over; this one stops its runs",
     Code.NO_TEMPORARY_FILES: "temporary files: {error}; free some space there, or set TMPDIR",
     Code.RANKS_NOT_STARTED: "node {node} cannot start its ranks: {error}",

@@ -10,23 +10,6 @@ def _its_baseline(paired: bool) -> str:
     return "its baseline" if paired else "every baseline run"
 
 
-def _and_more(num_more: int) -> str:
-    return f" (and {num_more} more)" if num_more else ""
-
-
-def _runs_finished(arm: str, paired: bool) -> str:
-    """Every treated run finished where its baseline did."""
-    return f"every {arm} run finished where {_its_baseline(paired)} did"
-
-
-def _run_failed(run: str, step: int, failure: str, num_more: int, paired: bool) -> str:
-    """A treated run failed where its baseline finished."""
-    return (
-        f"{run} failed at step {step} where {_its_baseline(paired)} finished ({failure}){_and_more(num_more)}"
-        "; if the machine was at fault, launch with --resume"
-    )
-
-
 def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
     """Name the watched metrics without NaN or Inf, and those with some, as the baseline has."""
     its = _its_baseline(paired)
@@ -35,16 +18,6 @@ def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
         [f"{'some' if clean else 'NaN or Inf'} in {', '.join(broken)}, as in {its}"] if broken else []
     )
     return "; ".join(sentences) or "none of the watched metrics is recorded"
-
-
-def _not_finite(metric: str, value: float, run: str, step: int, paired: bool) -> str:
-    """A metric is NaN or Inf that its baseline has finite."""
-    return f"{metric} is {value} in {run} from step {step}, and finite in {_its_baseline(paired)}"
-
-
-def _stays_not_finite(metric: str, value: float, run: str, step: int, paired: bool) -> str:
-    """A metric stays NaN or Inf, and its baseline's does not."""
-    return f"{metric} is {value} in {run} from step {step} to the end, and not in {_its_baseline(paired)}"
 
 
 def _not_finite_more_often(metric: str, share: float, baseline_share: float, p: float, level: float) -> str:
@@ -56,7 +29,7 @@ def _not_finite_more_often(metric: str, share: float, baseline_share: float, p: 
 
 
 def _token_error_kept(metric: str, above: float | None, value: float, limit: float) -> str:
-    """Say what is kept: the worst run's median, or (`above`) the share of steps above a limit."""
+    """The error keeps its limit: the worst run's median, or (`above`) the share of steps above a limit."""
     what = "the worst run's median" if above is None else f"the share of steps above {above:g}"
     return f"{metric}: {what} is {_number(value)} (limit {limit:g})"
 
@@ -72,15 +45,19 @@ def _number(value: float) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.RUNS_FINISHED: _runs_finished,
+    Code.RUNS_FINISHED: "every {arm} run finished where {paired:if its baseline|every baseline run} did",
     Code.NO_BASELINE_FINISHED: "no baseline run finished",
     Code.NO_RUN_ENDED: "no {arm} run has ended",
     Code.ENDINGS_NOT_KNOWN: "the runs do not say whether they finished",
-    Code.RUN_FAILED: _run_failed,
+    Code.RUN_FAILED: "{run} failed at step {step} where {paired:if its baseline|every baseline run} "
+    "finished ({failure}){num_more:if  (and {num_more} more)}; if the machine was at fault, launch with "
+    "--resume",
     Code.NOTHING_RECORDED: "no {arm} run has recorded anything",
     Code.FINITE: _finite,
-    Code.NOT_FINITE: _not_finite,
-    Code.STAYS_NOT_FINITE: _stays_not_finite,
+    Code.NOT_FINITE: "{metric} is {value} in {run} from step {step}, and finite in {paired:if its "
+    "baseline|every baseline run}",
+    Code.STAYS_NOT_FINITE: "{metric} is {value} in {run} from step {step} to the end, and not in {paired:if "
+    "its baseline|every baseline run}",
     Code.NOT_FINITE_IN_WINDOW: "{metric} is {value} in {run} at step {step}, inside the window of its claim",
     Code.NOT_FINITE_MORE_OFTEN: _not_finite_more_often,
     Code.FIRST_OF_SEVERAL: "{first} (and {num_more} more)",

@@ -11,30 +11,12 @@ def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
     return f"{recipe}: {problems[0]}{more}"
 
 
-def _not_measured(nodes: int, gpus_per_node: int, engines: int, machine: str) -> str:
-    """A measurement needs other devices than those of this machine."""
-    beside = f" and rollout.devices {engines}" if engines else ""
-    return (
-        f"cluster: got {nodes} node(s) x {gpus_per_node} GPU(s){beside}, and this machine has {machine}; it "
-        "is measured here: use --set cluster.gpus_per_node=..."
-    )
-
-
-def _unknown_memory(asked: str, here: bool, instead: str) -> str:
-    """Auto needs to know the memory of the devices."""
-    unknown = "this machine has no GPU" if here else "the GPUs of a cluster are not known here"
-    return (
-        f"{asked}, and {unknown}; add --device-memory with what one has, such as 80GiB or h200, or give "
-        f"values: {instead}"
-    )
-
-
 MESSAGES: dict[Code, Message] = {
-    Code.DATA_FRAMES_NEED_PACKAGE: "data frames: {problem}",
     Code.SYNC_NEEDS_PACKAGE: "{directory}: sync {problem}",
-    Code.NOT_MEASURED_HERE: _not_measured,
+    Code.NOT_MEASURED_HERE: "cluster: got {nodes} node(s) x {gpus_per_node} GPU(s){engines:if  and "
+    "rollout.devices {engines}}, and this machine has {machine}; it is measured here: use --set "
+    "cluster.gpus_per_node=...",
     Code.PLAN_CANNOT_RUN: _problems,
-    Code.ARM_REFUSED: "arms.{arm}: {problem}",
     Code.NODE_CANNOT_RUN: "{host}: {problem}",
     Code.JOBS_LEFT_IN_QUEUE: "{error}; jobs submitted before that ({jobs:list}) are still in the queue "
     "({problem}): end them with: abrun cancel {directory}",
@@ -45,10 +27,8 @@ MESSAGES: dict[Code, Message] = {
     "planted",
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; give it by --set, or drop it here",
     Code.NO_FAULT_FITS: "{recipe}: got no fault that it can plant; see: abrun faults",
-    Code.FAULT_SYNTAX: "--faults: got {got:repr}; allowed: NAME or NAME:SIZE, such as misgrouped:2",
     Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, for which abrun writes manifests and "
     "starts nothing: use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
-    Code.LAUNCHER_UNKNOWN: "--launcher: got {got:repr}; allowed: {allowed:list}",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
     "most 100, and not {reserved:repr}",
     Code.EXPERIMENT_EXISTS: "{directory}: an experiment is here already, {finished} of {runs} runs "
@@ -63,7 +43,6 @@ MESSAGES: dict[Code, Message] = {
     Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
     "{warm_start}, and the runs of its arm that are here started from {recorded}, which this version makes "
     "otherwise: resume with the abrun that launched them, or give another --name",
-    Code.EXPORT_ENGINE_UNKNOWN: "--to: got {got:repr}; allowed: {allowed:list}",
     Code.EXPORT_FOLDER_IN_USE: "{folder}: is here already, and not an empty folder; remove it, or choose "
     "another -o",
     Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
@@ -75,12 +54,9 @@ MESSAGES: dict[Code, Message] = {
     "cluster: say",
     Code.NODE_WITHOUT_RUN: "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it; "
     "launch with --runs-dir on a file system that all of them see",
-    Code.PROBE_NEEDS_PACKAGE: "{module}: {problem}",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
     Code.PROBE_STOPPED: "{probe}: ended, as {reason}",
     Code.PROCESSES_SURVIVE: "processes of an earlier launch cannot be killed ({pids}); end them",
-    Code.RAY_ADDRESS_INVALID: "RAY_ADDRESS: got {got}; allowed: http://HEAD:8265, or HEAD:6379; or set "
-    "launcher.address",
     Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
     Code.RAY_FAILED: "ray: {address}: {answer}",
     Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: not on {host}, which runs the driver: the cluster has to "
@@ -106,8 +82,6 @@ MESSAGES: dict[Code, Message] = {
     "the first look takes, {first_look}",
     Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got looks at {looks} pairs, and it was launched "
     "{before}, on which its level rests; resume it as it was launched, or give another --name",
-    Code.PLAN_TOO_LARGE: "{recipe}: got {arms} arms x {seeds} seeds, {runs} runs; allowed: at most "
-    "{max_runs} an experiment: leave some out, or make it several",
     Code.ARM_CHANGES_NOTHING: "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's "
     "configuration; change at least one value (controls.aa_reruns repeats the baseline)",
     Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: not the baseline's; all arms are "
@@ -119,12 +93,9 @@ MESSAGES: dict[Code, Message] = {
     Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); "
     "exchange them?",
     Code.BISECT_SAME_COMMIT: "--bad: got {bad:repr}, the very commit of --good; nothing lies between them",
-    Code.PACKAGE_NAME_INVALID: "--package: got {got}; allowed: a name such as torch",
-    Code.PACKAGE_VERSIONS_INVALID: "--versions: got {got}; allowed: such as 2.10.0,2.11.0,2.12.0",
     Code.TOO_MANY_COMMITS: "{option}: got {commits} commits; allowed: at most {max_commits}: narrow it down",
     Code.TOO_FEW_CANDIDATES: "{option}: got {got}; allowed: two or more, the good one first, the bad one "
     "last",
-    Code.REPO_INVALID: "--repo: got {got}, no git repository; allowed: the trainer's",
     Code.COMMIT_UNKNOWN: "{option}: got {got}, no commit of {repo} (--repo)",
     Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun'; a bisection needs a command, which "
     "runs in another checkout or environment: trainer: {{type: command, ...}} (docs/foreign-runs.md)",
@@ -145,7 +116,9 @@ MESSAGES: dict[Code, Message] = {
     Code.DEVICE_MEMORY_WITHOUT_USE: "--device-memory: got it without --dry-run, or auto for one of "
     "{keys:list}, of which it is; add one of them, or drop it",
     Code.AUTO_ASKED: "{recipe}: {fields:list}: got 'auto'",
-    Code.AUTO_NEEDS_DEVICE_MEMORY: _unknown_memory,
+    Code.AUTO_NEEDS_DEVICE_MEMORY: "{asked}, and {here:if this machine has no GPU|the GPUs of a cluster are "
+    "not known here}; add --device-memory with what one has, such as 80GiB or h200, or give values: "
+    "{instead}",
     Code.AUTO_FITS_NOWHERE: "{asked}, and nothing fits: {tried}, and a device has {device_gib:.1f} GiB; use "
     "smaller microbatches (policy.micro_batch_tokens or micro_batch_size), more ranks, more of "
     "policy.backend's parallelism or a fused policy.logprobs.impl",
@@ -164,7 +137,6 @@ MESSAGES: dict[Code, Message] = {
     "{cards:list}",
     Code.MEASURES_ABRUN_TRAINER: "{recipe}: arms.{arm}: trainer.type: got 'command'; memory-profile runs "
     "single steps of abrun's own trainer alone: measure a foreign one with its own tools",
-    Code.ARM_CANNOT_BE_MEASURED: "{recipe}: arms.{arm}: {problem}",
     Code.OPTION_NEEDS_RECIPE: "{option}: got no recipe to go with it; give one, or drop {option}",
     Code.MEMORY_PROFILE_NEEDS_RECIPE: "memory-profile: got no recipe; give one, or --hidden and --vocab for "
     "a log-prob head alone, such as --hidden 4096 --vocab 151936",
@@ -175,8 +147,6 @@ MESSAGES: dict[Code, Message] = {
     Code.SWEEP_KEY_TWICE: "--sweep: got {key} twice; give all its values at once, such as {key}=A,B",
     Code.SWEEP_KEY_OF_ARM: "--sweep: got {key}, and arms.{arm} has its own {arm_key}; sweep another key, or "
     "drop it there with --set",
-    Code.SWEEP_SYNTAX: "--sweep: got {got:repr}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
-    "policy.backend.tensor_parallel=1,2",
     Code.LENGTHS_TOO_LONG: "--lengths: got {got}; this model takes {max_tokens} tokens: use at most that "
     "many",
     Code.NO_RUN: "{run}: no run here; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, "
@@ -186,7 +156,6 @@ MESSAGES: dict[Code, Message] = {
     "abrun does not know; give a run of abrun's own trainer",
     Code.ALGORITHM_WITHOUT_ENGINE: "{run}: algorithm.type: got {algorithm:repr}, which trains on no "
     "completions of an engine; give a run of grpo or ppo",
-    Code.RUN_CANNOT_BE_SCORED: "{run}: {problem}",
     Code.NO_CHECKPOINT: "{run}: no checkpoint is left of its steps; give --step 0 to go on from its first "
     "weights, or launch it again with a checkpoint.every below its steps",
     Code.STEP_WITHOUT_CHECKPOINT: "--step: got {got}; {run} has the weights after steps {steps}: give one",

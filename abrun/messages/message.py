@@ -1,6 +1,7 @@
 """How a message becomes a sentence: a template with a few formats of its own, or a function."""
 
 import inspect
+import re
 import string
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,30 +15,55 @@ What follows a template's last semicolon is its remedy. A function's docstring d
 
 def render(message: Message, values: Mapping[str, Any]) -> str:
     """Return the sentence of a message with these values."""
-    return message(**values) if callable(message) else _Templates().vformat(message, (), values)
+    return message(**values) if callable(message) else _filled(message, values)
 
 
 def value_names(message: Message) -> list[str]:
     """Return the names of the values that a message takes, in their order."""
-    if callable(message):
-        return list(inspect.signature(message).parameters)
-    parsed = string.Formatter().parse(message)
-    return list(dict.fromkeys(name.partition(".")[0].partition("[")[0] for _, name, _, _ in parsed if name))
+    return list(inspect.signature(message).parameters) if callable(message) else _fields(message)
 
 
-class _Templates(string.Formatter):
-    """Beside Python's formats: `{seeds:list}` joins with commas, `{pairs:count pair}` is `1 pair` or
-    `2 pairs`, `{seeds:plural seed}` is `seed` or `seeds`, and `{value:repr}` quotes a value as Python does.
+def _fields(template: str) -> list[str]:
+    names = []
+    for _, field, kind, _ in _FORMATTER.parse(template):
+        names += [re.split(r"[.\[]", field)[0], *_fields(kind or "")] if field else []
+    return list(dict.fromkeys(names))
+
+
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template with its values filled in.
+
+    Beside Python's formats: `{seeds:list}` joins with commas, `{pairs:count pair}` is `1 pair` or `2 pairs`,
+    `{seeds:plural seed}` is `seed` or `seeds`, `{value:repr}` quotes a value as Python does, and
+    `{paired:if its baseline|every baseline run}` chooses between two templates by whether a value is true;
+    without a second one it is left out otherwise.
     """
+    filled = ""
+    for text, field, kind, conversion in _FORMATTER.parse(template):
+        filled += text
+        if field is None:
+            continue
+        value = _FORMATTER.convert_field(_FORMATTER.get_field(field, (), values)[0], conversion)
+        if kind and kind.startswith("if "):
+            chosen = _CLAUSES.match(kind.removeprefix("if "))
+            filled += _filled(chosen["yes" if value else "no"] or "", values) if chosen else ""
+        else:
+            filled += _formatted(value, kind or "")
+    return filled
 
-    def format_field(self, value: Any, format_spec: str) -> str:
-        kind, _, noun = format_spec.partition(" ")
-        if kind == "list":
-            return ", ".join(map(str, value))
-        if kind == "repr":
-            return repr(value)
-        if kind in ("count", "plural"):
-            number = value if isinstance(value, int | float) else len(value)
-            plural = noun if number == 1 else f"{noun}s"
-            return f"{number} {plural}" if kind == "count" else plural
-        return super().format_field(value, format_spec)
+
+def _formatted(value: Any, spec: str) -> str:
+    kind, _, noun = spec.partition(" ")
+    if kind == "list":
+        return value if isinstance(value, str) else ", ".join(map(str, value))
+    if kind == "repr":
+        return repr(value)
+    if kind in ("count", "plural"):
+        number = value if isinstance(value, int | float) else len(value)
+        plural = noun if number == 1 else f"{noun}s"
+        return f"{number} {plural}" if kind == "count" else plural
+    return format(value, spec)
+
+
+_FORMATTER = string.Formatter()
+_CLAUSES = re.compile(r"(?P<yes>(?:[^{|]|\{[^}]*\})*)(?:\|(?P<no>.*))?$")  # braces may hold a bar

@@ -27,19 +27,6 @@ def _step_one_not_settled(
     return f"{seen}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
 
 
-def _token_error_not_measured(metric: str, recorded: bool) -> str:
-    """No run measures trainer against rollout engine."""
-    why = f"{metric} is not a number at any step of any run" if recorded else f"{metric} is not recorded"
-    return f"agreement of trainer and rollout engine: {why}"
-
-
-def _not_paired(num_shared_seeds: int) -> str:
-    """Unpaired runs show no divergence from step to step."""
-    seeds = f"{num_shared_seeds} seed{'s' * (num_shared_seeds > 1)} of both arms not paired, as asked"
-    shared = f" ({seeds})" if num_shared_seeds else ""
-    return f"how the arms part step by step, and from their first one: they are unpaired{shared}"
-
-
 def _no_reruns(has_recipe: bool) -> str:
     """No same-seed rerun shows the noise floor."""
     return f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
@@ -49,24 +36,6 @@ def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
     """A failure rate that so few runs can miss."""
     runs = f"{num_runs} {'seed' if paired else 'treated run'}{'s' * (num_runs != 1)}"
     return f"rare failures: {runs} can miss a failure rate of up to {100 * rate:.0f} % (95 % bound)"
-
-
-def _no_fault_planted(faults: list[str], can_plant: bool) -> str:
-    """No fault was planted in the baseline."""
-    beside = f" beside {', '.join(faults)}" if faults else ""
-    return f"what it would have caught: no fault was planted{beside}{' (abrun sensitivity)' * can_plant}"
-
-
-def _other_conditions(first: int, last: int, has_recipe: bool) -> str:
-    """Other recipes, seeds and steps."""
-    made = "this recipe, these seeds" if has_recipe else "these runs' configurations, seeds"
-    return f"anything but {made} and steps {first}-{last}"
-
-
-def _excluded(runs: list[str], partners: list[str]) -> str:
-    """Runs that --exclude leaves out."""
-    also = f", and with them {', '.join(partners)}" if partners else ""
-    return f"left out by --exclude: {', '.join(runs)}{also}"
 
 
 def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
@@ -90,8 +59,10 @@ NOT_TESTED: dict[Code, Message] = {
     Code.STEP_ONE_NOT_READ: "step one: {why}",
     Code.RUNS_DO_NOT_SAY: "the runs do not say: {missing:list}",
     Code.OTHER_CODE: "whether the different code of the runs changes their numbers",
-    Code.TOKEN_ERROR_NOT_MEASURED: _token_error_not_measured,
-    Code.NOT_PAIRED: _not_paired,
+    Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine: {metric} is {recorded:if not a "
+    "number at any step of any run|not recorded}",
+    Code.NOT_PAIRED: "how the arms part step by step, and from their first one: they are "
+    "unpaired{num_shared_seeds:if  ({num_shared_seeds:count seed} of both arms not paired, as asked)}",
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
     Code.ULP_RUN_NOT_FINISHED: "what one ULP grows into: {run} did not finish ({why}): launch with --resume",
     Code.NO_RERUNS: _no_reruns,
@@ -101,12 +72,14 @@ NOT_TESTED: dict[Code, Message] = {
     Code.NO_MARGIN: "whether the arms converge alike: no claim has a margin",
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned anything: `climbs: false` is declared for "
     "{metrics:list}",
-    Code.NO_FAULT_PLANTED: _no_fault_planted,
+    Code.NO_FAULT_PLANTED: "what it would have caught: no fault was planted{faults:if  beside "
+    "{faults:list}}{can_plant:if  (abrun sensitivity)}",
     Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, without a claim",
-    Code.OTHER_CONDITIONS: _other_conditions,
+    Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these runs' "
+    "configurations, seeds} and steps {first}-{last}",
 }
 LEFT_OUT: dict[Code, Message] = {
-    Code.EXCLUDED: _excluded,
+    Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and with them {partners:list}}",
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), which "
     "{repeated_by} repeats",

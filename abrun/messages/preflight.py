@@ -7,11 +7,6 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _arms(arms: list[str], problem: str) -> str:
-    """These arms cannot run as they are."""
-    return f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {problem}"
-
-
 def _value(got: str | bool) -> str:
     return str(got).lower() if isinstance(got, bool) else repr(got)
 
@@ -20,40 +15,6 @@ def _without_package(field: str, got: str | bool, package: str, install: str, in
     """A setting needs a package that is not installed."""
     remedy = f"{install}, or use {instead}" if instead else install
     return f"{field}: got {_value(got)} without the package {package}; {remedy}"
-
-
-def _without_wheel(field: str, got: str, package: str, python: str, newest: str, instead: str) -> str:
-    """A setting needs a package that has no wheel for this Python."""
-    return (
-        f"{field}: got {got!r} without the package {package}, which has no wheel for Python {python}; use "
-        f"Python {newest}, or use {instead}"
-    )
-
-
-def _version(field, got, package, version, supported, install, instead) -> str:
-    """A setting needs another version of an installed package."""
-    remedy = f"{install}, or use {instead}" if instead else install
-    return f"{field}: got {got!r} with {package} {version}, not one of {supported}; {remedy}"
-
-
-def _broken_package(package: str, error: str, unneeded: str | None) -> str:
-    """An installed package cannot be imported."""
-    if unneeded:
-        remedy = f"pip uninstall {unneeded}, which abrun does not need"
-    else:
-        remedy = f"pip install --force-reinstall {package}"
-    return f"{package} cannot be imported: {error}; {remedy}"
-
-
-def _vllm_of_other_device(package: str, version: str, on_gpu: bool, install: str) -> str:
-    """VLLM is built for GPUs where runs use CPU cores, or the reverse."""
-    needed = "which needs a GPU, with cluster.gpus_per_node: 0"
-    if on_gpu:
-        needed = "built for processors, with cluster.gpus_per_node above 0"
-    return (
-        f"rollout.engine: got 'vllm' with {package} {version}, {needed}; pip uninstall {package}, then "
-        f"{install}, or use engine: torch"
-    )
 
 
 def _devices(ranks: int, engines: int) -> str:
@@ -127,30 +88,17 @@ def _start_after_last_step(folder: str, step: int, steps: int) -> str:
     )
 
 
-def _commands_without_seed(arms: list[str]) -> str:
-    """The command line of these arms is the same for every seed."""
-    return _arms(
-        arms,
-        "trainer.argv and trainer.env never use {seed}: all seeds run the same command unless it reads "
-        "ABRUN_SEED",
-    )
-
-
 MESSAGES: dict[Code, Message] = {
-    Code.ARMS_CANNOT_RUN: _arms,
+    Code.ARMS_CANNOT_RUN: "{arms:plural arm} {arms:list}: {problem}",
     Code.NOT_BUILT: "{field}: got {got!r}, not built yet; this version takes {allowed}",
     Code.ENGINE_DEVICES_NEED_ONE_NODE: "rollout.devices: got {devices} with cluster.nodes {nodes}, not "
     "built yet; this version takes nodes: 1, or devices: null",
     Code.COMMAND_NEEDS_ONE_NODE: "cluster.nodes: got {nodes} with trainer.type 'command', not built yet; "
     "use nodes: 1",
-    Code.ONE_MACHINE: "cluster.nodes: got {nodes}; the local launcher has this one machine: use nodes: 1",
     Code.TOO_FEW_GPUS: _too_few_gpus,
     Code.TOO_FEW_CORES: _too_few_cores,
     Code.TOO_MANY_JOBS: _too_many_jobs,
     Code.VARIABLE_UNSET: _unset_variable,
-    Code.REFERENCE_MISSING: "compare.reference: got {path!r}, no such file here; abrun freeze makes one",
-    Code.COMMAND_NOT_FOUND: "trainer.argv.0: got {command!r}, no such command on PATH; install it, or give "
-    "the path of an executable file",
     Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, no module {package} here; name an installed "
     "module, or one in the directory where abrun is started",
     Code.REASONING_GYM_MISSING: "task.type: got 'reasoning_gym' without the package; pip install "
@@ -159,13 +107,18 @@ MESSAGES: dict[Code, Message] = {
     Code.PACKAGE_MISSING: "needs {package}: pip install 'abrun[{extra}]'",
     Code.PACKAGE_NOT_INSTALLED: "without the package {package}; pip install 'abrun[{extra}]'",
     Code.SETTING_NEEDS_PACKAGE: _without_package,
-    Code.PACKAGE_WITHOUT_WHEEL: _without_wheel,
-    Code.PACKAGE_VERSION_UNSUPPORTED: _version,
+    Code.PACKAGE_WITHOUT_WHEEL: "{field}: got {got:repr} without the package {package}, which has no wheel "
+    "for Python {python}; use Python {newest}, or use {instead}",
+    Code.PACKAGE_VERSION_UNSUPPORTED: "{field}: got {got:repr} with {package} {version}, not one of "
+    "{supported}; {install}{instead:if , or use {instead}}",
     Code.PACKAGE_OF_PACKAGE_MISSING: "{field}: got {got!r} with {package} {version}, which imports the "
     "missing package {missing}; {install}",
-    Code.VLLM_OF_OTHER_DEVICE: _vllm_of_other_device,
+    Code.VLLM_OF_OTHER_DEVICE: "rollout.engine: got 'vllm' with {package} {version}, {on_gpu:if built for "
+    "processors, with cluster.gpus_per_node above 0|which needs a GPU, with cluster.gpus_per_node: 0}; pip "
+    "uninstall {package}, then {install}, or use engine: torch",
     Code.VERSION_UNTESTED: "{package} {version}: not tested with abrun; if runs fail: {install}",
-    Code.PACKAGE_BROKEN: _broken_package,
+    Code.PACKAGE_BROKEN: "{package} cannot be imported: {error}; {unneeded:if pip uninstall {unneeded}, "
+    "which abrun does not need|pip install --force-reinstall {package}}",
     Code.IMPORT_TOO_SLOW: "importing {package} took more than {seconds} s; run abrun doctor again on an "
     "idle machine",
     Code.EXACT_SUPPORT_UNAVAILABLE: "rollout.exact_support: got true {problem}; use engine: torch, or "
@@ -183,15 +136,12 @@ MESSAGES: dict[Code, Message] = {
     Code.TRITON_NEEDS_GPU: "policy.logprobs.impl: got 'triton' with cluster.gpus_per_node: 0; on CPU cores "
     "it runs only in Triton's slow interpreter, with TRITON_INTERPRET=1 in the environment: use impl: "
     "chunked, or GPUs",
-    Code.GPUS_HIDDEN: "CUDA_VISIBLE_DEVICES: got {visible!r}, which shows no GPU; unset CUDA_VISIBLE_DEVICES",
     Code.NO_GPU: "nvidia-smi lists no GPU; use cluster.gpus_per_node: 0",
     Code.TORCH_WITHOUT_CUDA: "torch {version} is built without CUDA; {install}",
     Code.TORCH_FINDS_NO_GPU: "torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be "
     "older; nvidia-smi tells",
     Code.SBATCH_MISSING: "there is no sbatch on the PATH; call abrun where jobs are submitted",
     # Models
-    Code.MODEL_FOLDER_MISSING: "model.path: got {path!r}, no such folder here; give a checkpoint's folder, "
-    "or a hub name",
     Code.MODEL_FOLDER_DAMAGED: "model.path: got {path!r}, which cannot load: {problem}; give a folder with "
     "config.json, whole safetensors files and a tokenizer",
     Code.MODEL_NOT_ON_HUB: "model.path: got {path!r}, no folder here, and {problem}; give a checkpoint's "
@@ -244,8 +194,9 @@ MESSAGES: dict[Code, Message] = {
     Code.LAUNCHER_ACCELERATOR_MISSING: "launcher.accelerator: missing; arm {arm} has {gpus} GPUs a node: "
     "name one, such as H100",
     # Settings without effect
-    Code.ARMS_WITHOUT_EFFECT: _arms,
-    Code.COMMANDS_WITHOUT_SEED: _commands_without_seed,
+    Code.ARMS_WITHOUT_EFFECT: "{arms:plural arm} {arms:list}: {problem}",
+    Code.COMMANDS_WITHOUT_SEED: "{arms:plural arm} {arms:list}: trainer.argv and trainer.env never use "
+    "{{seed}}: all seeds run the same command unless it reads ABRUN_SEED",
     Code.LOSS_NEVER_CLIPS: "algorithm.loss: got '{loss}' with one update a step, whose importance ratio is "
     "1, so that nothing is ever clipped; use algorithm.minibatches_per_step: 2 or more",
     Code.CLIPPING_WITHOUT_EFFECT: _clipping,

@@ -168,12 +168,8 @@ MESSAGES: dict[Code, Message] = {
     "of them",
     Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop it",
     Code.RECIPE_TOO_DEEP: "{source}: nested too deeply to be a recipe; a few levels are enough",
-    Code.PRIMARY_SYNTAX: "--primary: got {got}; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last "
-    "20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'",
     Code.PRIMARY_LIMIT_SYNTAX: "--primary: got {got}, a limit with a colon in it; write '<0.9x' for a ratio "
     "to the baseline, and '<0.9' for a level",
-    Code.COMMAND_NAMES_ABRUN_FILE: "trainer: got {got}, a file of abrun's; choose another name",
-    Code.PROFILE_UNREADABLE: "{source}: cannot be read: {error}",
     Code.PROFILE_INVALID: "{source}: got {got}; allowed: mappings under {allowed:list}",
     Code.DEFAULTS_TOO_MANY_FILES: "{source}: defaults: got more than {max_files} files behind one recipe; "
     "merge some",
@@ -183,27 +179,17 @@ MESSAGES: dict[Code, Message] = {
     Code.DEFAULTS_TOO_MANY: "{source}: defaults: got {got} paths; allowed: at most {max_parents}",
     Code.DEFAULTS_MISSING: "{source}: defaults: {parent}: no such recipe; give a path from that file's "
     "folder (abrun recipes NAME > {file} writes one that ships)",
-    Code.RECIPE_MISSING: "{source}: no such recipe; check the path",
     Code.RECIPE_UNREADABLE: "{source}: cannot be read as a recipe: {error}",
     Code.RECIPE_TOO_LARGE: "{source}: larger than {max_kib} KiB, with all that the recipe inherits; a "
     "recipe states differences: keep data elsewhere",
-    Code.OVERRIDE_SYNTAX: "--set: got {got}; allowed: key=value with a dotted key, such as steps=20",
     Code.OVERRIDE_WITHOUT_EFFECT: "--set {field}: every arm sets it; write arms.{arm}.{field}",
     Code.OVERRIDE_INDEX_OF_NO_LIST: "{source}: got the index {index} where {field} is no list (but {got}); "
     "give the list whole: {field}=[...]",
-    Code.YAML_TOO_DEEP: "{source}: not readable as YAML: nested too deeply",
-    Code.YAML_NUMBER_TOO_LONG: "{source}: not readable as YAML: a number of thousands of digits",
-    Code.YAML_INVALID: "{source}: not readable as YAML: {problem}",
     Code.FOLDER_WITHOUT_RECIPE: "{source}: cannot be read as a recipe: a folder without {file}; give a "
     "recipe's file, or an experiment's folder, for what that was launched with",
     Code.SECRET_IN_ENV: "{source}: {field}: looks like a secret; write ${{{variable}}} and export {variable}",
-    Code.OPTION_NOT_ALLOWED: "{option}: got {got:repr}; allowed: {allowed:list}",
-    Code.FORMATS_EMPTY: "--format: got {got:repr}, nothing to write; allowed: {allowed:list}",
-    Code.NUMBERS_SYNTAX: "{option}: got {got:repr}; allowed: numbers of at least {least}, such as {example}",
-    Code.SEEDS_SYNTAX: "--seeds: got {got:repr}; allowed: numbers such as 0,1,2 or ranges such as 0-4",
     Code.SEEDS_BACKWARDS: "--seeds: got {got:repr}, which runs backwards; write {last}-{first}",
     Code.SEEDS_TOO_MANY: "--seeds: got {got:repr}; allowed: at most {max_seeds} seeds",
-    Code.LOOKS_SYNTAX: "--looks: got {got}; allowed: numbers of pairs, as 3,5,8",
     Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, "
     "for that seed alone {got}-{got}",
     Code.MAX_SEEDS_BELOW_FIRST: "--max-seeds: got {got} with {first} seeds; allowed: {first} or more",
@@ -213,7 +199,6 @@ MESSAGES: dict[Code, Message] = {
     "SOURCE -o FILE --budget 0.05",
     Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} and --sigma or --correlation, which it measures; "
     "drop them, or plan without it: abrun plan RECIPE --sigma X",
-    Code.SIGMA_INVALID: "--sigma: got {got}; allowed: a finite number of 0 or more",
     Code.PLAN_NEEDS_RECIPE: "plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then",
     Code.SEARCHES_TWO: "--max-sequences: got it with --max-seq-len; search for one at a time: drop one of "
     "them",
@@ -228,8 +213,6 @@ MESSAGES: dict[Code, Message] = {
     "{example} (all: abrun init --help)",
     Code.NO_FAULT_CAN_BE_PLANTED: "{recipe}: controls.faults: got none that can be planted; see: abrun "
     "faults",
-    Code.RECIPE_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at most "
-    "100",
     Code.FILE_EXISTS: "{path}: is there already; give another --name, or another --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, neither a file here nor a recipe that ships",
     Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which names no frozen runs; make some (abrun "

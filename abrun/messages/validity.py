@@ -80,11 +80,6 @@ def _rerun_failed(runs: list[str], failure: str) -> str:
     )
 
 
-def _run_unreadable(run: str, problem: str, forbidden: bool) -> str:
-    """A run's files cannot be read."""
-    return f"{run} cannot be read ({problem}){'' if forbidden else ': mend or remove what is damaged there'}"
-
-
 def _run_not_finished(run: str, status: str) -> str:
     """A run has not finished, or is missing."""
     state = "its directory is missing" if status == "missing" else status
@@ -199,7 +194,8 @@ VALIDITY: dict[Code, Message] = {
     Code.RERUN_FAILED: _rerun_failed,
     Code.UNPAIRED_BASELINE_FAILED: "{run} failed ({failure}): without its failures the baseline looks "
     "better than it is; mend the cause",
-    Code.RUN_UNREADABLE: _run_unreadable,
+    Code.RUN_UNREADABLE: "{run} cannot be read ({problem}){forbidden:if |: mend or remove what is damaged "
+    "there}",
     Code.RUN_NOT_FINISHED: _run_not_finished,
     Code.RUNS_EXCHANGED: _runs_exchanged,
     Code.RUN_COPIED: "{run} is a copy of {original}: every number is the same, seconds included",

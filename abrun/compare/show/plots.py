@@ -57,7 +57,9 @@ def _sample(difference: Difference) -> str:
 def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
     shown = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
-    shown = [claim for claim in shown if np.isfinite(np.divide(claim.estimate.interval, claim.claim.margin)).all()]
+    shown = [
+        claim for claim in shown if np.isfinite(np.divide(claim.estimate.interval, claim.claim.margin)).all()
+    ]
     if len(shown) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 1.25 + 0.42 * len(shown)), layout="constrained")
