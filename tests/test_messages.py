@@ -57,6 +57,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
         ("{seeds:plural seed}", {"seeds": [1, 2]}, "seeds"),
         ("{run:if run {run}|none}{more:if  and {more:count run}}", {"run": "a", "more": 0}, "run a"),
         ("{run:if run {run}|{more:if some|none}}", {"run": None, "more": 1}, "some"),
+        ("{runs:first}, {runs:some}, {runs:join /}", {"runs": ["a", "b"]}, "a and 1 more, a, b, a/b"),
         ("{value:repr} {share:.2f}", {"value": "a", "share": 0.5}, "'a' 0.50"),
     ],
 )

@@ -13,15 +13,6 @@ def _budget_refused(budget: str, metrics: list[str]) -> str:
     )
 
 
-def _baseline_not_the_link(experiment, baseline, key, value, expected, link, entry) -> str:
-    """The baseline is not configured as the ledger's last entry."""
-    named = f" (entry {entry} is an experiment of this name)" if entry else ""
-    return (
-        f"{experiment}: {baseline}: {key}: got {value}; {expected} in {link}, which a change has to be "
-        f"compared with{named}"
-    )
-
-
 def _ledger_link_edited(path: str, entry: int) -> str:
     """A ledger's entry was added to other content."""
     before = f"entry {entry - 1}" if entry > 1 else "the frozen runs, or the ledger's budget or rule"
@@ -114,7 +105,8 @@ LEDGERS: dict[Code, Message] = {
     Code.LEDGER_OF_OTHER_CLAIM: "{experiment}: {arm}: got claims on {claims}; the ledger is of {metric} "
     "over steps {first}-{last}, with a margin",
     Code.BASELINE_WITHOUT_CONFIG: "{experiment}: its baseline states no configuration to compare with {link}",
-    Code.BASELINE_NOT_THE_LINK: _baseline_not_the_link,
+    Code.BASELINE_NOT_THE_LINK: "{experiment}: {baseline}: {key}: got {value}; {expected} in {link}, which "
+    "a change has to be compared with{entry:if  (entry {entry} is an experiment of this name)}",
     Code.LEDGER_NOT_READ: "{path}: ledger.{where}: {problem}; restore the file",
     Code.LEDGER_LINK_EDITED: _ledger_link_edited,
     Code.LEDGER_ENTRY_EDITED: "{path}: ledger: entry {entry} is not what was written: the file was edited; "

@@ -33,8 +33,9 @@ def _fields(template: str) -> list[str]:
 def _filled(template: str, values: Mapping[str, Any]) -> str:
     """Return a template with its values filled in.
 
-    Beside Python's formats: `{seeds:list}` joins with commas, `{pairs:count pair}` is `1 pair` or `2 pairs`,
-    `{seeds:plural seed}` is `seed` or `seeds`, `{value:repr}` quotes a value as Python does, and
+    Beside Python's formats: `{seeds:list}` joins with commas, `{versions:join , then }` with another text,
+    `{runs:first}` and `{runs:some}` are one name, or five, `and 2 more`; `{pairs:count pair}` is `1 pair` or
+    `2 pairs`, `{seeds:plural seed}` is `seed` or `seeds`, `{value:repr}` quotes as Python does, and
     `{paired:if its baseline|every baseline run}` chooses between two templates by whether a value is true;
     without a second one it is left out otherwise.
     """
@@ -56,6 +57,11 @@ def _formatted(value: Any, spec: str) -> str:
     kind, _, noun = spec.partition(" ")
     if kind == "list":
         return value if isinstance(value, str) else ", ".join(map(str, value))
+    if kind == "join":
+        return noun.join(map(str, value))
+    if kind in ("first", "some"):
+        shown = value[: 1 if kind == "first" else _MOST_NAMED]
+        return ", ".join(shown) + (f" and {len(value) - len(shown)} more" if len(value) > len(shown) else "")
     if kind == "repr":
         return repr(value)
     if kind in ("count", "plural"):
@@ -65,5 +71,6 @@ def _formatted(value: Any, spec: str) -> str:
     return format(value, spec)
 
 
+_MOST_NAMED = 5
 _FORMATTER = string.Formatter()
 _CLAUSES = re.compile(r"(?P<yes>(?:[^{|]|\{[^}]*\})*)(?:\|(?P<no>.*))?$")  # braces may hold a bar

@@ -45,15 +45,6 @@ def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
     return f"left out by --seeds: seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{endings}"
 
 
-def _counter_restarted(runs: list[str], num_repeated: int, num_steps: int) -> str:
-    """A run's step counter begins anew."""
-    others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-    return (
-        f"the step counter begins anew in {runs[0]}{others} ({num_repeated} of {num_steps} steps are there "
-        "twice): the last values count, and step one of such a run is not read"
-    )
-
-
 NOT_TESTED: dict[Code, Message] = {
     Code.STEP_ONE_NOT_SETTLED: _step_one_not_settled,
     Code.STEP_ONE_NOT_READ: "step one: {why}",
@@ -83,6 +74,7 @@ LEFT_OUT: dict[Code, Message] = {
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), which "
     "{repeated_by} repeats",
-    Code.COUNTER_RESTARTED: _counter_restarted,
+    Code.COUNTER_RESTARTED: "the step counter begins anew in {runs:first} ({num_repeated} of {num_steps} "
+    "steps are there twice): the last values count, and step one of such a run is not read",
 }
 MESSAGES = {**NOT_TESTED, **LEFT_OUT}

@@ -1,48 +1,9 @@
 """Sentences of notes: what readers have to know beside a verdict, and what was guessed of runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from abrun.messages.message import Message
 from abrun.reasons import Code
-
-_MOST_NAMED = 5
-_OTHER_MACHINES = {"hosts": "other hosts", "drivers": "other drivers"}
-
-
-def _names(runs: Sequence[str]) -> str:
-    more = f" and {len(runs) - _MOST_NAMED} more" if len(runs) > _MOST_NAMED else ""
-    return f"{', '.join(runs[:_MOST_NAMED])}{more}"
-
-
-def _note_of_runs(runs: list[str], note: str) -> str:
-    """Reading the logs of some runs had to decide something."""
-    return f"{_names(runs)}: {note}"
-
-
-def _code_changed(runs: list[str], versions: list[str]) -> str:
-    """Attempts of a run were of several versions of the code."""
-    return f"{_names(runs)}: trained by several versions of the code: {', then '.join(versions)}"
-
-
-def _arms_of_other_code(baseline: str, baseline_code: list[str], arm: str, code: list[str]) -> str:
-    """The arms ran different code."""
-    return (
-        f"the arms ran different code: {baseline} {' and '.join(baseline_code)}, {arm} {' and '.join(code)}; "
-        "the difference between them includes that of the code"
-    )
-
-
-def _runs_of_other_code(runs: list[str], code: str, usual_code: str) -> str:
-    """Some runs ran other code than the rest."""
-    return f"{_names(runs)}: trained by the code {code}, other runs by {usual_code}"
-
-
-def _other_machines(kind, arm, num_differing, num_pairs, seed, value, baseline) -> str:
-    """Pairs ran on other hosts or drivers."""
-    return (
-        f"{num_differing} of {num_pairs} pairs of {arm} ran on {_OTHER_MACHINES[kind]} than their baseline "
-        f"(seed {seed}: {value} against {baseline}): times compare with care"
-    )
 
 
 def _hours_apart(arm: str, num_apart: int, num_pairs: int, seed: int, gap_s: float) -> str:
@@ -91,25 +52,8 @@ def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
     )
 
 
-def _several_comparisons(arm: str | None, num_comparisons: int) -> str:
-    """The runs were compared with several claims."""
-    return (
-        f"{_mark(arm)}{num_comparisons} comparisons of these runs with different claims or looks: the level "
-        "holds for one that was declared in advance (simulated: of 20 windows some one matches falsely in "
-        "0.08 to 0.29 of experiments)"
-    )
-
-
 def _mark(arm: str | None) -> str:
     return f"{arm}: " if arm else ""
-
-
-def _ledger_empty(metric: str, first: int, last: int, budget: float) -> str:
-    """A reference's ledger without entries."""
-    return (
-        f"ledger of {metric} over steps {first}-{last}: no change since the anchor; drift spent 0 of "
-        f"{budget:g}"
-    )
 
 
 def _ledger(
@@ -164,20 +108,25 @@ POST_HOC: dict[Code, Message] = {
     Code.PAIRING_CHANGED: "the arms were not paired, which was not declared when the experiment was launched",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared when the experiment was launched",
     Code.READ_SEVERAL_TIMES: _read_several_times,
-    Code.SEVERAL_COMPARISONS: _several_comparisons,
+    Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }{num_comparisons} comparisons of these runs with different "
+    "claims or looks: the level holds for one that was declared in advance (simulated: of 20 windows some "
+    "one matches falsely in 0.08 to 0.29 of experiments)",
 }
 NOTES: dict[Code, Message] = {
-    Code.NOTE_OF_RUNS: _note_of_runs,
+    Code.NOTE_OF_RUNS: "{runs:some}: {note}",
     Code.DECIDED_AT_LAUNCH: "{decision}",
-    Code.CODE_CHANGED: _code_changed,
-    Code.ARMS_OF_OTHER_CODE: _arms_of_other_code,
-    Code.RUNS_OF_OTHER_CODE: _runs_of_other_code,
-    Code.OTHER_MACHINES: _other_machines,
+    Code.CODE_CHANGED: "{runs:some}: trained by several versions of the code: {versions:join , then }",
+    Code.ARMS_OF_OTHER_CODE: "the arms ran different code: {baseline} {baseline_code:join  and }, {arm} "
+    "{code:join  and }; the difference between them includes that of the code",
+    Code.RUNS_OF_OTHER_CODE: "{runs:some}: trained by the code {code}, other runs by {usual_code}",
+    Code.OTHER_MACHINES: "{num_differing} of {num_pairs} pairs of {arm} ran on other {kind} than their "
+    "baseline (seed {seed}: {value} against {baseline}): times compare with care",
     Code.HOURS_APART: _hours_apart,
     Code.PRECISION_DIFFERS: _precision_differs,
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
-    Code.LEDGER_EMPTY: _ledger_empty,
+    Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor; drift "
+    "spent 0 of {budget:g}",
     Code.LEDGER: _ledger,
     Code.SEED_NOT_KNOWN: "numbered, its seed is not known: {place}",
     Code.PROMPTS_OF_RUNS_DIFFER: "the runs did not answer the same prompts at the same steps",

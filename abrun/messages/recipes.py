@@ -98,11 +98,6 @@ def _value_missing(source: str, field: str, others: list[str]) -> str:
     return _line(source, field, "missing; add it to the recipe", others)
 
 
-def _defaults_cycle(source: str, cycle: list[str]) -> str:
-    """Recipes inherit from each other in a circle."""
-    return f"{source}: defaults: a cycle of recipes ({' > '.join(cycle)}); drop one link"
-
-
 def _secret_in_command(source: str, field: str, word: str) -> str:
     """A command line holds what looks like a secret."""
     return f"{source}: {field}: {word} is given a secret; {_INSTEAD}"
@@ -125,7 +120,7 @@ MESSAGES: dict[Code, Message] = {
     Code.WRITE_INSTEAD: "write {value}",
     Code.WRITE_UNQUOTED: "write it without quotes",
     Code.WRITE_QUOTED: "put it in quotes",
-    Code.DEFAULTS_CYCLE: _defaults_cycle,
+    Code.DEFAULTS_CYCLE: "{source}: defaults: a cycle of recipes ({cycle:join  > }); drop one link",
     Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (byte {byte} is none of it); "
     "save it as UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,

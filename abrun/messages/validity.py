@@ -63,23 +63,6 @@ def _unpaired_seeds(seeds: list[int], arm: str, can_unpair: bool) -> str:
     )
 
 
-def _baseline_failed(runs: list[str], failure: str) -> str:
-    """Baseline runs failed, in pairs that a verdict needs."""
-    return (
-        f"{first_and_more(runs)} failed ({failure}): without its baseline a seed says nothing about the "
-        "treatment; mend the cause and launch with --resume"
-    )
-
-
-def _rerun_failed(runs: list[str], failure: str) -> str:
-    """Same-seed reruns of the baseline failed."""
-    return (
-        f"{first_and_more(runs)} failed ({failure}): without this control the noise floor of step one and of "
-        "the divergence rests on fewer baseline reruns than declared, those that did not fail; mend the "
-        "cause and launch with --resume"
-    )
-
-
 def _run_not_finished(run: str, status: str) -> str:
     """A run has not finished, or is missing."""
     state = "its directory is missing" if status == "missing" else status
@@ -155,15 +138,6 @@ def _mistaken_alias(name: str, logged: list[str]) -> str:
     return f": trainer.aliases calls it {name!r}; logged: {', '.join(logged)}"
 
 
-def _text_values(run, metric, num_values, first, last, step, remedy) -> str:
-    """A log holds text in place of numbers in a claim's window."""
-    values = f"{num_values} value{'s' * (num_values > 1)}"
-    return (
-        f"{run}: {values} of {metric} in steps {first}-{last}, from step {step} on, left out as text: "
-        f"{remedy}"
-    )
-
-
 def _first_step_missing(recorded: list[str]) -> str:
     """No step-one metric is recorded in both arms at the first step."""
     return (
@@ -177,21 +151,14 @@ def _first_step_not_recorded(recorded: list[str]) -> str:
     return f"no reward, loss, gradient norm or entropy is recorded in both arms{alias_hint(recorded)}"
 
 
-def _prompts_not_known(metric, baseline, baseline_value, arm, value, step, seed, hashes) -> str:
-    """The first steps differ, and nothing says that the arms saw the same prompts."""
-    where = " (environment.json: prompts_sha256)" if hashes else ""
-    return (
-        f"{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at step {step} (seed "
-        f"{seed}), and nothing says that the arms saw the same prompts{where}, so that this tells nothing of "
-        "the treatment; --no-step-one leaves it out"
-    )
-
-
 VALIDITY: dict[Code, Message] = {
     Code.NO_SHARED_SEED: _no_shared_seed,
     Code.UNPAIRED_SEEDS: _unpaired_seeds,
-    Code.BASELINE_FAILED: _baseline_failed,
-    Code.RERUN_FAILED: _rerun_failed,
+    Code.BASELINE_FAILED: "{runs:first} failed ({failure}): without its baseline a seed says nothing about "
+    "the treatment; mend the cause and launch with --resume",
+    Code.RERUN_FAILED: "{runs:first} failed ({failure}): without this control the noise floor of step one "
+    "and of the divergence rests on fewer baseline reruns than declared, those that did not fail; mend the "
+    "cause and launch with --resume",
     Code.UNPAIRED_BASELINE_FAILED: "{run} failed ({failure}): without its failures the baseline looks "
     "better than it is; mend the cause",
     Code.RUN_UNREADABLE: "{run} cannot be read ({problem}){forbidden:if |: mend or remove what is damaged "
@@ -214,7 +181,8 @@ VALIDITY: dict[Code, Message] = {
     Code.REFERENCE_STEPS_DIFFER: "step grids differ: of steps {first}-{last} of {metric} the reference "
     "holds {num_reference}, the later runs {num_later}: train as long, and log as often, or freeze the "
     "reference with this claim, whose window it then keeps whole",
-    Code.TEXT_VALUES: _text_values,
+    Code.TEXT_VALUES: "{run}: {num_values:count value} of {metric} in steps {first}-{last}, from step "
+    "{step} on, left out as text: {remedy}",
     Code.METRIC_MISSING: _metric_missing,
     Code.PEAK_MEMORY_MISSING: "missing metric: not every run recorded memory/<phase>/{counters} (guard)",
     Code.BASELINE_NOT_FINITE: "{run}: {metric} is {value} at step {step} in the baseline itself",
@@ -233,6 +201,9 @@ FIRST_STEP: dict[Code, Message] = {
     Code.FIRST_STEP_LATE: "the first recorded step is {step}, after updates were made",
     Code.FIRST_STEP_NOT_FINITE: "what both arms record at their first step is no finite number",
     Code.FIRST_STEP_NOT_RECORDED: _first_step_not_recorded,
-    Code.PROMPTS_NOT_KNOWN: _prompts_not_known,
+    Code.PROMPTS_NOT_KNOWN: "{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at "
+    "step {step} (seed {seed}), and nothing says that the arms saw the same prompts{hashes:if  "
+    "(environment.json: prompts_sha256)}, so that this tells nothing of the treatment; --no-step-one leaves "
+    "it out",
 }
 MESSAGES = {**VALIDITY, **FIRST_STEP}

@@ -1,8 +1,6 @@
 """Sentences of a verdict: why an arm matches, differs, stays open or is invalid, and how it is described."""
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
-from typing import Any
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import agreement_text, difference_text
@@ -17,23 +15,6 @@ _MARGINS = {
     "level": "a twentieth of the baseline's level",
     "zero": "the baseline is 0",
 }
-
-
-def _step_one_differs(
-    metric, baseline, treatment, step, seed, deviation, scale, scale_from, tolerance, tolerance_from
-) -> str:
-    """The first step differs beyond its tolerance."""
-    return (
-        f"step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the treatment at step "
-        f"{step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance "
-        f"{tolerance:.2g} ({tolerance_from})"
-    )
-
-
-@wraps(_step_one_differs)
-def _step_one_open(**values: Any) -> str:
-    """The first step differs beyond its tolerance in what rounding raises, too."""
-    return f"{_step_one_differs(**values)}: rounding raises it, as a fault does, and no ground for a match"
 
 
 def _guard_open(guard: str, reason: str, result: str) -> str:
@@ -90,8 +71,13 @@ MESSAGES: dict[Code, Message] = {
     "the arms converge alike; declare compare.primary with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
-    Code.STEP_ONE_DIFFERS: _step_one_differs,
-    Code.STEP_ONE_OPEN: _step_one_open,
+    Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
+    "treatment at step {step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "tolerance {tolerance:.2g} ({tolerance_from})",
+    Code.STEP_ONE_OPEN: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
+    "treatment at step {step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "tolerance {tolerance:.2g} ({tolerance_from}): rounding raises it, as a fault does, and no ground for a "
+    "match",
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm is a description and no test: what lies between them may be "
