@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from abrun import extras, redaction
+from abrun.reasons import Reason
 from tests.snapshot import Snapshot
 
 if not torch.cuda.is_available():
@@ -20,6 +21,17 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # this process has read its environment
+
+
+@pytest.fixture(autouse=True)
+def no_reason_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a reason is put into text as Python's repr instead of its sentence."""
+
+    def as_text(reason: Reason, _spec: str = "") -> str:
+        raise AssertionError(f"{reason.code.value}: word it with abrun.messages.sentence")
+
+    monkeypatch.setattr(Reason, "__str__", as_text)
+    monkeypatch.setattr(Reason, "__format__", as_text)
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,8 @@ def _distance(baseline: RecordedRun, treatment: RecordedRun) -> _Distance | None
         return None
     apart, sizes = _squares(left, right), {name: float(np.square(one).sum()) for name, one in left.items()}
     relative = {name: _ratio(apart[name], sizes[name]) for name in left}
-    tensor = max(relative, key=lambda name: _order(relative[name]))
+    # A file of tensors names them in no order of its own: among equals the first by name
+    tensor = max(sorted(relative), key=lambda name: _order(relative[name]))
     whole = _ratio(sum(apart.values()), sum(size for size in sizes.values() if np.isfinite(size)))
     return _Distance(relative=whole, tensor=tensor, of_tensor=relative[tensor])
 
