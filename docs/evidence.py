@@ -98,7 +98,7 @@ def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command:
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
     alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)
     found = next_steps(alone, of_arm(content, arm), command)
-    return [asdict(one) for one in found]
+    return [one.as_json() for one in found]
 
 
 def _command(directory: Path, recipe: Path) -> str:

@@ -13,6 +13,7 @@ from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.messages import sentence, sentences
+from abrun.messages.numbers import units
 from abrun.messages.records import coded
 from abrun.plan import Plan, decisions
 from abrun.present.tables import Table, columns
@@ -26,7 +27,6 @@ from abrun.recipe import (
     RunConfig,
     claim_text,
     invocation,
-    units,
 )
 from abrun.recipe.precision import precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable

@@ -92,5 +92,10 @@ def confidence_text(alpha: float) -> str:
     return f"{100 * (1 - alpha):.3g} %"
 
 
+def units(*, paired: bool) -> str:
+    """Return what is counted: a pair is a run of each arm."""
+    return "pairs" if paired else "runs of each arm"
+
+
 def pairs_or_more_text(count: int | None) -> str:
     return "more than 1000" if count is None else str(count)

@@ -28,7 +28,6 @@ from abrun.recipe.claims import (
     claim_text,
     parse_primary,
     primary_option,
-    units,
 )
 from abrun.recipe.command import (
     Command,
@@ -205,7 +204,6 @@ __all__ = [
     "stored_run",
     "stream_misfit",
     "stream_setting",
-    "units",
     "unset_variables",
     "validated",
     "values_of",

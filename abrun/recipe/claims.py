@@ -245,11 +245,6 @@ def _is_distance(limit: float | str | None) -> bool:
     return limit is not None and not isinstance(limit, str) and limit > 0
 
 
-def units(*, paired: bool) -> str:
-    """What is counted: a pair is a run of each arm."""
-    return "pairs" if paired else "runs of each arm"
-
-
 def claim_text(claim: Primary) -> str:
     """What is claimed besides where: `±0.02`, `below 0.6 x the baseline`, `exact`."""
     if claim.margin is not None:

@@ -15,9 +15,10 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.evidence import prompt_advice, step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import levels_of_looks
+from abrun.messages.numbers import units
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.present.tables import Table, columns
-from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted, units
+from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted
 from abrun.redaction import shortened, shown_tree
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)

@@ -21,12 +21,11 @@ from abrun.compare.show.next_step import NextStep
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import lacking
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import beside_limit, bound_text, difference_text
+from abrun.messages.numbers import beside_limit, bound_text, difference_text, units
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
-from abrun.recipe import units
 from abrun.redaction import shown
 from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
 

@@ -90,7 +90,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context |
         "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
-        "beside": beside and asdict(beside),
+        "beside": beside and {**asdict(beside), "next_steps": [one.as_json() for one in beside.next_steps]},
     }
     shared = {"first": len(blocks), "axes": axes.axes}
     return [
