@@ -34,7 +34,6 @@ from abrun.compare.show.report import (
 )
 from abrun.errors import ComparisonError
 from abrun.extras import lacking
-from abrun.messages import sentence
 from abrun.metric_names import default_transform
 from abrun.plan import compare_hash
 from abrun.reasons import Code, Reason
@@ -183,9 +182,7 @@ def compare(
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
     if set(formats) & set(FIGURES) and (missing := lacking("figures")):
-        raise ComparisonError(
-            f"--format: png and svg: {sentence(missing)}; or --format terminal,html,markdown,json"
-        )
+        raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(Code.ONLY_PLANTED_FAULTS(experiment=experiment.name))
     if not experiment.treatments:

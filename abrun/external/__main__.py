@@ -3,19 +3,23 @@
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, reason_of
 from abrun.external.run import run
 from abrun.processes.output import outlive_output
+from abrun.store import RunDir
+from abrun.store.endings import write_ending
 
 
 def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m abrun.external RUN_DIR", file=sys.stderr)
         return 2
+    directory = RunDir(Path(sys.argv[1]))
     try:
-        return run(Path(sys.argv[1]))
+        return run(directory.path)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
+        write_ending(directory, "external", directory.last_attempt, reason_of(error))
         return 2
 
 

@@ -10,12 +10,13 @@ import socket
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError, LaunchError
+from abrun.errors import AbrunError, LaunchError, reason_of
 from abrun.launch.command import Meeting, command_of, environment
 from abrun.launch.requirements import node_refusals, this_machine
 from abrun.reasons import Code
 from abrun.recipe import stored_run
 from abrun.store import RunDir
+from abrun.store.endings import write_ending
 
 FAILED = 2
 
@@ -24,10 +25,12 @@ def main() -> int:
     directory, address, grace_s, seen_on, *number = sys.argv[1:]
     node = int(number[0] if number else os.environ["SLURM_PROCID"])
     meeting = Meeting(address=address, node=node, grace_s=float(grace_s))
+    run = RunDir(Path(directory))
     try:
-        command, env = agent_of(RunDir(Path(directory)), meeting, seen_on)
+        command, env = agent_of(run, meeting, seen_on)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        write_ending(run, f"node-{node:04d}", run.last_attempt, reason_of(error))
         return FAILED
     os.execve(command[0], command, env)
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from abrun import progress, store
-from abrun.errors import LaunchError
+from abrun.errors import AbrunError, LaunchError, reason_of
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.hub import hub_refusal
 from abrun.launch.requirements import Machine, missing_of_hub, this_machine
+from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import MODULE, end_all, end_group, processes_of, start, wait
 from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig
@@ -58,8 +59,8 @@ def probe(
 
     Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
 
-    Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with what
-    the module says on a line that begins with `error: `, or else LaunchError with where its output is.
+    Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with why
+    the module `refuse`d, or else LaunchError with where its output is.
     """
     machine, cluster = refuse_other_machines(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
@@ -100,9 +101,9 @@ def _rows(
     whole = {"config": config.model_dump(mode="json"), **job, **({WAITS: True} if place else {})}
     store.write_json(directory / JOB, whole)
     if _run(command, directory, environment(directory, gpus, config), place):
-        said = (line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: "))
-        if first := next(said, None):
-            raise ProbeRefused(first.removeprefix("error: "))
+        reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
+        if first := next(filter(None, reasons), None):
+            raise ProbeRefused(first)
         raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=log))
     return rows_of(directory)
 
@@ -174,6 +175,13 @@ def await_turn(directory: Path, job: dict[str, Any]) -> None:
     while not exists(directory / TURN):
         progress.beat(progress.WAITING)
         time.sleep(POLL_S)
+
+
+def refuse(error: AbrunError) -> int:
+    """Say why a module cannot do here what it was asked, to `probe` and to people; returns its exit code."""
+    print_reason(reason_of(error))
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def row_writer(directory: Path, rank: str = "0") -> store.LineWriter:

@@ -49,6 +49,7 @@ CAUSES = (
     *(Code.NODE_LOST, Code.KILLED, Code.OUT_OF_MEMORY_KILLED),
     *(Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED),
 )
+FOREIGN_ERROR = r"^error: (.+)"  # as programs of a command's own print it, such as uv and cargo
 GRACE_S = 35.0  # an agent gives its ranks 30 s between SIGTERM and SIGKILL
 
 
@@ -313,7 +314,7 @@ def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
     printed = job.run.printed(job.log_start)
     # A node that is not the first prints what it has to say; so does one on which no attempt has begun
     to_read = itself is None or job.config.cluster.nodes > 1
-    errors = _errors(printed, endings(job.run, launched.attempts)) if to_read else []
+    errors = _errors(printed, endings(job.run, launched.attempts, printed)) if to_read else []
     failed_before = itself == "failed" and (attempt.ended_s or math.inf) < job.asked_s
     if (job.stopping and not failed_before) or (itself == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()
@@ -331,10 +332,9 @@ def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
 
 
 def _errors(printed: str, noted: Collection[Reason]) -> list[Reason]:
-    """What agents said last, those first that tell of a cause. A line without a note is foreign text."""
-    known = {sentence(reason): reason for reason in noted}
-    lines = dict.fromkeys(re.findall(r"^error: (.+)", printed, re.MULTILINE))
-    errors = [known.get(line) or Code.FOREIGN_TEXT(text=line) for line in lines]
+    """What agents noted, causes first; without a note, the errors that a foreign program printed."""
+    lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
+    errors = list(noted) or [Code.FOREIGN_TEXT(text=line) for line in lines]
     return sorted(errors, key=lambda error: not any(reason.code in CAUSES for reason in error.walk()))
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError
-from abrun.launch.probe import read_job, row_writer
+from abrun.launch.probe import read_job, refuse, row_writer
 from abrun.memory.step import own_sequences
 from abrun.models import config_of, load_text, positions_of
 from abrun.recipe import OwnRunConfig
@@ -43,8 +43,7 @@ def main() -> int:
         config = OwnRunConfig.model_validate(read_job(directory)["config"])
         row_writer(directory).write({"longest": longest(config)})
     except AbrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.launch.probe import await_turn, read_job, row_writer
+from abrun.launch.probe import await_turn, read_job, refuse, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
 from abrun.memory.step import num_rows, of_size
@@ -53,8 +53,7 @@ def main() -> int:
     try:
         row = Cell(config, join_ranks(config.cluster.model_dump()), **job).measured()
     except AbrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     row_writer(directory, os.environ.get("RANK", "0")).write(row)
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:

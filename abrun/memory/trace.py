@@ -16,7 +16,7 @@ from abrun.backends import make_backend
 from abrun.backends.dtensor.fsdp import DTYPES
 from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.launch.probe import read_job, row_writer
+from abrun.launch.probe import read_job, refuse, row_writer
 from abrun.memory.account import Account
 from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.lengths import largest_microbatch
@@ -144,8 +144,7 @@ def main() -> int:
         for row in trace(config, job["lengths"], job["num_sequences"], master_dtype):
             writer.write(row)
     except AbrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

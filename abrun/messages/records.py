@@ -1,5 +1,6 @@
 """Records that hold reasons, as JSON: a sentence where the reason stands, its code and values beside it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
@@ -64,6 +65,21 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
     except (LookupError, TypeError, ValueError, AttributeError):  # another version's, or damaged
         pass
     return None if text is None else Code.FOREIGN_TEXT(text=text)
+
+
+def print_reason(reason: Reason) -> None:
+    """Tell whoever reads this process's output a reason: a line of JSON, written at once."""
+    print(f"{json.dumps(coded(reason))}\n", end="", flush=True)
+
+
+def printed_reason(line: str) -> Reason | None:
+    """Return the reason of a line that `print_reason` wrote; None for any other line."""
+    if not line.startswith("{"):
+        return None
+    try:
+        return stored_reason(json.loads(line), None)
+    except (ValueError, RecursionError):
+        return None
 
 
 def name_of_codes(name: str, annotation: Any) -> str | None:

@@ -52,4 +52,10 @@ MESSAGES: dict[Code, Message] = {
     "folder, or a name such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun logs EXPERIMENT "
     "its runs)",
     Code.RUNS_DIR_MISSING: "{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir",
+    Code.STEPS_SENT: "{steps:count step} sent{url:if , {url}}",
+    Code.MIRROR_NOT_BEGUN: "{error} This run {offline:if is mirrored offline|goes on without a mirror}.",
+    Code.MIRROR_STOPPED: "stopped mirroring: {error}",
+    Code.MIRROR_NOT_ENDED: "did not finish: {error}",
+    Code.REPORT_SENT: "The report is in wandb: {url:if {url}|offline in {folder}; wandb sync sends it}",
+    Code.WANDB_SWITCHED_OFF: "wandb is switched off here, as by WANDB_MODE=disabled",
 }

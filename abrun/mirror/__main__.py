@@ -1,7 +1,7 @@
 """`python -m abrun.mirror RUN_DIR`: mirrors a run in wandb until its standard input ends, then what is left.
 
-What there is to say it prints, a line each that begins with `wandb: `. With --all it also sends what only
-older attempts have recorded, and says how many steps it sent.
+It prints reasons, as lines of JSON, for its parent. With --all it also sends what only older attempts have
+recorded, and says how many steps it sent.
 """
 
 import argparse
@@ -10,8 +10,10 @@ import select
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError
+from abrun.errors import AbrunError, reason_of
+from abrun.messages.records import print_reason
 from abrun.mirror.wandb_run import Rows, WandbRun
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, stored_run
 from abrun.store import RunDir, make_private_folder
 
@@ -29,7 +31,7 @@ def main() -> int:
         assert isinstance(config, OwnRunConfig) and config.wandb
         os.umask(make_private_folder(run.path / "wandb"))
         rows = Rows(run)
-        mirror = WandbRun(run, run.record(), config.wandb, _say, mode="online" if asked.all else None)
+        mirror = WandbRun(run, run.record(), config.wandb, print_reason, mode="online" if asked.all else None)
         sent, ended = 0, False
         while mirror.alive and not ended:
             ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # nobody writes there: it has ended
@@ -40,15 +42,11 @@ def main() -> int:
         url = mirror.url
         mirror.finish()
     except AbrunError as error:
-        _say(str(error))
+        print_reason(reason_of(error))
         return 1
     if asked.all and alive:
-        print(f"sent: {sent} {url or ''}", flush=True)
+        print_reason(Code.STEPS_SENT(steps=sent, url=url))
     return 0 if alive else 1
-
-
-def _say(line: str) -> None:
-    print(f"wandb: {' '.join(line.split())}", flush=True)
 
 
 if __name__ == "__main__":

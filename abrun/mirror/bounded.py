@@ -6,11 +6,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from abrun.messages.records import printed_reason
 from abrun.processes import MODULE, below, end_all
+from abrun.reasons import Reason
 
 
-def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int | None, list[str]]:
-    """Exit code (None: it took too long) and lines of output of `python -m MODULE...`, given `said`."""
+def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int | None, list[Reason]]:
+    """Exit code (None: it took too long) and printed reasons of `python -m MODULE...`, given `said`."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             [sys.executable, *MODULE, *module],
@@ -31,4 +33,4 @@ def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int |
             process.kill()
             process.wait()
         output.seek(0)
-        return code, output.read().splitlines()
+        return code, [reason for line in output if (reason := printed_reason(line))]

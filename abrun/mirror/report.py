@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.extras import lacking
 from abrun.messages import sentence, sentences
+from abrun.messages.records import print_reason
 from abrun.mirror import bounded
 from abrun.mirror.wandb_run import INIT_S, line_of
+from abrun.reasons import Code
 from abrun.store import is_experiment, make_private_folder, open_experiment
 
 if TYPE_CHECKING:
@@ -39,12 +41,11 @@ def upload(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path |
         "files": [str(path.resolve()) for path in files],
         "summary": summary_of(verdict),
     }
-    code, lines = bounded.run(["abrun.mirror.report"], UPLOAD_S, said=json.dumps(asked))
-    said = [line.removeprefix("report: ") for line in lines if line.startswith("report: ")]
-    if code == 0 and said:
-        return said[-1]
+    code, reasons = bounded.run(["abrun.mirror.report"], UPLOAD_S, said=json.dumps(asked))
+    if code == 0 and reasons:
+        return sentence(reasons[-1])
     why = f"no answer within {UPLOAD_S:g} s" if code is None else f"exit code {code}"
-    return f"--wandb: the report was not uploaded: {said[-1] if said else why}"
+    return f"--wandb: the report was not uploaded: {sentence(reasons[-1]) if reasons else why}"
 
 
 def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
@@ -97,7 +98,7 @@ def main() -> int:
             settings=wandb.Settings(init_timeout=INIT_S),
         )
         if run.disabled:
-            print("report: wandb is switched off here, as by WANDB_MODE=disabled", flush=True)
+            print_reason(Code.WANDB_SWITCHED_OFF())
             return 1
         artifact = wandb.Artifact(asked["name"], type="report", metadata=asked["summary"])
         for path in asked["files"]:
@@ -107,10 +108,9 @@ def main() -> int:
         url, folder = run.url, run.dir
         run.finish()
     except Exception as error:
-        print(f"report: {line_of(error)}", flush=True)
+        print_reason(Code.FOREIGN_TEXT(text=line_of(error)))
         return 1
-    where = url or f"offline in {Path(folder).parent}; wandb sync sends it"
-    print(f"report: The report is in wandb: {where}", flush=True)
+    print_reason(Code.REPORT_SENT(url=url, folder=Path(folder).parent))
     return 0
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.extras import lacking
+from abrun.messages import sentence
 from abrun.mirror import bounded
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe import OwnRunConfig, stored_run
 from abrun.store import RunDir, planned_runs, readable, run_dir
 
@@ -23,17 +24,19 @@ def sync(experiment_dir: Path, say: Callable[[str], object]) -> None:
         raise StoreError(Code.SYNC_NEEDS_PACKAGE(directory=experiment_dir, problem=missing))
     failed = []
     for name, run in mirrored.items():
-        code, lines = bounded.run(["abrun.mirror", str(run.path), "--all"], SYNC_S)
-        sent = [line.removeprefix("sent: ") for line in lines if line.startswith("sent: ")]
-        said = [line.removeprefix("wandb: ") for line in lines if line.startswith("wandb: ")]
-        if code == 0 and sent:
-            steps, _, url = sent[-1].partition(" ")
-            say(f"{name}: {steps} step{'' if steps == '1' else 's'} sent{f', {url}' if url else ''}")
+        code, reasons = bounded.run(["abrun.mirror", str(run.path), "--all"], SYNC_S)
+        if code == 0 and reasons and reasons[-1].code == Code.STEPS_SENT:
+            say(f"{name}: {sentence(reasons[-1])}")
             continue
-        why = said[0] if said else f"no answer within {SYNC_S:g} s" if code is None else f"exit code {code}"
-        failed.append(f"{name}: {why.removesuffix(' This run goes on without a mirror.')}")
+        why = f"no answer within {SYNC_S:g} s" if code is None else f"exit code {code}"
+        failed.append(f"{name}: {_problem(reasons[0]) if reasons else why}")
     if failed:
         raise StoreError(Code.RUNS_NOT_SENT(failed=len(failed), runs=len(mirrored), first=failed[0]))
+
+
+def _problem(reason: Reason) -> str:
+    """Say why steps were not sent; what becomes of a run that trains is of no interest here."""
+    return reason["error"] if reason.code == Code.MIRROR_NOT_BEGUN else sentence(reason)
 
 
 def _is_mirrored(run: RunDir) -> bool:

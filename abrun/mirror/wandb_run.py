@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.reasons import Code, Reason
 from abrun.recipe import Wandb
 from abrun.redaction import printable, without_secrets
 from abrun.store import RunDir, RunRecord
@@ -13,7 +14,7 @@ from abrun.store import RunDir, RunRecord
 INIT_S = 30.0  # for a server to answer at all
 STEP = "step"  # what wandb draws metrics over
 OWN = ("step", "attempt", "time_s")  # of a row, besides its metrics
-Say = Callable[[str], object]
+Say = Callable[[Reason], object]
 
 
 class WandbRun:
@@ -49,7 +50,7 @@ class WandbRun:
             self._run.log({STEP: step, **values}, step=step)
         except Exception as error:
             self._run = None
-            self._say(f"stopped mirroring: {line_of(error)}")
+            self._say(Code.MIRROR_STOPPED(error=line_of(error)))
             return False
         self._through = step
         return True
@@ -61,7 +62,7 @@ class WandbRun:
         try:
             self._run.finish(int(failed))
         except Exception as error:
-            self._say(f"did not finish: {line_of(error)}")
+            self._say(Code.MIRROR_NOT_ENDED(error=line_of(error)))
 
     def _begin(self, record: RunRecord, settings: Wandb, mode: Any) -> Any:
         try:
@@ -89,8 +90,7 @@ class WandbRun:
             self._directory.note_wandb(known | {key: text for key, text in place.items() if text})
             return run
         except Exception as error:
-            then = "goes on without a mirror" if mode else "is mirrored offline"
-            self._say(f"{line_of(error)} This run {then}.")
+            self._say(Code.MIRROR_NOT_BEGUN(error=line_of(error), offline=not mode))
             return None
 
 

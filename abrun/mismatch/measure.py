@@ -27,7 +27,7 @@ from abrun import progress, store
 from abrun.backends import Backend, make_backend
 from abrun.backends.ranks import Ranks, join_ranks, make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.launch.probe import read_job, row_writer
+from abrun.launch.probe import read_job, refuse, row_writer
 from abrun.models import Text, load_text
 from abrun.recipe import Grpo, OwnRunConfig, Ppo
 from abrun.rl.batch import Sampled, Sequences
@@ -51,8 +51,7 @@ def main() -> int:
     try:
         run_job(directory, job, join_ranks(job["config"]["cluster"]))
     except AbrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     dist.destroy_process_group()
     return 0
 

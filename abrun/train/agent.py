@@ -253,8 +253,7 @@ def _conclude(
     """
     if reason and asked is None:
         print(f"error: {sentence(reason)}", file=sys.stderr)
-        with contextlib.suppress(AbrunError):  # a full disk: the line is there
-            write_ending(run, f"node-{node:04d}", known, reason)
+        write_ending(run, f"node-{node:04d}", known, reason)
     if node > 0:
         return
     try:

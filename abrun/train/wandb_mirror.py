@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import IO
 
 from abrun.messages import sentence
+from abrun.messages.records import printed_reason
 from abrun.processes import MODULE, below, end_all, ending_of, oom_kills
 from abrun.store import RunDir
 
@@ -73,5 +74,5 @@ class WandbMirror:
 
     def _read(self, output: IO[str]) -> None:
         for line in output:
-            if line.startswith("wandb: "):
-                self._lines.append(line.removeprefix("wandb: ").strip())
+            if reason := printed_reason(line):
+                self._lines.append(sentence(reason))

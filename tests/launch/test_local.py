@@ -23,6 +23,7 @@ from abrun.launch import Outcome, earlier, queue, requirements, supervisor
 from abrun.launch.command import environment
 from abrun.launch.experiment import owned_experiment
 from abrun.messages import sentence
+from abrun.messages.records import coded
 from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
 from abrun.reasons import Code, Reason
@@ -948,7 +949,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
 
 
 def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path) -> None:
-    """Agents print what they note; a line without a note is foreign, and an effect as far as is known."""
+    """Of what is printed beside notes, reasons count, of a node that does not see the run directory."""
     run = store.RunDir(make_run(tmp_path / "run", run_config()))
     run.begin_launch((), None)
     lost = Code.RANKS_LOST(waited_s=9.0, doing="logprobs", error="timed out")
@@ -957,13 +958,13 @@ def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path)
     for rank, cause in enumerate((effect, killed)):
         reason = Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=cause)
         write_ending(run, f"node-{rank:04d}", 0, reason)
-    foreign = "rank 7 of 9: killed by SIGKILL"
-    first, second = endings(run, 0)
-    lines = "".join(f"error: {line}\n" for line in (foreign, sentence(first), sentence(second), foreign))
+    first, second = endings(run, 0, "")
+    unseen = Code.NODE_WITHOUT_RUN(directory="x", host="n2", seen_on="n0")
+    lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(coded(unseen))}\n"
     printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     run.log.write_text(printed)
     job = queue.Job(label="run", run=run, config=run_config())
     status, reason = supervisor._ending(job, 1)
-    errors = [second, Code.FOREIGN_TEXT(text=foreign), first]
+    errors = [second, unseen, first]
     several = Code.SEVERAL_ERRORS(errors=errors, out_of_memory=False)  # that is told already
     assert (status, reason) == ("failed", Code.SEE_LOG(ending=several, log=run.log))

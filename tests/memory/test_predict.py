@@ -34,6 +34,7 @@ from abrun.memory.profile import measure_recipe
 from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
 from abrun.memory.trace import trace
+from abrun.messages.records import coded
 from abrun.models import load_network
 from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, load_recipe
@@ -365,12 +366,13 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing', which does not load: no network; give a folder"
+    line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
     monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: probe_alone("refusing", *rest))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
-    script.write_text(f"import sys\nprint({'error: ' + why!r})\nsys.exit(2)\n")
+    script.write_text(f"import sys\nprint({line!r})\nsys.exit(2)\n")
     (said,) = fit_of(recipe, 80 * GIB, traced=True)
     snapshot(said)
     script.write_text("raise ValueError\n")

@@ -17,6 +17,7 @@ from abrun.errors import StoreError
 from abrun.logs.wandb_files import read_run_files
 from abrun.mirror import bounded, report, wandb_run
 from abrun.mirror.sync import sync
+from abrun.reasons import Code, Reason
 from abrun.store import RunDir, write_experiment
 from tests.compare.verdicts import claim, verdict
 from tests.mirror.server import Server, serving
@@ -57,11 +58,11 @@ def attempt(run: RunDir, first: int, last: int, value: float) -> None:
         writer.metrics(step, {"train/reward": value + step})
 
 
-def mirrored(run: RunDir, *options: str) -> list[str]:
+def mirrored(run: RunDir, *options: str) -> list[Reason]:
     """Mirror what a run has recorded so far; what was said."""
-    code, lines = bounded.run(["abrun.mirror", str(run.path), *options], 100)
+    code, reasons = bounded.run(["abrun.mirror", str(run.path), *options], 100)
     assert code is not None
-    return lines
+    return reasons
 
 
 def offline(run: RunDir) -> list[tuple[int, float]]:
@@ -197,7 +198,7 @@ def test_a_server_that_falls_silent_is_left_behind(
     mirror.finish()
     snapshot(said)
     server.silent.clear()
-    assert mirrored(run, "--all")[-1].startswith("sent: ")
+    assert mirrored(run, "--all")[-1].code is Code.STEPS_SENT
     (kept,) = server.runs.values()
     assert [row["step"] for row in kept.history] == [1, 2]
 

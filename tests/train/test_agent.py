@@ -69,7 +69,7 @@ def run_in(directory: Path) -> RunDir:
 def ending_of(agent: "subprocess.Popen[str]", run: RunDir) -> Reason:
     """What the agent notes of its end; it prints the same."""
     printed, _ = agent.communicate(timeout=120)
-    (ending,) = endings(run, 0)
+    (ending,) = endings(run, 0, "")
     assert f"error: {sentence(ending)}\n" in printed
     return ending
 
@@ -149,7 +149,7 @@ def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path:
     (tmp_path / "go-on").unlink()
     for node in nodes:  # one ends both: it is one machine
         node.communicate(timeout=120)
-    ending = endings(run, 0)[0]
+    ending = endings(run, 0, "")[0]
     assert ending.code == Code.STALL_LIMIT_REACHED
     places = {rank["rank"]: rank["place"] for rank in ending["silence"]["ranks"]}
     assert places[1].startswith("hang (tests/train/rank.py:")
@@ -225,7 +225,7 @@ def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
     with (tmp_path / "stdout.log").open("w") as log:  # as launchers have it
         agent = start(tmp_path, stdout=log, rank_1="abort")
         agent.wait(timeout=60)
-    (ending,) = endings(run, 0)
+    (ending,) = endings(run, 0, "")
     cause = Code.COLLECTIVE_TIMED_OUT(waited_s=5.041, work="SeqNum=3, OpType=ALLREDUCE")
     assert ending == Code.RANK_FAILED(rank=1, num_ranks=2, host=None, cause=cause)
     assert f"error: {sentence(ending)}" in run.printed()
@@ -374,10 +374,10 @@ def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: P
     run.begin_attempt()
     reason = rank_failed(1, Code.KILLED(signal="SIGKILL"))
     conclude(run, 1, 0, -9, reason, None)
-    assert (run.attempt().status, endings(run, 0), endings(run, 1)) == ("running", [reason], [])
+    assert (run.attempt().status, endings(run, 0, ""), endings(run, 1, "")) == ("running", [reason], [])
     for torn in ("", '{"after": 0, "reas', "[]", '{"after": 0, "reason": {"code": "no_such", "values": {}}}'):
         (tmp_path / "nodes" / "ending-node-0001.json").write_text(torn)
-        assert (endings(run, 0), run.nodes(1)) == ([], [])
+        assert (endings(run, 0, ""), run.nodes(1)) == ([], [])
 
 
 def test_a_rank_that_waits_for_its_turn_uses_up_none_of_its_time(

@@ -299,7 +299,7 @@ class GangRun:
             return
         except RayError as error:  # it could not start the agent
             cause = " ".join(str(getattr(error, "cause", None) or error).split())
-            self._print(f"error: {node.name}: {cause[-300:]}\n".encode())
+            self._note(node, Code.NODE_CANNOT_RUN(host=node.name, problem=cause[-300:]))
             node.status = 2
             return
         if node.place is None:
@@ -335,16 +335,18 @@ class GangRun:
     def _conclude(self) -> None:
         for node in self.nodes:
             if node.lost:
-                reason = Code.NODE_LOST(node=node.name, error=node.lost)
-                self._print(f"error: {sentence(reason)}\n".encode())
-                with contextlib.suppress(StoreError):
-                    write_ending(self.run, f"lost-{node.index:04d}", self.last_attempt, reason)
+                self._note(node, Code.NODE_LOST(node=node.name, error=node.lost))
             with contextlib.suppress(RayError):
                 ray.kill(node.actor)
         if any(node.lost for node in self.nodes):
             self.gang.broken = True
             self.lost = self.count_loss(self.run)
         self.status = next((node.status for node in self.nodes if node.status), int(self.gang.broken))
+
+    def _note(self, node: Node, reason: Reason) -> None:
+        """Say why a node is of no use to the run, in its log and for its end."""
+        self._print(f"error: {sentence(reason)}\n".encode())
+        write_ending(self.run, f"lost-{node.index:04d}", self.last_attempt, reason)
 
     def _print(self, content: bytes) -> None:
         if content:

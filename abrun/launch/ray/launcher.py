@@ -15,6 +15,7 @@ from typing import Any
 from abrun.errors import LaunchError, reason_of
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
+from abrun.messages.records import printed_reason
 from abrun.plan import Plan
 from abrun.processes import MODULE
 from abrun.reasons import Code, Reason
@@ -203,10 +204,10 @@ class RayJobs:
             return replace(state, status="waiting", reason=reason)
         return state
 
-    def _last_words(self, known: client.Known) -> str:
+    def _last_words(self, known: client.Known) -> Reason | str:
         lines = [line.strip() for line in known.message.splitlines() if line.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return self._driver.get("ended") or next(reversed(errors or lines), known.status)
+        reasons = list(filter(None, map(printed_reason, lines)))
+        return self._driver.get("ended") or next(reversed(reasons or lines), known.status)
 
     def _ask(self) -> client.Known | None:
         """Raises LaunchError where nothing answers, at once where that was found just now."""

@@ -18,6 +18,7 @@ from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
 from abrun.layout import RunName
+from abrun.messages.records import coded
 from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
 from abrun.recipe import launcher_settings, load_recipe
@@ -228,13 +229,16 @@ def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> 
     assert seen(experiment_dir).status == "running"
 
 
+NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
+
+
 @pytest.mark.parametrize(
     ("status", "message", "as_status", "words"),
     [
         ("STOPPED", "", "interrupted", "was stopped; continue with --resume"),
         (
             "FAILED",
-            "Job failed: exit code 2\nlast logs\nerror: /x: not on head\n",
+            f"Job failed: exit code 2\nlast logs\n{json.dumps(coded(NOT_ON_HEAD))}\n",
             "failed",
             "ended: /x: not on h",
         ),

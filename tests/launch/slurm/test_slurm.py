@@ -20,7 +20,6 @@ from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node,
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
-from abrun.messages import sentence
 from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
 from abrun.recipe import launcher_settings, limit_s, load_recipe
@@ -421,8 +420,9 @@ def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
         Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=reason)
         for rank, reason in enumerate(causes)
     )
-    printed = f"step 3\nerror: {sentence(effect)}\nerror: {sentence(cause)}\nno error: here\n"
+    printed = "step 3\nerror: of a program\nno error: here\n"
     assert _errors(printed, [effect, cause]) == [cause, effect]
+    assert _errors(printed, []) == [Code.FOREIGN_TEXT(text="of a program")]
 
 
 # --- in a job ---
