@@ -440,6 +440,7 @@ class Code(StrEnum):
     ONLY_PLANTED_FAULTS = auto()
     ONE_ARM = auto()
     REPORT_IS_LINK = auto()
+    NO_FIGURES = auto()
     ARM_NOT_NAMED = auto()
     ARM_WITHOUT_REFERENCE = auto()
     MORE_THAN_SEEDS_DIFFERS = auto()

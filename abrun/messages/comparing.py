@@ -44,6 +44,7 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ONE_ARM: "{experiment}: got the arm {arm:repr} alone, and nothing to compare it with; give "
     "--reference FILE (abrun freeze makes one)",
     Code.REPORT_IS_LINK: "{folder}: got a symbolic link; remove it, or choose a folder with --output",
+    Code.NO_FIGURES: "--format: png and svg: {missing}; or --format terminal,html,markdown,json",
     Code.ARM_NOT_NAMED: "--arm: got none; {experiment} has {treatments:if {treatments:list}|no treatment}",
     Code.ARM_WITHOUT_REFERENCE: "--arm: got {arm:repr} without --reference, whose counterpart it names; "
     "drop it",
