@@ -118,7 +118,9 @@ class Result:
     @cached_property
     def claims(self) -> "pandas.DataFrame":
         """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
-        return _frame(records.as_json(self.verdict_file.primaries), CLAIMS)
+        from abrun.compare.judge.verdict_file import claim_rows
+
+        return _frame(claim_rows(self.verdict_file), CLAIMS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":

@@ -9,6 +9,8 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that stored JSON has as text
+
 
 def as_json(record: Any) -> Any:
     """Return a dataclass as JSON.
@@ -106,4 +108,6 @@ def _decoded(value: Any) -> Any:
         if value.keys() == {"code", "values"}:
             return reason_from_json(value)
         return {key: _decoded(entry) for key, entry in value.items()}
-    return [_decoded(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_decoded(entry) for entry in value]
+    return float(value) if value in _NOT_FINITE else value

@@ -208,9 +208,12 @@ def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    rows = records.as_json(content)
-    rows["primaries"] = [row_of_claim(result) for result in rows["primaries"]]
-    return rows
+    return {**records.as_json(content), "primaries": claim_rows(content)}
+
+
+def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
+    """Return a row for each claim's result, as verdict.json has it."""
+    return [row_of_claim(records.as_json(result)) for result in content.primaries]
 
 
 def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
