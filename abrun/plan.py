@@ -31,6 +31,12 @@ from abrun.recipe.merging import TYPES, defaults_of_type
 from abrun.recipe.policy import PRESET_EXPERTS
 from abrun.recipe.refusals import shortened
 
+OF_VALIDATION: tuple[Need, ...] = (
+    "validation",
+    "validation by completions",
+    "validation by loss",
+    "validation by answers or pairs",
+)
 MOST_RUNS = 100_000  # each is a folder
 
 
@@ -257,7 +263,7 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         "GPUs": (config.cluster.gpus_per_node == 0, "runs on CPU cores; claim peak_live_tensor_bytes"),
         "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
     }
-    if need and need.startswith("validation") and config.validation is None:
+    if need in OF_VALIDATION and config.validation is None:
         return "runs that do not validate; set validation.every"
     lacks, said = lacking.get(need or "", (False, ""))
     return said if lacks else None

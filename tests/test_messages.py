@@ -1,6 +1,7 @@
 """Every code has a message, and every call gives exactly the values that the message takes."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,111 @@ def test_a_reason_is_equal_by_code_and_values_and_carries_plain_values_alone() -
 def test_an_error_shows_its_sentence_and_keeps_its_code() -> None:
     error = AbrunError(Code.NO_CLAIM())
     assert (error.code, str(error)) == (Code.NO_CLAIM, sentence(Code.NO_CLAIM()))
+
+
+SEARCHES = {
+    *("startswith", "endswith", "removeprefix", "removesuffix", "split", "rsplit", "partition", "rpartition"),
+    *("find", "index", "replace", "match", "search", "fullmatch", "findall", "finditer", "sub", "compile"),
+}
+PHRASE = re.compile(r"[A-Za-z]{2,}[,:;]? \(?[A-Za-z]{2,}|\w: *$|\w $")
+# Rooms that read what other programs, people and models write, and no sentence of abrun's
+READERS = ("abrun/logs/", "abrun/tasks/", "abrun/messages/")
+# A text of one word, or part of a longer one: who writes it, or what it is if that is abrun
+FOREIGN = {
+    "Input should be ": "pydantic",
+    "\n\nExamples:\n": "docstrings of commands",
+    " vs ": "Megatron-LM",
+    "model name": "Linux",
+    "Read timed out": "requests",
+    "status code 404": "Ray",
+    "slurmstepd: error": "Slurm",
+    "fatal: (Could": "Slurm",
+    "GPU ": "nvidia-smi",
+    "imed out": "gloo and NCCL",
+    "allocate memory": "torch",
+    "out of memory": "CUDA",
+    "emory: Kill": "Linux",
+    "Watchdog caught": "NCCL",
+    "Kernel Module": "NVIDIA's driver",
+    "weights were not loaded": "vLLM",
+    "Failed to load weights": "vLLM",
+    "sampling distribution replay": "vLLM",
+    "maximum model length": "vLLM",
+    "The above exception": "Python",
+    "most recent call first": "Python",
+    "but got '{'": "PyYAML",
+    "wandb login": "a user's command",
+    "PRIVATE KEY": "a user's files",
+    "last ": "a recipe's window",
+    "steps ": "a recipe's window",
+    "of climb": "a recipe's margin",
+    "highest in": "the heading of a column",
+    "ends in": "the heading of a column",
+    "taken in": "the heading of a column",
+    "abrun freeze": "a command to paste, before its places are filled",
+    "abrun compare": "a command to paste, before its places are filled",
+    " --primary NONE": "a command to paste, before its places are filled",
+    " --seeds ": "a command to paste, before its places are filled",
+}
+
+
+def compared_phrases() -> Iterator[tuple[str, str]]:
+    """Yield each phrase that the package compares with, searches for or cuts text by, with its place."""
+    for path in sorted((ROOT / "abrun").rglob("*.py")):
+        place = str(path.relative_to(ROOT))
+        if place.startswith(READERS):
+            continue
+        tree = ast.parse(path.read_text())
+        named = {
+            target.id: node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and target.id.isupper()
+        }
+        for node in ast.walk(tree):
+            match node:
+                case ast.Compare(left=left, comparators=others):
+                    operands = [left, *others]
+                case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if name in SEARCHES:
+                    operands = [first]
+                case ast.MatchValue(value=value):
+                    operands = [value]
+                case _:
+                    continue
+            for operand in operands:
+                for part in ast.walk(operand):
+                    value = named.get(part.id) if isinstance(part, ast.Name) else part
+                    keys = value.keys if isinstance(value, ast.Dict) else [value]
+                    for text in (inner for key in keys if key for inner in ast.walk(key)):
+                        if isinstance(text, ast.Constant) and isinstance(text.value, str | bytes):
+                            yield f"{place}:{node.lineno}", str(text.value)
+
+
+def values_of_enumerations() -> set[str]:
+    """Return the strings among which a type chooses: they are values, whatever they look like."""
+    return {
+        text.value
+        for path in (ROOT / "abrun").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"
+        for text in ast.walk(node.slice)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    }
+
+
+def test_no_decision_reads_a_sentence() -> None:
+    """A phrase is another program's, named above, or a value of an enumeration; decide by codes instead."""
+    known = values_of_enumerations()
+    phrases = {text: place for place, text in compared_phrases() if PHRASE.search(text)}
+    own = {
+        place: text
+        for text, place in phrases.items()
+        if text not in known and not any(is_part(part, text) for part in FOREIGN)
+    }
+    assert own == {}
+    assert [part for part in FOREIGN if not any(is_part(part, text) for text in phrases)] == []
+
+
+def is_part(part: str, text: str) -> bool:
+    return text == part or (" " in part.strip() and part in text)

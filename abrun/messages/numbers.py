@@ -30,9 +30,13 @@ def difference_text(difference: float, interval: Sequence[float]) -> str:
 
 def difference_unit(transform: str) -> str:
     """How a difference of transformed values is read."""
-    return {"identity": "", "log": " (log ratio)", "log_excess": " (log ratio of the excess over 1)"}[
-        transform
-    ]
+    scale = difference_scale(transform)
+    return f" ({scale})" if scale else ""
+
+
+def difference_scale(transform: str) -> str:
+    """The scale of a difference of transformed values; empty for that of the values."""
+    return {"identity": "", "log": "log ratio", "log_excess": "log ratio of the excess over 1"}[transform]
 
 
 def certified_text(certified_bound: float | None, certified_number: float | None, margin_unit: str) -> str:

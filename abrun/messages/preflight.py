@@ -182,6 +182,8 @@ MESSAGES: dict[Code, Message] = {
     # Checkpoints
     Code.START_NOT_A_CHECKPOINT: "checkpoint.start_from: got {folder!r}, which is no checkpoint "
     "({problem}); give a folder such as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050",
+    Code.START_DOES_NOT_FIT: "{field}: got {folder!r}: {problem}; give a checkpoint of a run of the "
+    "same model",
     Code.START_AFTER_LAST_STEP: _start_after_last_step,
     Code.CHECKPOINT_FILE_UNREADABLE: "{file} cannot be read: {error}",
     Code.CHECKPOINT_FILE_TRUNCATED: "{file} has {bytes} bytes, {expected} were written",

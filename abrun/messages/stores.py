@@ -15,14 +15,8 @@ def _denied(path: str, owner: str | None, fix: str | None) -> str:
     return f"{problem}; ask its owner {owner} for: {fix}{group}"
 
 
-def _state_unreadable(file: str, path: str, problem: str) -> str:
-    """The state of a checkpoint cannot be read."""
-    return f"{file} {problem.removeprefix(f'{path}: ')}"
-
-
 MESSAGES: dict[Code, Message] = {
     Code.PERMISSION_DENIED: _denied,
-    Code.STATE_UNREADABLE: _state_unreadable,
     Code.EXPERIMENT_FILE_NOT_A_FILE: "{path}: not a file: restore it",
     Code.EXPERIMENT_LACKS_RUNS: "{path}: runs: missing; restore the file, or launch again",
     Code.FILE_IN_PLACE_OF_FOLDER: "{path}: a file is where a folder has to be: move it away",

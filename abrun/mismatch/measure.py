@@ -33,7 +33,7 @@ from abrun.recipe import Grpo, OwnRunConfig, Ppo
 from abrun.rl.batch import Sampled, Sequences
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.store import RunDir
-from abrun.train.branch import FIELD, start_from
+from abrun.train.branch import start_from
 from abrun.train.loop import make_algorithm
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
@@ -135,10 +135,7 @@ def _load(checkpoint: str | None, setup: Setup) -> int:
     """The step after which the run goes on."""
     if checkpoint is None:
         return 0
-    try:
-        return start_from(checkpoint, setup.learner, setup.ranks, setup.config.steps).step
-    except RecipeError as error:
-        raise RecipeError(str(error).replace(f"{FIELD}: got", "--step: got", 1)) from None
+    return start_from(checkpoint, setup.learner, setup.ranks, setup.config.steps, field="--step").step
 
 
 def _save(setup: Setup, folder: Path) -> None:

@@ -274,15 +274,9 @@ class RunState:
 
     @property
     def tells_ending(self) -> bool:
-        """Return True if the reason names the exit code or signal, too; foreign text is searched for it."""
+        """Return True if the reason names the exit code or signal, too."""
         name, value = ("signal", self.signal) if self.signal else ("exit_code", self.exit_code)
-        for reason in self.reason.walk() if self.reason else ():
-            text = str(self.ending).removeprefix("signal ")
-            if reason.values.get(name) == value or (
-                reason.code == Code.FOREIGN_TEXT and text in reason["text"]
-            ):
-                return True
-        return False
+        return any(reason.values.get(name) == value for reason in (self.reason.walk() if self.reason else ()))
 
     @property
     def message(self) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import StoreError
+from abrun.errors import StoreError, reason_of
 from abrun.reasons import Code
 from abrun.regular_files import exists
 from abrun.store.files import read_as
@@ -32,9 +32,8 @@ def saved_state(path: Path) -> SavedState:
     try:
         state = read_as(SavedState, path / STATE)
     except StoreError as error:
-        raise StoreError(
-            Code.STATE_UNREADABLE(file=STATE, path=path / STATE, problem=error.reason or str(error))
-        ) from None
+        whole = str(path / STATE)
+        raise StoreError(reason_of(error).map_texts(lambda text: STATE if text == whole else text)) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:
         raise StoreError(Code.STATE_LACKS_RANKS(file=STATE, files=len(expected), ranks=state.num_ranks))

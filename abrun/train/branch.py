@@ -23,9 +23,8 @@ from abrun import store
 from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError, StoreError
+from abrun.reasons import Code
 from abrun.train.checkpoint import Stateful
-
-FIELD = "checkpoint.start_from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,9 @@ class Origin:
         return asdict(self)
 
 
-def start_from(folder: str, trained: Stateful, ranks: Ranks, num_steps: int) -> Origin:
+def start_from(
+    folder: str, trained: Stateful, ranks: Ranks, num_steps: int, field: str = "checkpoint.start_from"
+) -> Origin:
     """Give `trained` the weights and the optimizer state of a checkpoint. Collective.
 
     Raises RecipeError, on every rank alike, where there is none, or one that does not fit.
@@ -58,7 +59,7 @@ def start_from(folder: str, trained: Stateful, ranks: Ranks, num_steps: int) -> 
         wrong = " ".join(str(error).split()) or type(error).__name__
     words = next((each for each in ranks.of_all(wrong) if each), None)
     if words:
-        raise RecipeError(f"{FIELD}: got {folder!r}: {words}; give a checkpoint of a run of the same model")
+        raise RecipeError(Code.START_DOES_NOT_FIT(field=field, folder=folder, problem=words))
     assert found is not None
     trained.load_local_state(found)
     return origin

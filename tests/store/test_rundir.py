@@ -326,7 +326,7 @@ def test_a_damaged_record_says_so(tmp_path: Path) -> None:
         (Code.SEE_LOG(ending=Code.KILLED(signal="SIGKILL"), log="x"), None, "SIGKILL", True),
         (Code.KILLED(signal="SIGKILL"), 137, None, False),
         (Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None), None, "SIGKILL", True),
-        (Code.FOREIGN_TEXT(text="exit code 7; see the log"), 7, None, True),
+        (Code.FOREIGN_TEXT(text="exit code 7; see the log"), 7, None, False),
         (Code.FOREIGN_TEXT(text="no space"), 7, None, False),
     ],
 )

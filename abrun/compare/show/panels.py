@@ -17,7 +17,7 @@ from abrun.compare.judge.guards import largest, peak_memory, shared_memory_metri
 from abrun.compare.judge.summaries import comparable, reduced
 from abrun.compare.read.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.equivalence import paired, welch
-from abrun.messages.numbers import difference_unit
+from abrun.messages.numbers import difference_scale
 from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
 from abrun.series import Array, Steps
 
@@ -187,7 +187,7 @@ def _difference(
         arm=arm,
         index=index,
         transform=transform,
-        scale=difference_unit(transform).strip().removeprefix("(").removesuffix(")"),
+        scale=difference_scale(transform),
         steps=steps,
         pairs=tuple(lines) if known else (),
         num_pairs=len(pairs) if known else 0,

@@ -12,6 +12,7 @@ from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escaped
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
+from abrun.recipe.fault_needs import NEEDS
 from abrun.store import write_file, write_json
 
 if TYPE_CHECKING:
@@ -142,8 +143,8 @@ def details(fault: Fault) -> Iterator[str]:
     if fault.size is not None:
         most = "" if fault.most is None else f"; at most {fault.most:g}"
         yield f"  size     {fault.size:g} {fault.unit} where none is given{most}"
-    needs = [how.removeprefix("needs ") for how in what_it_takes(fault).values()]
-    if not (fault.any_algorithm or any(how.startswith("algorithm.type") for how in needs)):
+    needs = [NEEDS[need][1] for need in fault.needs]
+    if not (fault.any_algorithm or {"GRPO", "PPO"} & set(fault.needs)):
         needs.insert(0, "algorithm.type: grpo or ppo")
     yield f"  needs    {needs[0] if needs else '-'}"
     yield from (f"           {how}" for how in needs[1:])
