@@ -244,7 +244,7 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Sna
     (tmp_path / "state.json").write_text(json.dumps(state | {"num_ranks": 2}))
     assert damage(10) is Code.STATE_LACKS_RANKS
     (tmp_path / "state.json").write_text("no JSON")
-    assert damage(10) is Code.NOT_JSON
+    assert damage(10) is Code.NOT_READABLE_AS
 
 
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
