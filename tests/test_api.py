@@ -171,7 +171,7 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
         with pytest.raises(AbrunError) as caught:
             call()
         assert "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match="got the option 'patern'"):
+    with pytest.raises(RecipeError, match="'patern'"):
         abrun.load(tmp_path / "equal", patern="x")
 
 

@@ -38,7 +38,7 @@ def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     layers, inside, circles, forbidden = CONTRACTS
     for drawn in (picture(layers, forbidden["source_modules"]), picture(inside)):
-        assert drawn in text, f"draw it like this:\n{drawn}"
+        assert drawn in text, f"draw it so:\n{drawn}"
     assert "abrun.memory.profile" in forbidden["source_modules"] and "`memory/profile.py`" in text
     assert circles["type"] == "acyclic_siblings" and circles["ancestors"] == ["abrun"]
 

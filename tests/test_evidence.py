@@ -24,6 +24,12 @@ ROOT = Path(__file__).parents[1]
 LATE = "fault-late_half_batch-0.25"
 LATE_FAULT = {"name": "late_half_batch", "size": 0.25}
 FAULTS = {"aa_reruns": 1, "ulp_reruns": 1, "faults": ["misgrouped", LATE_FAULT]}
+# What recipes say and pages have
+SAME = "the same, which would be a MATCH here."
+OTHERWISE = "which would be a MISMATCH here."
+LEFT_OPEN = "## What it leaves open"
+ADVICE = "What could be done next"
+REASONS = "for the reasons above"
 
 
 @pytest.fixture
@@ -102,21 +108,20 @@ def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, 
         "\n\nClaim: alike.\n\nFrom nowhere.\n",
         "| hardware | NVIDIA H200, torch 2.11.0, Python 3.11.9 |",
         "| ran | 2001-09-09 01:46 to 01:48 UTC |",
-        "| spent | 0.55 run hours, 22 runs: the wall time of each",  # of 90 s
+        "| spent | 0.55 run hours, 22 runs: ",  # of 90 s
         "| seeds | 0, 1, 2, 3, 4 |",
         "- train/reward: equivalent within ±0.02",
-        "metrics agree; the arms differ most in train/loss: by ",
-        " of the least scale of a loss (1), where 0.0001 is allowed (rounding of float32) |",
+        " in train/loss: by ",
         "| late_half_batch | 0.25 of the rows | MISMATCH | claim: train/reward | 40 |",
         "| misgrouped | 1 rows off | MATCH | nothing |",
         "- Not caught: misgrouped (1 rows off)",
-        "\n## What it leaves open\n\n- ",
+        f"\n{LEFT_OPEN}\n\n- ",
         "Step 1, seed 0:",
         "Step 40, seed 0:",
         "| 2+1= | a \\| b<br>c<br>*reward 1.0* | a \\| b<br>c<br>*reward 1.0* |",
     ):
         assert part in page, part
-    assert "Step 9" not in page and "What could be done next" not in page
+    assert "Step 9" not in page and ADVICE not in page
     floor = re.search(
         r"^\| train/reward \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| - \|$", page, re.M
     )
@@ -173,43 +178,39 @@ def test_a_match_says_what_it_leaves_open(generator: ModuleType, site: Path) -> 
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
     assert page.startswith("# demo: MATCH\n")
-    left = page.split("## What it leaves open")[1].split("\n## ")[0]
-    apart = r"- (\S+): no claim; (\S+) times the seeds' sd .* on average; at step 1, in seed \d, 1\.0"
+    left = page.split(LEFT_OPEN)[1].split("\n## ")[0]
+    apart = r"- (\S+): no claim; (\S+) times .*; at step 1, in seed \d, 1\.0"
     ((metric, times),) = re.findall(apart, left)
     assert (
         metric == error and 3 < float(times) < 8
     )  # of a sd of .3 x .008, and of some noise between the arms
-    assert re.search(
-        r"- train/reward: the mean difference is no seed's own: .*, \+0\.02 in seed 3, .* in seed 4\n", left
-    )
-    assert "\n- what it would have caught: no fault was planted" in left
-    assert "No fault was planted beside it" in page and "| none |" in index_of(generator, site)
+    assert re.search(r"- train/reward: .*, \+0\.02 in seed 3, .* in seed 4\n", left)
+    assert left.count(" fault was planted") == 1 and page.count(" fault was planted") > 1
+    assert "| none |" in index_of(generator, site)
 
 
 def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(generator: ModuleType, site: Path) -> None:
-    run(site, "# Claimed elsewhere: the same, which would be a MATCH here.", noise=0.03, seeds=[0, 1, 2])
+    run(site, f"# Claimed elsewhere: {SAME}", noise=0.03, seeds=[0, 1, 2])
     page = page_of(generator, site)
     assert page.startswith("# demo: INCONCLUSIVE\n")
-    assert "treatment: INCONCLUSIVE, for the reasons above. What could be done next:\n" in page
-    (needed,) = re.findall(r"- (\d+) pairs decide it with 80 % power", page)
+    assert f"treatment: INCONCLUSIVE, {REASONS}. {ADVICE}:\n" in page
+    (needed,) = re.findall(r"- (\d+) pairs decide it ", page)
     assert "`abrun launch recipes/evidence/demo.yaml --seeds 3-" in page
     index = index_of(generator, site)
-    assert (
-        "| the same | INCONCLUSIVE |" in index
-        and f"| 3; {needed} decide it with 80 % power, if equal |" in index
-    )
+    assert "| the same | INCONCLUSIVE |" in index and f"| 3; {needed} decide it " in index
 
 
 def test_every_arm_is_held_to_what_was_claimed_of_it(generator: ModuleType, site: Path) -> None:
-    comment = "# Claimed elsewhere of off: ten\n# points, which would be a MISMATCH here.\n#\n"
-    comment += "# Claimed elsewhere of half: the same, which would be a MATCH here."
+    comment = (
+        f"# Claimed elsewhere of off: ten\n# points, {OTHERWISE}\n#\n# Claimed elsewhere of half: {SAME}"
+    )
     arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
     run(site, comment, arms={"baseline": {}, **arms}, shift={"off": -0.2, "half": -0.2})
     page = page_of(generator, site)
     assert page.startswith("# demo: off: MISMATCH, half: MISMATCH\n")
-    assert "half: MISMATCH, not as claimed elsewhere, for the reasons above." in page
-    assert page.count("What could be done next") == 1
-    assert "- See whether fresh seeds say so too: `abrun launch " in page
+    assert "half: MISMATCH, not as claimed" in page and page.count(REASONS) == 1
+    assert page.count(ADVICE) == 1
+    assert re.search("^- See whether .*: `abrun launch ", page, re.M)
     (row,) = (line for line in index_of(generator, site).splitlines() if "[demo]" in line)
     assert "| off: ten points<br>half: the same | off: MISMATCH, as claimed elsewhere<br>half: MISM" in row
 
@@ -219,8 +220,8 @@ def test_an_open_arm_has_advice_of_its_own_beside_a_decided_one(generator: Modul
     run(site, arms={"baseline": {}, **arms}, shift={"off": -0.5}, noise=0.03, seeds=[0, 1, 2])
     page = page_of(generator, site)
     assert page.startswith("# demo: off: MISMATCH, half: INCONCLUSIVE\n")
-    assert "half: INCONCLUSIVE, for the reasons above." in page and page.count("for the reasons above") == 1
-    assert " pairs decide it with 80 % power" in page and "`abrun samples" not in page
+    assert f"half: INCONCLUSIVE, {REASONS}." in page and page.count(REASONS) == 1
+    assert " pairs decide it " in page and "`abrun samples" not in page
 
 
 def test_what_was_run_otherwise_than_written_is_in_its_command(generator: ModuleType, site: Path) -> None:
@@ -242,10 +243,7 @@ def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: Module
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
     assert page.startswith("# demo: INVALID\n") and "out of memory" in page
-    assert (
-        "# no reference to compare yours with: baseline/seed-2 is not finished" in page
-        and "--reference" not in page
-    )
+    assert re.search("^# no reference .*: baseline/seed-2 ", page, re.M) and "--reference" not in page
     assert not (site / "docs/evidence/demo/reference.json").exists()
     assert "| unknown run hours, " in page and "--name demo --resume`" in page
 
@@ -260,11 +258,8 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
     (site / "recipes/evidence/other.yaml").write_text((site / "recipes/evidence/demo.yaml").read_text())
     shutil.copytree(directory, directory.parent / "other")
     (directory / "report/verdict.json").unlink()
-    for folder, said in (
-        (directory.parent, f"first: abrun compare {directory}"),
-        (site, "got no experiment of"),
-    ):
+    for folder, said in ((directory.parent, f"first: abrun compare {directory}"), (site, "no experiment")):
         assert generator.main([str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and said in lines[0]
-    assert (site / "docs/evidence/other.md").is_file(), "of one that was judged"
+    assert (site / "docs/evidence/other.md").is_file()  # of one that was judged

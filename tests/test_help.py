@@ -22,9 +22,9 @@ def test_bad_usage_is_noticed(snapshot: Snapshot) -> None:
 @pytest.mark.parametrize("name", sorted(GROUP.commands))
 def test_the_examples_of_a_command_are_taken(name: str) -> None:
     found = EXAMPLES.search(GROUP.commands[name].callback.__doc__)
-    assert found, f"abrun {name} --help has to end with examples"
+    assert found, f"abrun {name} --help lacks examples"
     examples = [words for line in found[1].splitlines() for words in commands_in(line)]
     assert [words for words in examples if problem_of(words)] == []
     assert all(words[0] == name for words in examples[:1])
     outputs = [option.opts for option in GROUP.commands[name].params if "--output" in option.opts]
-    assert outputs in ([], [["--output", "-o"]]), "the same short form everywhere"
+    assert outputs in ([], [["--output", "-o"]])  # the same short form everywhere

@@ -228,7 +228,9 @@ def test_both_are_launched_by_the_quickstart(tmp_path: Path) -> None:
         f"implementations.{registry}[{name!r}] = {IMPLEMENTATIONS[seam][2]!r}"
         for registry, name, seam in (("ENGINES", "torch", "engine"), ("BACKENDS", "megatron", "backend"))
     ]
-    (tmp_path / "sitecustomize.py").write_text("\n".join(["from abrun import implementations", *lines]))
+    (tmp_path / "sitecustomize.py").write_text(
+        "\n".join(["import abrun.implementations as implementations", *lines])
+    )
     overrides = ["policy.backend.type=megatron", "steps=2", "warm_start=null"]
     argv = [
         "launch",

@@ -196,7 +196,7 @@ def test_an_ignored_signal_stays_ignored_and_the_runs_hear_it(tmp_path: Path, re
     launched.communicate(timeout=60)
     assert launched.returncode == 128 + signal.SIGTERM
     printed = (log.parent / "stdout.log").read_text()
-    assert "ignored:\n" in printed, "the command's own process ignores none"
+    assert "ignored:\n" in printed  # the command's own process ignores none
 
 
 @linux
@@ -270,7 +270,7 @@ def test_a_stopped_terminal_blocks_nobody() -> None:
         assert timed(lambda: [output.write("line\n") for _ in range(20_000)]) < 10
         termios.tcflow(slave, termios.TCOON)
         assert timed(lambda: [output.write("full\n") for _ in range(20_000)]) < 10  # nobody reads
-        assert os.get_blocking(slave), "the shell's descriptor stays as it was"
+        assert os.get_blocking(slave)  # the shell's descriptor stays as it was
         os.close(master)
         output.drain()
     os.close(slave)

@@ -9,7 +9,9 @@ from rich.console import Console
 from abrun.errors import RecipeError
 from abrun.launch.preview import preview
 from abrun.plan import Plan, compare_hash, make_plan
+from abrun.reasons import Code
 from abrun.recipe import OwnRunConfig, load_recipe
+from tests.snapshot import Snapshot
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
 FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
@@ -54,66 +56,55 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "code", "place"),
     [
-        (
-            ["compare.primary.0.metric=train/rewrad"],
-            "primary.0.metric: got 'train/rewrad', which a run of grpo",
-        ),
-        (["compare.primary.0.metric=train/rewards/margin"], "which a run of grpo does not record"),
-        (["compare.primary.0.metric=validation/accuracy"], "runs that do not validate; set validation.every"),
-        (
-            ["compare.primary.0.metric=train/kl_penalty"],
-            "got 'train/kl_penalty' of runs without a KL penalty; set algorithm.kl_coefficient",
-        ),
+        (["compare.primary.0.metric=train/rewrad"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=train/rewards/margin"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=validation/accuracy"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=train/kl_penalty"], Code.CLAIM_UNUSABLE, "metric"),
         (
             ["compare.primary.0.metric=train/reward_before_kl", "algorithm.kl_coefficient=0.1"],
-            "of runs whose reward has no KL penalty; set algorithm.kl_coefficient and kl_in: reward",
+            Code.CLAIM_UNUSABLE,
+            "metric",
         ),
-        (
-            ["compare.primary.0.metric=train/document_entropy"],
-            "of runs of algorithm.metrics 'basic'; set it to full",
-        ),
+        (["compare.primary.0.metric=train/document_entropy"], Code.CLAIM_UNUSABLE, "metric"),
         (
             ["compare.primary.0.metric=train/entropy", "arms.treatment.algorithm.metrics=none"],
-            "of runs of algorithm.metrics 'none'; set it to basic",
+            Code.CLAIM_UNUSABLE,
+            "metric",
         ),
-        (
-            ["compare.primary.0.metric=train/dynamic_sampling_tries"],
-            "of runs without it; set algorithm.dynamic_sampling",
-        ),
-        (
-            ["compare.primary.0.metric=memory/logprobs/peak_reserved_bytes"],
-            "of runs on CPU cores; claim peak_live_tensor_bytes",
-        ),
+        (["compare.primary.0.metric=train/dynamic_sampling_tries"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=memory/logprobs/peak_reserved_bytes"], Code.CLAIM_UNUSABLE, "metric"),
         (
             ["compare.step_one_tolerance={train/critic/loss: 0.1}"],
-            "compare.step_one_tolerance.train/critic/loss: got 'train/critic/loss', which a run of grpo does",
+            Code.COMPARE_KEY_UNUSABLE,
+            "step_one_tolerance.train/critic/loss",
         ),
         (
             ["compare.step_one_tolerance={train/gen_kl_error: 0.1}", "algorithm.metrics=none"],
-            "step_one_tolerance.train/gen_kl_error: got 'train/gen_kl_error' of runs of algorithm.metrics",
+            Code.COMPARE_KEY_UNUSABLE,
+            "step_one_tolerance.train/gen_kl_error",
         ),
-        (
-            ["compare.guards.finite=[train/grad_norn]"],
-            "compare.guards.finite: got 'train/grad_norn', which a run of grpo does not record; did you mean",
-        ),
-        (
-            ["compare.primary.0.window=steps 2-4"],
-            "primary.0.window: got 'steps 2-4', and the runs end at step 3",
-        ),
+        (["compare.guards.finite=[train/grad_norn]"], Code.COMPARE_KEY_UNUSABLE, "guards.finite"),
+        (["compare.primary.0.window=steps 2-4"], Code.CLAIM_UNUSABLE, "window"),
         (
             ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
-            "window: got 'steps 2-4', and the runs end at step 3; use a window inside them, or 'last 20%'",
+            Code.CLAIM_UNUSABLE,
+            "window",
         ),
     ],
 )
 def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
-    overrides: list[str], words: str
+    overrides: list[str], code: Code, place: str, snapshot: Snapshot
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         plan_of(*overrides)
-    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    reason = caught.value.reason
+    assert reason and (reason.code, reason["field" if code is Code.CLAIM_UNUSABLE else "key"]) == (
+        code,
+        place,
+    )
+    snapshot(caught.value)
 
 
 def test_claims_that_can_be_judged_are_planned() -> None:
@@ -132,9 +123,9 @@ def test_claims_that_can_be_judged_are_planned() -> None:
     # A foreign trainer may log anything; when its runs end is known
     assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
     assert make_plan(load_recipe(FOREIGN, ["compare.step_one_tolerance={train/critic/loss: 0.1}"])).runs
-    with pytest.raises(RecipeError, match="the runs end at step 5"):
+    with pytest.raises(RecipeError, match="end at step 5"):
         make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
-    with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights' of a command"):
+    with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights'"):
         make_plan(load_recipe(FOREIGN, ["compare.primary=[{metric: final_weights, below: 0.05}]"]))
 
 

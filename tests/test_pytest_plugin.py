@@ -66,7 +66,7 @@ def test_equal_runs_pass_and_others_fail_with_the_reason_and_the_report(
     assert "MISMATCH: old and worse" in said and "train/reward: differs by -0.1" in said
     assert "INCONCLUSIVE: old and same" in said
     snapshot(said)
-    assert "During handling of the above exception" not in said
+    assert "During handling of" not in said
     report = next(line.split()[-1] for line in said.splitlines() if line.strip().startswith("report:"))
     assert (Path(report) / "report.html").is_file() and "Traceback" not in said
 
@@ -75,5 +75,5 @@ def test_pytest_finds_it_by_its_entry_point_and_starts_as_fast() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"abrun": "abrun.pytest_plugin"}
     code = "import pytest, sys; before = set(sys.modules); import abrun.pytest_plugin; "
-    code += "assert {name for name in set(sys.modules) - before if not name.startswith('abrun')} == set()"
+    code += "assert not [*filter(lambda name: not name.startswith('abrun'), set(sys.modules) - before)]"
     subprocess.run([sys.executable, "-c", code], check=True)

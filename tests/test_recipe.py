@@ -19,6 +19,7 @@ from abrun.errors import RecipeError
 from abrun.launch.preview import preview
 from abrun.layout import RUN_FILES
 from abrun.plan import make_plan
+from abrun.reasons import Code
 from abrun.recipe import (
     CommandRunConfig,
     Declared,
@@ -518,12 +519,11 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path, snapshot: Snap
     snapshot(refused(tmp_path))
     snapshot(refused(SMALL / "below-a-file.yaml"))
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
-    assert refused(tmp_path / "binary.yaml").endswith("not UTF-8 (byte 129 is none of it); save it as UTF-8")
+    snapshot(refused(tmp_path / "binary.yaml"))
     (tmp_path / "empty.yaml").touch()
     snapshot(refused(tmp_path / "empty.yaml"))
     (tmp_path / "named.yaml").write_text("name: named\n")
-    missing = "steps: missing; add it to the recipe (and 5 more: algorithm, model, task, arms, seeds)"
-    assert refused(tmp_path / "named.yaml").endswith(missing)
+    snapshot(refused(tmp_path / "named.yaml"))
     (tmp_path / "named.yaml").write_text("".join(f"{'x' * 30}{number}: 1\n" for number in range(9)))
     snapshot(refused(tmp_path / "named.yaml"))
 
@@ -534,7 +534,7 @@ def test_only_regular_files_are_read(tmp_path: Path, snapshot: Snapshot) -> None
     path = tmp_path / "recipe.yaml"
     for odd in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         path.write_text(f"defaults: {odd}\n")
-        assert refused(path).startswith(f"{odd}: cannot be read as a recipe: ")
+        snapshot(refused(path))
     snapshot(refused(tmp_path / "pipe"))
 
 
@@ -675,7 +675,9 @@ class TestAnotherType:
         with pytest.raises(RecipeError) as refusal:
             self.changed(tmp_path, way, section, base, type=kind)
         line = str(refusal.value)
-        assert f"{section}.{lost}: unknown key with this type; use type: '{only}', or leave it out" in line
+        reason = refusal.value.reason
+        assert reason and (reason.code, reason["types"]) == (Code.KEY_OF_OTHER_TYPE, [only])
+        assert reason["field"].endswith(f"{section}.{lost}")
         assert "null" in line and len(line.splitlines()) == 1
         for change in ({"type": kind, lost: None}, {lost: None, "type": kind}):
             assert self.changed(tmp_path, way, section, base, **change).type == kind
@@ -866,7 +868,7 @@ def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     except RecipeError as error:
         line = str(error)
         assert line.isprintable() and not any(words in line for words in PYDANTICS), line
-        assert "another kind of value" not in line, line
+        assert "another kind of" not in line, line
 
 
 @pytest.mark.parametrize(

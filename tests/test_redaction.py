@@ -35,7 +35,7 @@ def test_a_token_is_known_by_its_shape_wherever_it_stands(token: str) -> None:
         assert token not in without and "<secret sha256:" in without
         assert redacted(without) == without
     assert is_secret("anything", token)
-    assert redacted(f"{token}") != redacted(f"{TOKENS[0]}x"), "two secrets are seen to differ"
+    assert redacted(f"{token}") != redacted(f"{TOKENS[0]}x")  # two secrets are seen to differ
 
 
 def test_a_password_in_a_url_goes_and_its_user_stays() -> None:

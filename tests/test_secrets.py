@@ -353,11 +353,10 @@ def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(git, "LIMIT_S", 1.0)  # in which a shell has printed its line
     state = git.record_checkout(tmp_path, diff=True)
     assert state and state["dirty"]
-    assert state["changes"] is None, "of half a diff there is no hash"
+    assert state["changes"] is None  # of half a diff there is no hash
     hanging.write_text(
         f'#!/bin/sh\ncase "$*" in {CONFIGURATION} *rev-parse*) echo 0123;; *) sleep 3600;; esac\n'
     )
     state = git.record_checkout(tmp_path, diff=True)
-    assert state and state["dirty"] is None and state["changes"] is None, (
-        "nobody knows that nothing was changed"
-    )
+    # nobody knows that nothing was changed
+    assert state and state["dirty"] is None and state["changes"] is None

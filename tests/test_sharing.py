@@ -106,4 +106,4 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
     experiment_dir.chmod(0o750)
     (run / "attempts" / "0001.json").chmod(0o640)
     (experiment_dir / "treatment" / "seed-0").chmod(0o750)
-    assert not IS_ROOT or entries() == before, "who reads writes nothing"
+    assert not IS_ROOT or entries() == before  # who reads writes nothing

@@ -44,7 +44,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
-    assert notes(plan) == [], "a setting without effect"
+    assert notes(plan) == []  # a setting without effect
     controls = recipe.controls
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns
@@ -54,7 +54,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     launched = tmp_path / path.stem
     launched.mkdir()
     (launched / "experiment.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))
-    assert load_recipe(launched) == recipe, "an experiment's folder is what it was launched with"
+    assert load_recipe(launched) == recipe  # an experiment's folder is what it was launched with
 
 
 @each_recipe
@@ -112,7 +112,7 @@ def test_its_run_states_differences_alone(path: Path, tmp_path: Path) -> None:
     for key in dotted({part: tree[part] for part in tree if part in run_fields}):
         shortened.write_text(yaml.safe_dump(_without(tree, key)))
         try:
-            assert load_recipe(shortened) != recipe, f"{key} is what it is by default: leave it out"
+            assert load_recipe(shortened) != recipe, f"{key} has its default: leave it out"
         except RecipeError:
             continue  # it has to be there
 

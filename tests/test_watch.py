@@ -15,6 +15,7 @@ from rich.console import Console
 from abrun import store, watch
 from abrun.errors import StoreError
 from abrun.layout import RunName
+from abrun.reasons import Code
 from abrun.watch import overview
 from abrun.watch.reading import time_left_s
 from abrun.watch.showing import memory, sparkline
@@ -380,8 +381,8 @@ def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapsh
     arm = experiment_dir / "treatment"
     with pytest.raises(StoreError) as refused:
         list(watch.log_of(arm, lambda experiment_dir: None, follow=False))
-    said = f"{arm}: an arm of {experiment_dir}; give one of its runs: {failed.path}"
-    assert str(refused.value) == said
+    assert refused.value.code is Code.LOG_OF_ARM and str(failed.path) in str(refused.value)
+    snapshot(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_layouts_train_as_the_oracle(name: str, tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ppo", "kl in reward", "kl in reward to go"],
+    ids=["ppo", "kl in reward", "kl in reward_to_go"],
 )
 def test_a_step_whose_rows_are_all_filtered_trains_nothing(algorithm: dict[str, Any], tmp_path: Path) -> None:
     made = network("qwen2", num_hidden_layers=2)

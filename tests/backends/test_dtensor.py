@@ -524,5 +524,5 @@ def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> Non
 def test_a_head_with_a_bias_is_refused(group: None) -> None:
     network: Any = tiny()
     network.lm_head = nn.Linear(32, 99, bias=True)
-    with pytest.raises(RecipeError, match="LM head with a bias"):
+    with pytest.raises(RecipeError, match="with a bias"):
         DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {}))

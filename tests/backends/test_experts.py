@@ -34,6 +34,7 @@ from tests.backends.policies import (
     tiny,
 )
 from tests.models.architectures import tiny_network
+from tests.snapshot import Snapshot
 from tests.spawn import run_ranks
 
 NUM_EXPERTS = 8
@@ -390,17 +391,18 @@ def test_families_experts_make_the_same_of_tokens_that_travel(kind: str, group: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "words"),
+    ("kind", "size", "family"),
     [
-        ("llama", 2, "LlamaForCausalLM, which has no experts that can be spread; use expert_parallel: 1"),
-        ("experts", 3, "Qwen3MoeForCausalLM, whose layers have 8 experts; use a divisor of 8"),
+        ("llama", 2, "LlamaForCausalLM"),
+        ("experts", 3, "Qwen3MoeForCausalLM"),
     ],
 )
-def test_what_cannot_be_spread_is_one_line(kind: str, size: int, words: str) -> None:
+def test_what_cannot_be_spread_is_one_line(kind: str, size: int, family: str, snapshot: Snapshot) -> None:
     network = tiny(kind)
     with pytest.raises(RecipeError) as raised:
         experts.check_spread(network, [one.num_experts for one in experts_of(network)], size)
-    assert str(raised.value) == f"policy.backend.expert_parallel: got {size} with {words}"
+    assert str(raised.value).startswith(f"policy.backend.expert_parallel: got {size} with {family}, ")
+    snapshot(raised.value)
 
 
 @pytest.mark.parametrize(("number", "size", "dim"), [(8, 32, 0), (6, 32, 1), (6, 30, None)])
@@ -412,5 +414,5 @@ def test_copies_of_a_group_have_some_experts_each_or_some_rows_of_each(
     if dim is not None:
         assert experts.cut_dimension(layer, 4) == dim
         return
-    with pytest.raises(RecipeError, match=r"^policy\.backend\.expert_parallel: the 6 experts of a rank"):
+    with pytest.raises(RecipeError, match=r"^policy\.backend\.expert_parallel: the 6 experts"):
         experts.cut_dimension(layer, 4)

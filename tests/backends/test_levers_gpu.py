@@ -76,7 +76,7 @@ def test_levers_are_no_worse_than_none(name: str, gpu: torch.device, patched: No
     expected, logprobs = gradients(exact), exact.logprobs(batch)
 
     def errors(**policy: Any) -> tuple[float, float, float]:
-        """Of log-probs and of the loss, absolute; of a parameter's gradient, relative, the worst."""
+        """Absolute for log-probs and loss; relative, the worst, for gradients."""
         backend = backend_of(gpu, **policy)
         found = backend.logprobs(batch.to(gpu)).cpu()
         found_loss = float(backend.forward_backward(batch.to(gpu), loss).sums["loss"])

@@ -287,9 +287,7 @@ def test_a_family_that_megatron_does_not_build_is_refused(group: None) -> None:
     from abrun.backends.megatron.backend import MegatronBackend
 
     settings = Policy.model_validate({"backend": {"type": "megatron"}})
-    with pytest.raises(
-        RecipeError, match=r"got 'megatron' with a gemma2 model, which it does not build; use"
-    ):
+    with pytest.raises(RecipeError, match="got 'megatron' with a gemma2"):
         MegatronBackend(partial(tiny, "gemma2"), settings, make_ranks(CPU, {}))
 
 
@@ -311,7 +309,7 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     """A version, its absence or that of what it imports, or a signature that this backend does not call."""
     installed = importlib.metadata.version("megatron-core")
     monkeypatch.setitem(library.CALLED, "megatron.core.models.gpt:GPTModel.forward", ("renamed",))
-    with pytest.raises(RecipeError, match=rf"core {installed}, whose GPTModel\.forward has no renamed"):
+    with pytest.raises(RecipeError, match=rf"core {installed}, whose GPTModel\.forward .* renamed"):
         library.check()
     for version in ("0.16.1", "0.17.0", "0.19.2"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
@@ -330,7 +328,5 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(
-        RecipeError, match=r"without the package megatron-core; pip install 'abrun\[megatron\]'"
-    ):
+    with pytest.raises(RecipeError, match=r"megatron-core; pip install 'abrun\[megatron\]'"):
         library.check()

@@ -241,7 +241,7 @@ def test_a_shift_inside_slices_is_seen(on_two: list[dict[str, Any]]) -> None:
     with torch.no_grad():
         expected = Plain(network(), found["head"], 1.0)(batch)
     differs = (found["values"] - expected)[batch.token_mask].abs() > 1e-3
-    assert 0 < int(differs.sum()) < differs.numel() / 2, "tokens at borders alone"
+    assert 0 < int(differs.sum()) < differs.numel() / 2  # tokens at borders alone
 
 
 # --- more ---

@@ -13,5 +13,5 @@ def test_what_is_written_is_read() -> None:
 
 @pytest.mark.parametrize("content", ['{"a": [[4, 2], [[0, 2], [0, 2]]]}', "[]", "{", '{"a": {"pieces": 3}}'])
 def test_what_another_version_wrote_is_refused_as_that(content: str) -> None:
-    with pytest.raises(ValueError, match="as this version of abrun does"):
+    with pytest.raises(ValueError, match="version of abrun"):
         held_in({METADATA: content})

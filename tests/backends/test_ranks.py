@@ -112,17 +112,12 @@ def test_a_collective_that_waits_too_long_says_where_and_how_long() -> None:
 
 
 def test_other_errors_are_not_taken_for_lost_ranks() -> None:
-    assert (
-        lost_ranks(RuntimeError("CUDA error: the launch timed out and was terminated"), timedelta(seconds=1))
-        is None
-    )
+    assert lost_ranks(RuntimeError("CUDA error: the launch timed out"), timedelta(seconds=1)) is None
     assert (
         lost_ranks(RuntimeError("[gloo/x.cc:9] op.preamble.length <= op.nbytes"), timedelta(seconds=1))
         is None
     )
-    lost = lost_ranks(
-        RuntimeError("[gloo/pair.cc:9] Connection closed by peer [10.0.0.1]:9"), timedelta(seconds=1)
-    )
+    lost = lost_ranks(RuntimeError("[gloo/pair.cc:9] Connection closed by peer"), timedelta(seconds=1))
     assert lost and (lost.code, lost["waited_s"]) == (Code.RANKS_LOST, None)
 
 
@@ -168,7 +163,7 @@ def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
         _meet(SECOND)
         signs.append(progress.signs(lines)[0])
     assert [sign.waits for sign in signs] == [True, False]
-    assert signs[0].time_s == signs[1].time_s, "waiting is no sign of life"
+    assert signs[0].time_s == signs[1].time_s  # waiting is no sign of life
 
 
 @pytest.mark.parametrize(
@@ -184,7 +179,7 @@ def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
 def test_a_rank_waits_in_the_installed_torch_alone(tmp_path: Path, file: str, waits: bool) -> None:
     """Any folder may be named torch, and torch's own files lie up to five folders deep."""
     stack = tmp_path / "rank-0.stack"
-    stack.write_text(f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in wait\n')
+    stack.write_text(f'Current thread 0x1:\n  File "{file}", line 7 in wait\n')
     place = progress._place(stack)
     assert str(place) == f"wait ({'/'.join(file.split('/')[-3:])}:7)"
     assert is_in_torch(place) == waits

@@ -75,7 +75,7 @@ def test_a_balanced_update_has_the_gradient_of_the_global_batch(cut: dict[str, A
     (loss + 0.5 * imbalance).backward()
     expected = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     assert_same(found, expected, rtol=1e-4, atol=1e-6)
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5), "it is no part of the reported loss"
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)  # it is no part of the reported loss
     assert metrics[AUX_LOSS] == pytest.approx(imbalance.item(), rel=1e-5)
     _, without = updated(make_backend("experts", **cut), batch)
     name = "model.layers.0.mlp.gate.weight"

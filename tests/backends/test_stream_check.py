@@ -52,7 +52,7 @@ def test_a_network_whose_stream_differs_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon_mamba", "stablelm", "gemma2"])
 def test_a_network_that_cannot_compute_a_stream_is_refused_in_a_line(kind: str) -> None:
-    with pytest.raises(RecipeError, match="which cannot compute a stream of sequences: ") as caught:
+    with pytest.raises(RecipeError, match="compute a stream") as caught:
         enable_streams(tiny_network(kind), Policy(packing=True))
     assert "\n" not in str(caught.value)
 
@@ -125,7 +125,7 @@ def test_a_difference_that_other_tokens_do_not_have_is_rounding(
     if flips == 1:
         enable_streams(network, Policy(packing=True))
     else:
-        with pytest.raises(RecipeError, match="whose head computes something else"):
+        with pytest.raises(RecipeError, match="computes something else"):
             enable_streams(network, Policy(packing=True))
 
 

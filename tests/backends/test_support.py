@@ -75,7 +75,7 @@ def test_the_kept_sets_are_the_samplers(case: str, group: None) -> None:
     torch.testing.assert_close(logprobs, plainly(backend, with_support()), atol=2e-5, rtol=1e-5)
     assert norm == pytest.approx(judged(backend, {})[1], rel=1e-4)
     own = make(backend, settings).logprobs(replace(with_support(), support=None))
-    assert float((own - logprobs).abs().max()) > 0.1, "the trainer's own sets should be others"
+    assert float((own - logprobs).abs().max()) > 0.1  # the trainer's own sets should be others
 
 
 def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[Tensor, float]]:

@@ -318,7 +318,7 @@ def test_a_fault_shows(two_ranks: dict[str, Any], group: None) -> None:
         assert off["gradient"] > 100, f"{name}: {off}"
     off = differences(found["loss times ranks"], train(Case(kind="qwen2"), {}))
     assert off["norm"] > 100 and off["gradient"] > 100, off
-    assert off["weight"] < 1, "clipping and Adam hide a factor: weights alone would show nothing"
+    assert off["weight"] < 1  # clipping and Adam hide a factor: weights alone would show nothing
 
 
 # --- what a run does beside ---
@@ -375,10 +375,10 @@ def test_completions_and_checkpoints_of_two_ranks(two_ranks: dict[str, Any], gro
                 for (_, logprobs), (_, others) in zip(ours, theirs, strict=True):
                     assert logprobs == pytest.approx(others, abs=1e-4), name
             most = 0.54 if case.kind != "experts" else 0.8  # these are whole on each
-            assert found[name]["num_held"] < most * expected["num_held"], "a rank holds half of everything"
+            assert found[name]["num_held"] < most * expected["num_held"]  # a rank holds half of everything
             assert found[name]["completions"] == ranks[0][name]["completions"]
         lengths = {len(tokens) for tokens, _ in expected["completions"][0]}
-        assert len(lengths) > 1, "some completions should end before others"
+        assert len(lengths) > 1  # some completions should end before others
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_family_without_a_plan_is_refused() -> None:
     network: Any = tiny("gemma2")
-    with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, which there is no plan for; use 1"):
+    with pytest.raises(RecipeError, match=r"got 2 with Gemma2ForCausalLM, .* use 1"):
         check_fits(network, 2, sequence_parallel=False)
 
 
@@ -472,4 +472,4 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(two_ranks: dict[str, Any],
             assert (found["hash"], found["critic"]) == (one["hash"], one["critic"])
             torch.testing.assert_close(found["logprobs"], one["logprobs"][rows], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(found["values"], values, atol=2e-5, rtol=1e-5)
-            assert found["share"] < 0.55, "a rank reads half of it"
+            assert found["share"] < 0.55  # a rank reads half of it

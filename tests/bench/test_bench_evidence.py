@@ -40,7 +40,7 @@ def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it(
     large, small = (SharedPlaces(places, gpus=GPUS, rank=rank, needed=2 - rank) for rank in range(2))
     assert small.find(config(1)) == GPUS[:1]
     small.take(GPUS[:1])
-    assert large.find(config(2)) is None, "one GPU has no room for it"
+    assert large.find(config(2)) is None  # one GPU has no room for it
     taken = GPUS[1:]
     assert large.find(config(1)) == taken
     large.take(taken)
@@ -48,7 +48,7 @@ def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it(
     assert small.find(config(2)) is None and small.find(config(1)) == GPUS[:1]
     large.give_back(taken)
     assert small.find(config(2)) == GPUS
-    assert small.find(config(1)) == GPUS[1:], "what was offered and not taken is free again"
+    assert small.find(config(1)) == GPUS[1:]  # what was offered and not taken is free again
 
 
 def test_a_later_launch_waits_while_an_earlier_one_looks_for_a_place(

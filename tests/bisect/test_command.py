@@ -278,7 +278,7 @@ def test_setups_have_an_environment_of_their_own_and_their_failure_is_a_line(
     monkeypatch.setenv("PYTHONPATH", "/leaks")
     recipe = bisect_recipe(repo / "recipe.yaml", [])
     found = commits(repo, "v4", "v6")
-    setup = 'grep -q "# 5" train.py && echo "no wheel for this" && exit 3; env > seen; which python >> seen'
+    setup = 'grep -q "# 5" train.py && echo "no wheel" && exit 3; env > seen; which python >> seen'
     environments = environments_for(recipe, tmp_path, repo, setup)
     monkeypatch.setattr("abrun.bisect.environments.VENV", ("-I", "-m", "venv", "--without-pip"))
     good, broken, _ = found

@@ -125,7 +125,10 @@ def edit_rows(directory: Path, change: Edit) -> None:
     write_rows(directory, rows)
 
 
-def fail(directory: Path, *, after_steps: int, message: str = "CUDA out of memory") -> None:
+OUT_OF_MEMORY = "CUDA out of memory"
+
+
+def fail(directory: Path, *, after_steps: int, message: str = OUT_OF_MEMORY) -> None:
     """Make a finished run one that died after some steps."""
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(lines[:after_steps]))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from abrun.compare.show.evidence import evidence
 from abrun.reasons import Code
 from abrun.recipe import Primary
 from tests.compare.simulate import edit
@@ -36,23 +37,20 @@ def changed(name, place, value):
     return weights
 
 
-def test_the_pair_that_ends_farthest_apart(simulated, judged):
+def test_the_pair_that_ends_farthest_apart(simulated, judged, snapshot):
     experiment_dir = simulated()
     everywhere(experiment_dir, WEIGHTS)
     ended_with(experiment_dir / "treatment/seed-1", changed("a", 1, -2.25))
     ended_with(experiment_dir / "treatment/seed-2", changed("b", 1, 5e-4))
     ended_with(experiment_dir / "baseline/seed-0-aa1", changed("a", 0, 0.75))
-    one = found(judged(experiment_dir))
+    comparison = judged(experiment_dir)
+    one = found(comparison)
     norm = math.sqrt(0.5**2 + 2.0**2 + 1e-3**2)
     assert (one.num_pairs, one.num_equal, one.seed, one.num_reruns) == (5, 3, 1, 2)
     assert one.relative_difference == pytest.approx(0.25 / norm)
     assert (one.tensor, one.tensor_relative_difference) == ("a", pytest.approx(0.25 / math.hypot(0.5, 2.0)))
     assert one.aa_relative_difference == pytest.approx(0.25 / norm)
-    line = (experiment_dir / "report/report.md").read_text()
-    assert (
-        "equal bit for bit in 3 of 5 pairs; distance 0.12 of the baseline's norm (seed 1; A/A: 0.12), "
-        "0.12 in a; estimated from a sketch, within 8 %" in line
-    )
+    snapshot(dict(evidence(comparison.content))["final weights"])
 
 
 def test_a_small_tensor_has_its_own_scale(simulated, judged):
@@ -65,17 +63,14 @@ def test_a_small_tensor_has_its_own_scale(simulated, judged):
     assert (one.tensor, round(one.tensor_relative_difference, 6)) == ("b", 1.0)
 
 
-def test_equal_weights_and_nothing_else_to_say(simulated, judged):
+def test_equal_weights_and_nothing_else_to_say(simulated, judged, snapshot):
     experiment_dir = simulated(controls={"aa_reruns": 0})
     everywhere(experiment_dir, WEIGHTS)
-    one = found(judged(experiment_dir))
-    assert (one.num_equal, one.seed, one.relative_difference, one.aa_relative_difference) == (
-        5,
-        None,
-        None,
-        None,
-    )
-    assert "equal bit for bit in 5 of 5 pairs" in (experiment_dir / "report/report.md").read_text()
+    comparison = judged(experiment_dir)
+    one = found(comparison)
+    apart = (one.seed, one.relative_difference, one.aa_relative_difference)
+    assert one.num_equal == 5 and apart == (None, None, None)
+    snapshot(dict(evidence(comparison.content))["final weights"])
 
 
 def test_hashes_alone_a_damaged_sample_and_other_models(simulated, judged):

@@ -94,7 +94,7 @@ def test_patterns_with_arms_over_several_sources(tmp_path: Path) -> None:
         load(f"x={tmp_path / 'host1'}", f"y={tmp_path / 'host2'}", pattern="{arm}_{seed}")
 
 
-def test_aliases_and_step_columns(tmp_path: Path) -> None:
+def test_aliases_and_step_columns(tmp_path: Path, snapshot: Snapshot) -> None:
     for arm in ("baseline", "b"):
         write(tmp_path, f"{arm}-s0.csv", metric="critic/score/mean")
     assert load(tmp_path, aliases=["verl"]).metrics() == ["train/reward"]
@@ -102,10 +102,9 @@ def test_aliases_and_step_columns(tmp_path: Path) -> None:
     recognised = load(tmp_path, step_column="step")
     assert recognised.metrics() == ["train/reward"]
     assert "critic/score/mean is train/reward" in recognised.guessed[-1]["guess"]
-    with pytest.raises(
-        ComparisonError, match="recorded are 'critic/score/mean'; did you mean 'critic/score/mean'"
-    ):
+    with pytest.raises(ComparisonError) as error:
         load(tmp_path, aliases=["x=critic/score"])
+    snapshot(error.value)
 
 
 def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
@@ -198,7 +197,7 @@ def test_run_directories_of_abrun(tmp_path: Path) -> None:
     (tmp_path / "b" / "seed-1" / "config.json").write_text(
         '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}'
     )
-    with pytest.raises(StoreError, match=r"config\.json: seed: got 'x'; a whole number is expected"):
+    with pytest.raises(StoreError, match=r"config\.json: seed: got 'x'"):
         load(tmp_path)
 
 

@@ -18,7 +18,7 @@ from abrun.compare.read.reference import load_reference
 from abrun.compare.read.sources import Reading
 from abrun.compare.read.stored import load_experiment
 from abrun.equivalence import welch_interval
-from abrun.errors import AbrunError, StoreError
+from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.store import file_lock, read_json
@@ -126,9 +126,7 @@ def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
     experiment = load_experiment(tmp_path / "anchor")
     freeze_arm(experiment, "baseline", tmp_path / "tight.json", budget="train/reward=0.003", chain_alone=True)
     said = typed(str(tmp_path / "tight.json"), "--add", str(changed(tmp_path, shift=0.004)))
-    assert said.exit_code == 3 and "re-anchor: run the anchor's arm against today's" in " ".join(
-        said.output.split()
-    )
+    assert said.exit_code == 3 and "re-anchor: " in said.output
     assert exceeded(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
     assert typed(str(tmp_path / "tight.json")).exit_code == 3
 
@@ -188,7 +186,7 @@ def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_ref
         add(twice, experiment)
 
 
-def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch):
+def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch, snapshot):
     monkeypatch.setenv("COLUMNS", "200")
     first = changed(tmp_path)
     for run in first.glob("*/seed-*"):
@@ -198,8 +196,9 @@ def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch):
     for run in second.glob("*/seed-*"):
         (run / "launch.json").write_text(json.dumps({"git": {"sha": "a" * 40}, "launches": []}))
         edit(run / "environment.json", lambda content: content["versions"].update(torch="2.12.0"))
-    assert ledger_of(add(reference, second)).entries[1].moved == "package versions or devices"
-    assert "not judged: package versions or devices" in " ".join(typed(str(reference)).output.split())
+    moved = ledger_of(add(reference, second)).entries[1].moved
+    assert f"not judged: {moved}" in " ".join(typed(str(reference)).output.split())
+    snapshot(moved)
 
 
 def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference, snapshot):
@@ -287,7 +286,7 @@ def test_adds_at_once_are_one_after_the_other(tmp_path, reference):
 
 
 def test_a_file_that_another_holds_is_waited_for_and_then_refused(reference, tmp_path):
-    with file_lock(reference), pytest.raises(StoreError, match="another process changes it"):
+    with file_lock(reference), refused(Code.FILE_LOCKED, path=str(reference)):
         file_lock(reference, wait_s=0.2).__enter__()
     with file_lock(reference):
         pass

@@ -23,6 +23,7 @@ from abrun.reasons import Code
 from abrun.recipe import Compare
 from abrun.series import Series
 from tests.compare.verdicts import claim, section, verdict
+from tests.snapshot import Snapshot
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -221,45 +222,42 @@ def test_the_mean_of_a_bucket_counts_every_step_once_and_no_gap(num_steps):
     ]
 
 
-def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not():
+def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not(snapshot):
     values: dict[Any, Any] = learning()
     values["treatment", 1]["train/reward"][29:] = [np.nan] * 10 + [np.inf]
     values["baseline", 0]["train/reward"] = (np.arange(2, 41, 2), np.linspace(0.2, 0.7, 20))
     chart = drawn(values)
-    assert "treatment/seed-1: 10 NaN and 1 infinite (of 40 values), the first at step 30" in chart["notes"]
-    assert "baseline: mean and band cover the 20 of 40 steps that all its runs recorded" in chart["notes"]
+    snapshot("\n".join(chart["notes"]))
     broken, sparse = chart["arms"][1]["seeds"][1]["row"], chart["arms"][0]["seeds"][0]["row"]
     assert chart["gaps"][str(broken)].tolist() == list(range(29, 40))
     assert str(sparse) not in chart["gaps"] and np.isnan(chart["rows"][sparse][0])
     assert chart["gaps"][str(chart["arms"][1]["mean"])].tolist() == list(range(29, 40))
 
 
-def test_a_metric_that_is_nan_throughout_has_a_chart_without_values():
+def test_a_metric_that_is_nan_throughout_has_a_chart_without_values(snapshot):
     values = {key: {"x": np.full(2000, np.nan)} for key in learning()}
     chart = drawn(values, metric="x", claims=[claim(metric="x")])
-    assert np.isnan(chart["rows"]).all() and chart["notes"][0] == (
-        "baseline/seed-0: 2000 NaN (all values), the first at step 1"
-    )
+    assert np.isnan(chart["rows"]).all()
+    snapshot(chart["notes"][0])
     render_page(experiment(values), verdict([claim(metric="x")]))
 
 
-def test_a_metric_of_one_arm_only():
+def test_a_metric_of_one_arm_only(snapshot):
     values = learning()
     values["treatment", 0]["treatment/only"] = np.ones(40)
     chart = drawn(values, metric="treatment/only", claims=[claim(metric="treatment/only")])
     assert [one["arm"] for one in chart["arms"]] == [1]
-    assert "baseline: no finished run recorded this metric" in chart["notes"]
-    assert "treatment/seed-2: did not record this metric" in chart["notes"]
+    snapshot("\n".join(chart["notes"]))
 
 
-def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean():
+def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean(snapshot):
     values = learning()
     values["treatment", 2]["train/reward"] = np.full(17, 5.0)
     chart = drawn(values, claims=[claim()], failed=[("treatment", 2)])
     arm = chart["arms"][1]
     assert [seed["finished"] for seed in arm["seeds"]] == [True, True, False] and arm["count"] == 2
     assert chart["rows"][arm["mean"]].max() < 1 and len(chart["differences"][0]["pairs"]) == 2
-    assert "treatment/seed-2: failed after step 17; drawn dotted, not part of the mean" in chart["notes"]
+    snapshot("\n".join(chart["notes"]))
 
 
 def test_differences_stand_on_the_scale_of_the_claim():
@@ -317,11 +315,9 @@ def test_the_memory_section_says_which_phase_holds_each_arm_s_peak_and_what_the_
     values |= {("treatment", seed): run(4, 5, 7 + seed, 0) for seed in (0, 1)}
     memory = memory_peaks(experiment(values))
     assert memory and memory.held_by == ["forward backward", "optimizer"]
-    assert memory.allocator == {
-        "reserved, at most": [12, 7.5],
-        "idle in split blocks, at most": [0.5, 0.5],
-        "allocator retries": [2, 1],  # of a run's steps, mean over seeds
-    }
+    reserved, idle, retries = memory.allocator.values()
+    assert (reserved, idle) == ([12, 7.5], [0.5, 0.5])
+    assert retries == [2, 1]  # of a run's steps, mean over seeds
 
 
 def test_claims_come_first_and_every_metric_has_its_chart():
@@ -364,7 +360,7 @@ def test_a_claim_s_last_step_is_on_the_axis_of_many_steps():
     assert (np.diff(found["steps"]) > 0).all()
 
 
-def test_many_runs_are_drawn_thinly_and_the_page_says_so() -> None:
+def test_many_runs_are_drawn_thinly_and_the_page_says_so(snapshot: Snapshot) -> None:
     """100 seeds of 600 steps: means of all, 32 lines, fewer buckets; the extremes of a bucket stay."""
     values = learning(num_steps=600, seeds=100)
     chart = drawn(values, [claim()])
@@ -373,8 +369,7 @@ def test_many_runs_are_drawn_thinly_and_the_page_says_so() -> None:
     (difference,) = chart["differences"]
     assert difference["num_pairs"] == 100 and len(difference["pairs"]) == 32
     assert all(len(window["pairs"]) == 100 for window in difference["windows"])
-    assert "baseline: 32 of 100 seeds drawn; mean and band are of all" in chart["notes"]
-    assert "treatment: 32 of 100 pairs drawn; mean and windows are of all" in chart["notes"]
+    snapshot("\n".join(chart["notes"]))
     assert (
         chart["rows"].size <= charts.MOST_VALUES
         and charts.LEAST_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS

@@ -46,7 +46,7 @@ def claims(experiment_dir, judged, **options):
     return levels(judged(experiment_dir, **options).content)
 
 
-def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judged):
+def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judged, snapshot):
     experiment_dir = simulated()
     for seed in range(5):
         for arm, level in (("baseline", 0.8), ("treatment", 0.8 + 0.001 * seed)):
@@ -58,17 +58,11 @@ def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judg
     (found,) = claims(experiment_dir, judged)
     assert (found.claim, found.arm, found.where) == (0, "treatment", "train/reward, steps 33-40")
     # baseline 0.80 to 0.84, differences 0 to 0.004: mean 0.002, sd 0.00158, t(4, 0.95) = 2.132
-    assert (
-        found.means
-        == "baseline 0.82, treatment 0.822; paired difference +0.002 [0.000493, 0.00351] (90 % interval)"
-    )
-    assert found.beside == (
-        "margin ±0.02 is 2.4 % of the level and 4.8 % of the climb; "
-        "sd over seeds 0.016, of the paired differences 0.0016 (15x narrower than unpaired)"
-    )
+    snapshot(found.means)
+    snapshot(found.beside)
 
 
-def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged):
+def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged, snapshot):
     metric = "train/grad_norm"
     experiment_dir = simulated(compare={"primary": [{"metric": metric, "margin": 0.3}]})
     for seed in range(5):
@@ -80,7 +74,7 @@ def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged)
             edit_rows(experiment_dir / f"{arm}/seed-{seed}", change)
     (found,) = claims(experiment_dir, judged)
     assert found.means.startswith("baseline 2.42, treatment 2.716 (geometric means), ratio 1.12 [1.1")
-    assert "margin ±0.3 is a factor of 0.741 to 1.35" in found.beside
+    snapshot(found.beside)  # exp(-0.3) to exp(0.3)
 
 
 # --- the next step ---
@@ -122,7 +116,7 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     def typed(line):
         return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
 
-    assert typed("abrun launch 'my recipes/a.yaml' --resume")[0] == "abrun sensitivity 'my recipes/a.yaml'"
+    assert typed("abrun launch 'my/own a.yaml' --resume")[0] == "abrun sensitivity 'my/own a.yaml'"
     assert typed("abrun launch quickstart --jobs 2")[0] == "abrun sensitivity quickstart"
     set_so = "abrun launch quickstart --set seeds=[1] --name x --set=steps=9 --launcher slurm --seeds 0-3"
     assert typed(set_so)[0] == (
@@ -136,16 +130,16 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     (again, *_) = next_steps(foreign, replace(content, verdict="INVALID"), "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
     assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == "abrun compare RUNS"
-    held = replace(foreign, launched_compare_sha256="of the reference's claims", regression=True)
+    held = replace(foreign, launched_compare_sha256="0" * 64, regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
     fresh = "abrun freeze NEW --primary 'train/reward:last 20%:0.02' --output simulated-fresh.json"
     assert next_steps(held, replace(content, verdict="MISMATCH"))[0].command == fresh
 
 
-@pytest.mark.parametrize(("paired", "said"), [(0.002, " (16x narrower than unpaired)"), (4.5e-17, "")])
-def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, said):
+@pytest.mark.parametrize(("paired", "factor"), [(0.002, "(16x "), (4.5e-17, None)])
+def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, factor):
     found = _spread(claim(baseline_sd=0.01, treatment_sd=0.03, sd_difference=paired))
-    assert found == f"sd over seeds 0.01, of the paired differences {paired:.2g}{said}"
+    assert factor in found if factor else found.endswith(f" {paired:.2g}")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +225,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
-    assert "Declare a margin that you accept (here a tenth of the 0.4" in first.text
+    assert " tenth of the 0.4" in first.text
     claim = '"primary": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
@@ -240,7 +234,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     (plan,) = others
     assert plan.command.startswith("abrun plan runs/simulated --set 'compare=")
     assert f"{int(first.text.split(': ')[-1].split()[0])} pairs" in first.text
-    assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
+    assert "in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
 
 
 def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, judged, here):
@@ -308,7 +302,7 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
         left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume --no-compare && {again}"
     )
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
-    assert "train its arm on seeds 3-5 and freeze it" in more.text
+    assert "on seeds 3-5 " in more.text
     named = "--output later-s-arm-treatment-against-simulated-fresh.json"
     assert more.command == f"abrun freeze NEW --primary 'train/reward:last 20%:0.02' {named}"
 

@@ -204,24 +204,26 @@ def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Pa
     assert "--seeds 4-" in alone.command and "--looks" not in alone.command
 
 
-def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path) -> None:
+def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path, snapshot: Snapshot) -> None:
     write_runs(here / "r", range(8), shift=0.05, noise=0.02)
     found = compared(claim="reward:last 20%:0.04")
     power = found.content.reasons[0]["power"]
     assert power["pairs_needed_observed"] is None
     step, fresh = found.next_steps
     assert "seeds" not in step.text and step.command == "abrun compare r/old r/new"
-    assert "fresh seeds show a mismatch" in fresh.text and fresh.command.endswith("--seeds 8-15")
+    assert fresh.command.endswith("--seeds 8-15")
+    snapshot(fresh.text)
 
 
-def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path) -> None:
+def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path, snapshot: Snapshot) -> None:
     arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}
     directory = write_experiment(here / "runs/one", arms=arms, shift=0.023, noise=0.008)
     found = compare_sources([str(directory)], Reading(), formats=("json",))
     power = found.content.reasons[0]["power"]
     assert power["pairs_needed_observed"] is None
     (step,) = found.next_steps
-    assert step.text.startswith("No number of pairs shows this margin") and "abrun plan " in step.command
+    assert "abrun plan " in step.command
+    snapshot(step.text)
 
 
 def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
@@ -245,7 +247,7 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     first = compared(looks=(3, 5, 8))
     assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
     (step,) = first.next_steps
-    assert step.text.endswith("train both arms on seeds 3,4")
+    assert step.text.endswith(" on seeds 3,4")
     assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
     write_runs(here / "r", range(5))
     second = compared(looks=(3, 5, 8))

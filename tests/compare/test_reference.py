@@ -22,6 +22,7 @@ from abrun.reasons import Code
 from abrun.recipe import Primary
 from tests.compare.reasons import only, refused
 from tests.compare.simulate import edit, edit_rows, write_experiment
+from tests.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -254,9 +255,9 @@ def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
     assert isinstance(done.exception, ComparisonError)
     assert done.exception.code is Code.OUTPUT_NOT_A_REFERENCE
     assert script.read_text() == "print()"
-    for said in (0, 1):
+    for replaces in (False, True):
         done = CliRunner().invoke(app, ["freeze", source, "-o", str(tmp_path / "ref.json")])
-        assert done.output.count(", in place of the reference simulated;") == said, done.output
+        assert ("in place of" in done.output) == replaces, done.output
 
 
 def test_one_seed_is_no_ensemble(tmp_path):
@@ -299,7 +300,9 @@ def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
     assert claim.estimate.mean_difference == pytest.approx(np.mean(claim.estimate.differences))
 
 
-def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Path) -> None:
+def test_numbers_against_a_reference_agree_and_say_what_they_are_of(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
     """A reference drops steps outside its windows, and its other seeds move the estimated difference."""
     claims = {"primary": [{"metric": "train/reward", "margin": 0.06}]}
     scenario = {"steps": 200, "noise": 0.02, "compare": claims}
@@ -314,7 +317,7 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(tmp_path: Pa
     assert claim.claim.unused_seeds == (4, 5)
     assert f"{of_pairs:+.3g}" != f"{estimate.mean_difference:+.3g}"
     (levels,) = [line for line in lines if "paired difference" in line]
-    estimated = f"{claim.estimate.mean_difference:+.3g} ["
-    assert f"paired difference {of_pairs:+.3g}, with the reference's other seeds {estimated}" in levels
+    assert f"paired difference {of_pairs:+.3g}, " in levels
+    assert f" {claim.estimate.mean_difference:+.3g} [" in levels
     (shared,) = [line for line in lines if "steps shared" in line]
-    assert "of 200 steps shared (a reference keeps every step of its claims' windows, and fewer out" in shared
+    snapshot(shared)

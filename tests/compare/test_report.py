@@ -80,9 +80,9 @@ def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
     assert content["schema_version"] == 5
     assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
     assert content["post_hoc"] is False and content["exit_code"] == 0
-    wanted = "arm metric window transform margin num_pairs baseline_mean baseline_sd mean_difference ci90"
-    wanted += " certified_bound p_tost p_difference pair_correlation result"
-    assert set(wanted.split()) <= content["primaries"][0].keys()
+    wanted = "arm,metric,window,transform,margin,num_pairs,baseline_mean,baseline_sd,mean_difference,ci90"
+    wanted += ",certified_bound,p_tost,p_difference,pair_correlation,result"
+    assert set(wanted.split(",")) <= content["primaries"][0].keys()
     low, high = content["primaries"][0]["ci90"]
     assert content["primaries"][0]["certified_bound"] == max(abs(low), abs(high))
     for key in ("guards", "step_one", "divergence", "savings"):
@@ -173,7 +173,7 @@ def test_only_asked_formats_are_written(simulated, judged):
 
 def test_an_output_that_is_a_file_is_refused(simulated, judged, tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ComparisonError, match=r"--output: .*taken cannot be written"):
+    with pytest.raises(ComparisonError, match=r"^--output: \S+/taken "):
         judged(simulated(), output=tmp_path / "taken")
 
 
@@ -222,9 +222,7 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
         folders.append(file.parent)
         assert (experiment_dir / "report/verdict.json").read_bytes() == before
         last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
-        assert last.endswith(
-            f"what was declared is reported in {experiment_dir / 'report'}, which stays as it is"
-        )
+        assert "what was declared" in last and f" in {experiment_dir / 'report'}, which stays" in last
     assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
     assert folders[4] == folders[5]  # in whatever order
     assert {folder.parent for folder in folders} == {experiment_dir}

@@ -27,6 +27,7 @@ from tests.snapshot import Snapshot
 
 CLAIM = "train/reward:last 20%:0.05"
 SEEDS = (1, 2, 3)
+COMMAND = "abrun compare old new"
 
 
 def write_arms(folder: Path, **layout: str) -> None:
@@ -59,13 +60,14 @@ def log(name: str, first: int, last: int, **fields: object) -> Log:
 # --- interrupted jobs ---
 
 
-def test_starts_whose_steps_go_on_are_one_run() -> None:
+def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
     run = join_starts([log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2")
     assert run is not None and run.status == "finished" and run.left_out == ()
     series = run.metrics["train/reward"]
     assert series.steps.tolist() == list(range(1, 61)) and series.recounted == 0
     assert series.at(30) == 30 and series.at(31) == 31.5  # the later start counts
-    assert run.guesses == ("new/seed-2: 2 starts of one run, whose steps go on (1-33, 31-60)",)
+    (guess,) = run.guesses
+    snapshot(guess)
 
 
 def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -> None:
@@ -127,8 +129,9 @@ def test_seeds_apply_before_anything_is_refused_and_the_report_says_what_they_le
     write_csv(tmp_path / "new/s2.csv", rows("new", 2)[:25])
     write_csv(tmp_path / "new/again/s2.csv", rows("new", 2)[:25])
     sources = [tmp_path / "old", tmp_path / "new"]
-    with pytest.raises(ComparisonError, match=r"new/seed-2: got two runs of that name.*--exclude"):
+    with pytest.raises(ComparisonError, match=r"^new/seed-2: ") as error:
         judged(sources, tmp_path / "report")
+    snapshot(error.value)
     found = judged(sources, tmp_path / "report", seeds=(1, 3))
     left_out = Code.SEEDS_LEFT_OUT(seeds=[2], broken=["new/seed-2 ends at step 25 of 60"])
     assert found.verdict == "MATCH" and found.content.num_pairs == 2
@@ -145,7 +148,8 @@ def test_an_excluded_run_takes_its_pair_with_it(tmp_path: Path, snapshot: Snapsh
     assert found.verdict == "MATCH" and found.content.num_pairs == 2 and said in found.content.reasons
     by_log = judged([tmp_path / "runs"], tmp_path / "report", exclude=("*-s2.csv",))
     excluded = only(by_log.content.reasons, Code.EXCLUDED)
-    assert by_log.verdict == "MATCH" and "new-s2.csv ends at step 25 of 60" in excluded["runs"]
+    assert by_log.verdict == "MATCH"
+    assert any(run.startswith("new-s2.csv ") for run in excluded["runs"])
     snapshot(sentence(said))
     with refused(Code.EXCLUDES_NOTHING, pattern="new/seed-7") as error:
         judged([tmp_path / "runs"], tmp_path / "report", exclude=("new/seed-7",))
@@ -271,12 +275,11 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
 # --- aliases and versions ---
 
 
-def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path) -> None:
+def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path, snapshot: Snapshot) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    with pytest.raises(
-        ComparisonError, match=r"recorded are 'grad_norm', 'loss', 'reward'; did you mean 'reward'\?"
-    ):
+    with pytest.raises(ComparisonError) as error:
         judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report", aliases=("train/reward=rewrd",))
+    snapshot(error.value)
 
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
@@ -296,11 +299,11 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
             for name, one in experiment.runs.items()
         }
         made = replace(experiment, runs=runs, compare=claims, versions_differ=versions_differ)
-        return compare(made, output=tmp_path / "report", formats=(), command="abrun compare old new")
+        return compare(made, output=tmp_path / "report", formats=(), command=COMMAND)
 
     found = run(versions_differ=False)
     assert found.verdict == "INVALID"
-    assert found.next_steps[0].command == "abrun compare old new --versions-differ"
+    assert found.next_steps[0].command == f"{COMMAND} --versions-differ"
     found = run(versions_differ=True)
     assert found.verdict == "MATCH" and found.content.arms["new"].treatment_diff == {
         "versions.trl": ["0.13", "0.14"]
@@ -336,7 +339,7 @@ def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
     assert comparison.next_steps[0].command.endswith("--seeds 1,2")
 
 
-def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path) -> None:
+def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path, snapshot: Snapshot) -> None:
     """A margin wider than what the baseline learns stays so, however many seeds there are."""
     write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
     comparison = compare_sources(
@@ -347,12 +350,12 @@ def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path) ->
         formats=("json",),
     )
     first, second = comparison.next_steps
-    assert first.text.startswith("Claim what these runs can show")
-    assert "A declared look is still to come: train both arms on seeds 4,5,6" in second.text
+    snapshot(first.text)
+    snapshot(second.text)
 
 
 def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fresh_ones(
-    tmp_path: Path,
+    tmp_path: Path, snapshot: Snapshot
 ) -> None:
     write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
     for seed, shift in zip(SEEDS, (0.06, 0.09, 0.12), strict=True):
@@ -360,8 +363,8 @@ def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fres
         write_csv(tmp_path / f"new/seed-{seed}.csv", lower)
     comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
     assert comparison.verdict == "INCONCLUSIVE"
-    assert "No number of pairs shows this margin" in comparison.next_steps[0].text
-    assert comparison.next_steps[1].text.startswith("See whether fresh seeds show a mismatch")
+    for step in comparison.next_steps[:2]:
+        snapshot(step.text)
 
 
 def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:

@@ -20,6 +20,7 @@ from tests.snapshot import Snapshot
 
 Change = Callable[[str, Rows], Rows]
 CLAIM = "train/reward:last 20%:0.05"
+BY_SAMPLES = "lm loss vs samples"  # a tag of Megatron-LM
 
 
 def arms(folder: Path, change: Change, seeds: range = range(3), worse: float = 0.0) -> list[str]:
@@ -66,14 +67,12 @@ def test_tags_over_samples_have_windows_of_their_own(tmp_path: Path) -> None:
             ]
             samples = [{"step": 256 * row["step"], "loss": row["lm loss"]} for row in steps]
             write_events(tmp_path / f"{arm}-s{seed}", steps, {"lm loss": "lm loss"})
-            write_events(
-                tmp_path / f"{arm}-s{seed}", samples, {"loss": "lm loss vs samples"}, suffix=".samples"
-            )
+            write_events(tmp_path / f"{arm}-s{seed}", samples, {"loss": BY_SAMPLES}, suffix=".samples")
     found = described([f"tb:{tmp_path}"], tmp_path / "out", baseline="old")
     by_metric = {one.metric: one for one in found.content.descriptions}
     assert by_metric["train/loss"].steps == (49, 60)
-    assert by_metric["lm loss vs samples"].steps == (49 * 256, 60 * 256)
-    for metric in ("train/loss", "lm loss vs samples"):
+    assert by_metric[BY_SAMPLES].steps == (49 * 256, 60 * 256)
+    for metric in ("train/loss", BY_SAMPLES):
         assert by_metric[metric].difference == pytest.approx(0.3, abs=0.02)
 
 

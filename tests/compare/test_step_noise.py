@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from abrun.compare.judge.step_noise import noise_share, step_noise, variance_of_mean
-from abrun.compare.show.evidence import levels
+from abrun.compare.show.evidence import levels, step_noise_text
 from abrun.recipe import Primary
 
 
@@ -54,7 +54,7 @@ def test_few_pairs_short_windows_and_medians_say_nothing():
     )
 
 
-def test_the_report_and_the_plan_name_the_share(simulated, judged):
+def test_the_report_and_the_plan_name_the_share(simulated, judged, snapshot):
     """Arms that differ by nothing but noise from step to step."""
     from rich.console import Console
 
@@ -74,11 +74,12 @@ def test_the_report_and_the_plan_name_the_share(simulated, judged):
         and noise.share > 0.5
         and noise.worth_pairs[0] == pytest.approx(8 * noise.share / (2 - noise.share))
     )
-    sentence = "of the variance of paired differences is noise from step to step: a window or a batch twice"
-    assert sentence in levels(comparison.content)[0].text
+    (said,) = step_noise_text(noise)
+    assert said in levels(comparison.content)[0].text
+    snapshot(said)
     console = Console(width=400, file=io.StringIO(), record=True)
     earlier = load_experiment(experiment_dir)
     console.print(plan_report("next", earlier.compare, 8, earlier=earlier))
-    assert sentence in console.export_text()
+    assert said in console.export_text()
     seeds_alone = judged(simulated(seeds=[*range(8)], noise=0.05, steps=100)).content.primaries[0]
     assert seeds_alone.estimate.step_noise is None

@@ -46,9 +46,9 @@ def test_a_deleted_run_is_said_in_one_line(simulated, judged, snapshot):
 @pytest.mark.parametrize(
     ("attempt", "failure"),
     [
-        ({"message": "CUDA out of memory", "exit_code": 2}, "exit code 2: CUDA out of memory"),
+        ({"message": "out of memory", "exit_code": 2}, "exit code 2: out of memory"),
         ({"message": "exit code 7; see the log", "exit_code": 7}, "exit code 7; see the log"),
-        ({"message": "not started: its warm start failed"}, "not started: its warm start failed"),
+        ({"message": "not started: no reason"}, "not started: no reason"),
         ({"exit_code": 7}, "exit code 7"),
         ({}, "no exit code"),
     ],
@@ -103,12 +103,13 @@ def test_an_experiment_file_lacking_a_key_is_refused(simulated, judged, key):
         judged(experiment_dir)
 
 
-def test_a_recipe_of_another_version_is_refused_in_one_line(simulated, judged):
+def test_a_recipe_of_another_version_is_refused_in_one_line(simulated, judged, snapshot):
     experiment_dir = simulated()
     edit(experiment_dir / "experiment.json", lambda content: content["recipe"].update(novelty=1))
-    with pytest.raises(StoreError, match=r"recipe: novelty: .* compare with the abrun") as caught:
+    with pytest.raises(StoreError, match="recipe: novelty: ") as caught:
         judged(experiment_dir)
     assert "\n" not in str(caught.value)
+    snapshot(str(caught.value).rpartition("; ")[2])
 
 
 def test_a_field_that_abrun_has_gained_since_is_no_difference(simulated, judged):

@@ -110,7 +110,7 @@ def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
 
 def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path, compared):
     arms = write(tmp_path, "old", range(4), named="x{}y"), write(tmp_path, "new", range(4), named="x{}y")
-    with pytest.raises(ComparisonError, match="or that they have none: --unpaired"):
+    with pytest.raises(ComparisonError, match=r": --unpaired$"):
         compared(*arms, unpaired=False)
     found = compared(*arms)
     assert found.verdict == "MATCH"
@@ -203,7 +203,7 @@ def test_a_recipe_can_declare_it(simulated, judged):
         Compare(paired=False, primary=[parse_primary("final_weights:all:<0.05")])
 
 
-def test_one_run_of_each_arm_is_a_description(tmp_path, compared):
+def test_one_run_of_each_arm_is_a_description(tmp_path, compared, snapshot):
     arms = write(tmp_path, "old", [0]), write(tmp_path, "new", [1], shift=0.5)
     found = compared(*arms, formats=("json", "markdown", "html"))
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
@@ -214,7 +214,7 @@ def test_one_run_of_each_arm_is_a_description(tmp_path, compared):
     assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
     assert reward.difference == pytest.approx(0.5, abs=0.05)
     assert reward.mean_distance == pytest.approx(0.5, abs=0.05)
-    assert found.next_steps[0].text.startswith("Train two runs or more beside each")
+    snapshot(found.next_steps[0].text)
     head = (tmp_path / "out/report.md").read_text().splitlines()[0]
     assert head == "# DESCRIPTION (post hoc, unpaired): old-vs-new"
 
@@ -234,23 +234,23 @@ def test_no_baseline_opposes_nothing(simulated, judged):
 
 
 @pytest.mark.parametrize(
-    ("claim", "shift", "step"),
+    ("claim", "shift"),
     [
-        ({"margin": 0.02}, 0.0, "runs of each arm decide it with 80 % power at the observed sd, if"),
-        ({"margin": 1e-4}, 0.0, "This margin takes more than 1000 runs of each arm"),
-        ({"margin": 0.03, "window": "all"}, 0.2, "See whether fresh seeds say so too"),
-        ({"margin": "1 sigma"}, 0.0, "runs of each arm decide it with 80 % power"),
-        ({"above": 0.7}, 0.0, "Four times the runs of each arm halve the interval"),
+        ({"margin": 0.02}, 0.0),
+        ({"margin": 1e-4}, 0.0),
+        ({"margin": 0.03, "window": "all"}, 0.2),
+        ({"margin": "1 sigma"}, 0.0),
+        ({"above": 0.7}, 0.0),
     ],
 )
-def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, step):
+def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, snapshot):
     claim = {"metric": "train/reward", "window": "last 20%", "transform": "identity", **claim}
     compare = {"primary": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
     controls = {"faults": [{"name": "misgrouped"}]}
     experiment_dir = simulated(compare=compare, controls=controls, shift=shift, noise=0.02)
     found = judged(experiment_dir)
     texts = [one.text for one in found.next_steps]
-    assert any(step in text for text in texts), texts
+    snapshot("\n".join(texts))
     if "above" in claim:
         assert "--seeds 5-24 " in found.next_steps[0].command
     report = (experiment_dir / "report/report.md").read_text()
@@ -258,7 +258,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     faults = sensitivity(experiment)
     assert faults
     of_faults = write_sensitivity(faults, {}, experiment_dir / "report", "mine", experiment.compare)
-    assert "(5 runs of each arm of 40 steps)" in of_faults.read_text()
+    assert "(5 runs of " in of_faults.read_text() and " of 40 steps)" in of_faults.read_text()
     said = [
         report,
         of_faults.read_text(),
@@ -267,6 +267,5 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         *so_far(experiment_dir),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]
-    assert "5 and 5 unpaired runs so far" in str(said)
-    about_pairing = r"num_pairs|pairing by seed would need about|not paired|unpaired"
-    assert re.findall(r".*\bpairs?\b.*", re.sub(about_pairing, "", "\n".join(said))) == []
+    assert "5 and 5 unpaired" in str(said)
+    assert re.findall(r".*\bpairs?\b.*", "\n".join(said)) == []

@@ -32,15 +32,15 @@ def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) ->
     shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run", "--runs-dir", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     words = " ".join(shown.output.split())
-    assert "The command of treatment/seed-0, with metrics in RUN_DIR/" in words
-    assert "{" not in words.split("The command of baseline/seed-0")[1].split("What differs")[0]
+    assert "treatment/seed-0, with metrics in RUN_DIR/" in words
+    assert "{" not in words.split("command of baseline/seed-0")[1].split("What differs")[0]
     assert any("{seed}" in word for word in recipe.trainer.argv)
     assert any("{steps}" in word for word in recipe.trainer.argv)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_dollar_before_a_placeholder_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"whose \$ would stay before the value; write \{seed\}"):
+    with pytest.raises(RecipeError, match=r"whose \$ would stay .*; write \{seed\}"):
         load_recipe(FOREIGN, ["trainer.argv=[train, '${seed}', '{script}{format}{learning_rate}{step_s}']"])
 
 

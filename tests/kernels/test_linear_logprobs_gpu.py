@@ -212,7 +212,7 @@ def test_capture_in_a_cuda_graph(impl: str) -> None:
 
 def test_triton_needs_a_gpu() -> None:
     problem = make_problem(7, 151)
-    with pytest.raises(ValueError, match="'triton' runs on a CUDA device, not on 'cpu'"):
+    with pytest.raises(ValueError, match=r"'triton' .* not on 'cpu'"):
         kernel_answer(problem, "triton")
 
 

@@ -139,7 +139,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
 
     def server(module: str, modules: tuple[str, ...], env: dict[str, str]) -> ForkServer:
         started.append((modules, env.get("ODD", "")))
-        raise OSError("none is started here")
+        raise OSError("none is started")
 
     monkeypatch.setattr(local, "ForkServer", server)
     engine = local.LocalEngine(1)
@@ -166,7 +166,7 @@ def test_being_asked_to_stop_is_heard_while_a_server_is_started(
 ) -> None:
     def interrupted(*rest: object) -> ForkServer:
         os.kill(os.getpid(), signal.SIGINT)
-        raise OSError("none is started here")
+        raise OSError("none is started")
 
     monkeypatch.setattr(local, "ForkServer", interrupted)
     outcome = launch(tmp_path, launcher="local")

@@ -125,7 +125,7 @@ def test_versions_that_were_not_tested_are_warnings(machine: Any) -> None:
     assert lines[0] in table(diagnosis)
     content = json.loads(diagnosis.as_json())
     assert content["warnings"] == lines and content["warning_codes"][1]["code"] == Code.VERSION_UNTESTED
-    assert not any(refusals(diagnosis)[name] for name in ("dtensor", "triton")), "a warning refuses nothing"
+    assert not any(refusals(diagnosis)[name] for name in ("dtensor", "triton"))  # a warning refuses nothing
 
 
 def table(diagnosis: Diagnosis) -> str:

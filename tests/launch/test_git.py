@@ -107,7 +107,7 @@ def test_nothing_of_a_repository_is_executed(tmp_path, monkeypatch) -> None:
     for path in (folder / "code.py", folder / "other.py", folder / "third.py", inner / "code.py"):
         touch(path)
     index = (folder / ".git" / "index").read_bytes()
-    assert record_checkout(tmp_path, diff=True) == expected, "time stamps are no changes"
+    assert record_checkout(tmp_path, diff=True) == expected  # time stamps are no changes
     assert (folder / ".git" / "index").read_bytes() == index
     for path in (folder / "code.py", folder / "other.py", folder / "third.py", inner / "code.py"):
         path.write_text("lr = 2\n")

@@ -148,7 +148,7 @@ def kill_one(runs_dir: Path, launcher: int, known_by: str | None, delay_s: float
 def wait_for(pid: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        assert time.monotonic() < deadline, "the launcher does not end"
+        assert time.monotonic() < deadline  # the launcher does not end
         time.sleep(0.02)
 
 

@@ -100,7 +100,7 @@ def test_engines_of_their_own_take_further_devices(tmp_path: Path) -> None:
     assert taken(slots, sampling_on(1, cpu_ranks=2)) is None
     assert taken(slots, sampling_on(1, cpu_ranks=1)) == ("cpu", "cpu")
     command = command_of(tmp_path, on_gpus)
-    assert command[command.index("--ranks") + 1] == "1", "those are no ranks"
+    assert command[command.index("--ranks") + 1] == "1"  # those are no ranks
     assert environment(tmp_path, ("3", "1", "2"), on_gpus)["CUDA_VISIBLE_DEVICES"] == "3,1,2"
 
 
@@ -210,7 +210,7 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         field="trainer.argv.0", got=repr(f"{tmp_path}/python")
     )
     (tmp_path / "python").write_text("#!/bin/sh\n")
-    assert refused(missing, machine), "it is no executable"
+    assert refused(missing, machine)  # it is no executable
     (tmp_path / "python").chmod(0o755)
     assert refused(missing, machine) is None
     on_path = make_plan(load_recipe(FOREIGN, ["trainer.python=python", f"trainer.env.PATH={tmp_path}"]))
@@ -250,7 +250,7 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Sna
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
     line = '{"question": "How many?", "answer": "#### 6"}\n'
     (tmp_path / "here.jsonl").write_text(line)
-    (tmp_path / "long.jsonl").write_text(line * 30_000 + "which nobody looks at\n")
+    (tmp_path / "long.jsonl").write_text(line * 30_000 + "not looked at\n")
     (tmp_path / "late.jsonl").write_text("\n" * 2**20 + line)
     (tmp_path / "bad.jsonl").write_text(line + '{"question": "How many?", "answer": "6"}\n')
     (tmp_path / "half.jsonl").write_text(line.replace("How", "\\ud800"))
@@ -312,7 +312,7 @@ def test_a_hub_is_asked_as_the_run_would_ask_it(tmp_path: Path, snapshot: Snapsh
     assert missing("a/b", "NCCL_DEBUG") == unknown
     snapshot(sentence(unknown))
     for name in ("HF_HOME", "XDG_CACHE_HOME", "HOME", "https_proxy", "HTTPS_PROXY", "HUGGINGFACE_HUB_CACHE"):
-        assert missing("a/b", name) is None, "it is looked for elsewhere"
+        assert missing("a/b", name) is None  # it is looked for elsewhere
     assert missing(str(tmp_path / "gone")) is None, "no hub's"
 
 

@@ -98,7 +98,7 @@ def test_it_launches_fakes_to_their_end(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
     plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
-    with pytest.raises(LaunchError, match=r"small: seeds: got .* a toy takes one"):
+    with pytest.raises(LaunchError, match=r"small: seeds: got .* toy"):
         run_to_end(plan, tmp_path, launcher="toy")
     with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm, ray$"):
         run_to_end(plan, tmp_path, launcher="pbs")

@@ -68,7 +68,7 @@ def test_numbers_that_can_be_read_one_way(tmp_path: Path, content: str, expected
 def test_numbers_that_cannot_are_left_out_and_remembered(tmp_path: Path, content: str) -> None:
     log = one(written(tmp_path / "a.csv", content))
     assert values(log, "tokens") == {3: 5.0} and log.dropped["tokens"] == (1, 2)
-    assert any(note.startswith("tokens: 2 values left out as no numbers") for note in log.notes)
+    assert any(note.startswith("tokens: 2 values left out") for note in log.notes)
     assert "a.csv, line 2, column tokens: got " in log.unread["tokens"]
 
 
@@ -80,25 +80,27 @@ def test_the_last_of_two_values_at_a_step_counts_text_or_not(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (["500", "1k", "1500"], "line 3, column step: got '1k' as the step; write a whole number"),
-        (["1", "Step 2", "3"], "line 3, column step: got 'Step 2' as the step"),
-        (["500", "1.000", "1.500"], "line 3, column step: got '1.000' as the step"),  # 1, or a thousand
-        (["1.5", "2", "3"], "line 2: step: got 1.5; a step is a whole number"),
+        (["500", "1k", "1500"], "line 3, column step: got '1k' "),
+        (["1", "Step 2", "3"], "line 3, column step: got 'Step 2' "),
+        (["500", "1.000", "1.500"], "line 3, column step: got '1.000' "),  # 1, or a thousand
+        (["1.5", "2", "3"], "line 2: step: got 1.5; "),
         (["Step 1", "Step 2", "Step 3"], "line 2, column step: got 'Step 1'; .*--step-column"),
-        (["1", "2", "Average"], "line 4, column step: got 'Average' as the step"),
+        (["1", "2", "Average"], "line 4, column step: got 'Average' "),
     ],
 )
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
 def test_a_step_that_is_no_number_is_refused(
-    tmp_path: Path, kind: str, steps: list[str], message: str
+    tmp_path: Path, kind: str, steps: list[str], message: str, snapshot: Snapshot
 ) -> None:
     rows: list[dict[str, object]] = [{"step": step, "loss": 0.5} for step in steps]
     content = {"csv": table(rows), "jsonl": lines_of_json(rows), "json": json.dumps(rows)}[kind]
     if kind != "csv":
         number = int(message[5]) - 1
         message = f"line {number}{message[6:]}"
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=message) as refusal:
         one(written(tmp_path / f"a.{kind}", content))
+    if kind == "csv":
+        snapshot(refusal.value)
 
 
 def test_rows_without_a_step_or_without_numbers_are_no_reason_to_refuse(
@@ -296,7 +298,7 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path,
     said = guesses(logs)
     for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
         assert f"left aside: {tmp_path}/seed_0/{name} " in said
-    assert said.count("(and 2 more of that name)") == 4
+    assert said.count("(and 2 more ") == 4
     with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
     snapshot(refusal.value)

@@ -303,7 +303,7 @@ def test_parquet_whose_pages_have_checksums_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a.wandb", "events.out.tfevents.1.a"])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(StoreError, match=f"{name}: cannot be read: not a regular file"):
+    with pytest.raises(StoreError, match=f"{name}: .* a regular file"):
         one(tmp_path / name)
 
 

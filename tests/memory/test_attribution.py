@@ -167,5 +167,5 @@ def test_the_tracker_s_blocks_have_their_modules_in_forward_and_backward_passes(
         "head",
         "blocks.*",
     }  # their gradients
-    assert not nn.modules.module._global_forward_hooks, "nothing is left behind"
+    assert not nn.modules.module._global_forward_hooks  # nothing is left behind
     assert sum(found["layers"][BEFORE][:1]) == 4 * (3 * 64 + 8000)

@@ -348,10 +348,10 @@ def test_a_dry_run_leaves_no_arm_out(snapshot: Snapshot) -> None:
     arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
     recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
     fits, other = sorted(fit_of(recipe, 80 * GIB, traced=True), reverse=True, key=len)
-    size = re.match(r"arms.baseline: a step with microbatches of \d+ x ([\d,]+) tokens", fits)
+    size = re.match(r"arms.baseline: .* microbatches of \d+ x ([\d,]+) tokens", fits)
     assert size and fits.endswith("a device has 80.0 GiB")
     rollout = recipe.run_config("baseline").rollout  # pyright: ignore[reportAttributeAccessIssue]
-    assert int(size[1].replace(",", "")) > rollout.max_new_tokens, "prompts are part of a sequence"
+    assert int(size[1].replace(",", "")) > rollout.max_new_tokens  # prompts are part of a sequence
     snapshot(other)
     (small,) = fit_of(recipe, GIB // 100, traced=False)
     assert "at the least" in small and small.endswith("a device has 0.0 GiB: too much")
@@ -365,7 +365,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
 ) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: None)  # only its trainer can tell
-    why = "model.path: got 'nobody/nothing', which does not load: no network; give a folder"
+    why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
     monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: probe_alone("refusing", *rest))
@@ -384,7 +384,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: "the hub cannot be reached")
+    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: "the hub sleeps")
     recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
     with pytest.raises(LaunchError) as refusal:
         predict_recipe(plan(recipe, [64]), tmp_path)
@@ -400,7 +400,7 @@ def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
 
 
 def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "no peak is predicted: pip install 'abrun[triton]'"
+    said = "no peak: pip install 'abrun[triton]'"
     monkeypatch.setattr(predict, "fit_of", lambda *_, **__: [said])
     printed = CliRunner().invoke(app, ["launch", str(RECIPE), "--dry-run", "--device-memory", "80GiB"]).output
     assert f"Memory: {said}" in printed

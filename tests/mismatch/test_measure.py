@@ -173,7 +173,7 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
     assert (budget.num_prompts, budget.num_sequences) == (12, 24)
     assert all(each.prompt == each.sequence // 2 for each in budget.sequences)
     first, *_ = budget.positions
-    assert (first.first, first.num_tokens) == (0, 24), "each sequence has one first token"
+    assert (first.first, first.num_tokens) == (0, 24)  # each sequence has one first token
     factors = [math.exp(abs(w["inference_logprob"] - w["trainer_logprob"])) for w in budget.facts.worst]
     assert factors == sorted(factors, reverse=True) and len(factors) == 10
     assert factors[0] == pytest.approx(max(each.largest for each in budget.sequences), rel=1e-12)

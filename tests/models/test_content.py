@@ -39,7 +39,7 @@ def plainly(name: str, weight: Tensor) -> int:
 def test_a_number_by_hand(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "CHUNK", chunk)
     assert content_of("a", WEIGHT) == plainly("a", WEIGHT)
-    assert content_of("a", WEIGHT.T) == plainly("a", WEIGHT.T), "a view counts as what it shows"
+    assert content_of("a", WEIGHT.T) == plainly("a", WEIGHT.T)  # a view counts as what it shows
     assert content_of("a", WEIGHT.bfloat16()) == plainly("a", WEIGHT.bfloat16())
 
 
@@ -78,7 +78,7 @@ def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(whole, sketch_of("a", weight), rtol=1e-12)
     assert not torch.allclose(whole, sketch_of("b", weight))
     small = weight[:5, :7]
-    assert torch.equal(sketch_of("a", small), small.flatten().double()), "a small tensor whole"
+    assert torch.equal(sketch_of("a", small), small.flatten().double())  # a small tensor whole
 
 
 @pytest.mark.parametrize("kind", ["rows", "column", "block", "random", "tiny", "constant"])

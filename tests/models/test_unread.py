@@ -26,7 +26,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     found = [load_file(path) for path in files]
     merged = {name: tensor for each in found for name, tensor in each.items()}
-    assert len(merged) == sum(map(len, found)), "a tensor lies in two files"
+    assert len(merged) == sum(map(len, found))  # a tensor lies in two files
     return merged
 
 

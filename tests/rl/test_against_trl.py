@@ -411,4 +411,4 @@ def test_dpo(
     assert_agree(ours[:2], theirs[:2])
     same = ours[2] == pytest.approx(theirs[2], rel=1e-12)
     assert same if reduction == "sum" else not same
-    assert 0 < ours[2]["rewards/accuracy"] < 1, "the example should have right and wrong pairs"
+    assert 0 < ours[2]["rewards/accuracy"] < 1  # the example should have right and wrong pairs

@@ -155,7 +155,7 @@ def test_metrics_and_loss_against_plain_loops() -> None:
         "train/logprobs/rejected": sum(total("trainer", row) for row in range(1, 10, 2)) / 5,
     }
     assert {key: value.item() for key, value in found.items()} == pytest.approx(expected, rel=1e-12)
-    assert 0 < expected["train/rewards/accuracy"] < 1, "the example should have right and wrong pairs"
+    assert 0 < expected["train/rewards/accuracy"] < 1  # the example should have right and wrong pairs
 
 
 @given(

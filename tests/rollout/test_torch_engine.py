@@ -128,7 +128,7 @@ def test_completions_are_those_of_a_plain_loop(
     for completion, (tokens, logprobs) in zip(completions, expected, strict=True):
         assert completion.token_ids == tokens
         assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert len({len(tokens) for tokens, _ in expected}) > 2, "the example should have several lengths"
+    assert len({len(tokens) for tokens, _ in expected}) > 2  # the example should have several lengths
 
 
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
@@ -145,7 +145,7 @@ def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> 
         _, completions = generate(make_model(), rollout, temperature=0.0)
         assert [completion.token_ids for completion in completions] == expected
         assert not any(logprob for completion in completions for logprob in completion.logprobs)
-    assert len({len(tokens) for tokens in expected}) > 1, "the example should have several lengths"
+    assert len({len(tokens) for tokens in expected}) > 1  # the example should have several lengths
 
 
 @pytest.mark.parametrize("first_room", [1, 2, 3])
@@ -268,7 +268,7 @@ def test_in_bfloat16_the_samplers_own_sets_agree_better(filters: dict[str, float
     for batch in (own, exact):
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess.append(float(error[batch.token_mask].mean()) - 1)
-    print(filters, "token_mult_prob_error - 1, own and exact sets:", excess)
+    print(filters, "token_mult_prob_error - 1, own, exact sets:", excess)
     assert excess[1] < excess[0] / 1.5
 
 

@@ -80,7 +80,7 @@ def test_a_graph_samples_what_single_operators_do_also_after_an_update(
                 parameter.grad = torch.ones_like(parameter)
             backend.optimizer_step(0.001)
         print(json.dumps({"case": case, "replays": len(replays)}))
-        assert replays or "experts" in case, "no step was a graph"
+        assert replays or "experts" in case  # no step was a graph
 
 
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-moe-tiny"])
@@ -104,6 +104,6 @@ def test_the_memory_of_cache_and_graphs_is_given_back(replays: list[int]) -> Non
             sampled(engine, step)
             torch.cuda.synchronize()
             seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        print(json.dumps({"allocated and reserved bytes after each call": seen}))
+        print(json.dumps({"allocated, reserved, each call": seen}))
         assert replays
         assert len(set(seen[2:])) == 1, seen

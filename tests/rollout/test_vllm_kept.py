@@ -182,10 +182,10 @@ def test_without_filters_or_support_none_is_asked_for(vllm: Reporting) -> None:
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
-        ([[7], [1, 7], [END]], "token 130, drawn at 1, is not in the set of kept tokens"),
-        ([[7], [], [END]], "token 130, drawn at 1, is not in the set of kept tokens"),
-        ([[7], [130]], "sets of kept tokens for 2 of 3 tokens"),
-        ([], "sets of kept tokens for 0 of 3 tokens"),
+        ([[7], [1, 7], [END]], "token 130, drawn at 1, is not in"),
+        ([[7], [], [END]], "token 130, drawn at 1, is not in"),
+        ([[7], [130]], "kept tokens for 2 of 3"),
+        ([], "kept tokens for 0 of 3"),
     ],
 )
 def test_sets_that_cannot_be_right_are_an_error(
@@ -199,9 +199,9 @@ def test_sets_that_cannot_be_right_are_an_error(
 @pytest.mark.parametrize(
     ("vocab_size", "token", "expected"),
     [
-        (136, 134, "with a token beyond a vocabulary of 131"),
-        (192, 7, "a set of kept tokens of 24 bytes, and a vocabulary of 131 takes 17"),
-        (120, 7, "a set of kept tokens of 15 bytes, and a vocabulary of 131 takes 17"),
+        (136, 134, "token beyond a vocabulary"),
+        (192, 7, "of 24 bytes, .* 131 takes 17"),
+        (120, 7, "of 15 bytes, .* 131 takes 17"),
     ],
 )
 def test_sets_of_another_vocabulary_are_an_error(
@@ -216,7 +216,7 @@ def test_sets_of_another_vocabulary_are_an_error(
     ("installed", "has_triton", "expected"),
     [
         ({}, False, "without vLLM"),
-        ({"vllm": "0.26.0"}, True, "vllm 0.26.0, which does not report the tokens .* from 0.28"),
+        ({"vllm": "0.26.0"}, True, "vllm 0.26.0, which does not .* from 0.28"),
         ({"vllm": "0.27.1"}, True, "vllm 0.27.1, which does not"),
         ({"vllm": "0.28.0"}, False, None),
         ({"vllm": "0.33.0"}, False, None),

@@ -65,7 +65,7 @@ def test_after_each_sync_the_weights_are_the_newest(
         error = sampling.error(sampling.generate())
         assert float(error.max()) <= PARITY and float(error.exp().mean()) <= 1.00001
     sampling.backend = backend_of(config_of(), seed=2)
-    assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05, "stale weights are seen"
+    assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05  # stale weights are seen
 
 
 def test_fewer_sequences_than_engines(sampling: SamplingApart) -> None:
@@ -78,8 +78,8 @@ def test_fewer_sequences_than_engines(sampling: SamplingApart) -> None:
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (signal.SIGSTOP, r"asked to take the policy's weights: said nothing for \d+ s"),
-        (signal.SIGKILL, r"asked to take the policy's weights: killed by SIGKILL; last in its log: \S"),
+        (signal.SIGSTOP, r"policy's weights: said nothing for \d+ s"),
+        (signal.SIGKILL, r"policy's weights: killed by SIGKILL; .* log: \S"),
     ],
 )
 def test_a_process_that_hangs_or_dies_in_a_sync_is_one_line(
@@ -101,7 +101,7 @@ def test_a_process_that_dies_as_it_samples_is_one_line(monkeypatch: pytest.Monke
         # Called as it is heard, which is in its first step.
         monkeypatch.setattr(progress, "beat", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
         began_s = time.monotonic()
-        with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; last in its log: \S"):
+        with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; .* log: \S"):
             sampling.generate()
         assert time.monotonic() - began_s < PATIENCE_S
 
@@ -110,16 +110,14 @@ def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
     with to_break(config_of("rollout.devices=2", "rollout.tensor_parallel=2")) as sampling:
         sampling.sync(config_of())
         os.kill(sampling.pids[1], signal.SIGKILL)
-        with pytest.raises(
-            LaunchError, match=r"vllm's process 1 .* killed by SIGKILL|vllm failed to generate"
-        ):
+        with pytest.raises(LaunchError, match=r"vllm's process 1 .* killed by SIGKILL|failed to generate"):
             sampling.generate()
 
 
 def test_weights_that_it_does_not_know_are_one_line() -> None:
     with to_break(config_of("rollout.devices=1")) as sampling:
         weights = [("model.layers.0.nothing.weight", tensor) for _, tensor in sampling.backend.weights()]
-        with pytest.raises(LaunchError, match=r"vllm failed to take the policy's weights: .*nothing"):
+        with pytest.raises(LaunchError, match=r"policy's weights: .*nothing"):
             sampling.engine.sync(iter(weights))
 
 
@@ -127,15 +125,15 @@ def test_weights_that_it_lacks_are_one_line_however_quiet_it_is(monkeypatch: pyt
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     with to_break(config_of("rollout.devices=1")) as sampling:
         weights = [weight for weight in sampling.backend.weights() if "layers.1.mlp.down" not in weight[0]]
-        with pytest.raises(LaunchError, match=r"failed to take the policy's weights: .*mlp\.down_proj"):
+        with pytest.raises(LaunchError, match=r"policy's weights: .*mlp\.down_proj"):
             sampling.engine.sync(iter(weights))
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rollout.gpu_memory_utilization=0.0001", r"vllm failed to start: \w+: .*memory"),
-        ("model.preset=qwen2-tiny", r"vllm failed to generate: .*head_dim=24"),
+        ("rollout.gpu_memory_utilization=0.0001", r"failed to start: \w+: .*memory"),
+        ("model.preset=qwen2-tiny", r"failed to generate: .*head_dim=24"),
     ],
 )
 def test_what_vllm_cannot_do_is_one_line(override: str, expected: str) -> None:

@@ -103,7 +103,7 @@ def test_weights_that_vllm_goes_on_without_are_heard_after_a_start(library: Libr
 
 def test_a_start_that_fails_quotes_the_log(library: Library) -> None:
     library.starts = False
-    with pytest.raises(LaunchError, match=r"failed to start: .*no memory.*last in its log: starting with"):
+    with pytest.raises(LaunchError, match=r"failed to start: .*no memory.* log: starting with"):
         start(Tail())
 
 
@@ -148,5 +148,6 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     ]
     first = {label: number for number, _, changes in rows for label in changes.split("; ")}
     assert first["has sampling masks"] == ".".join(map(str, masks[0].number))
-    assert first["an engine sets up the log as it starts"] == ".".join(map(str, logs[0].number))
+    (sets_up_log,) = (number for label, number in first.items() if "sets up" in label)
+    assert sets_up_log == ".".join(map(str, logs[0].number))
     assert VLLM_VERSIONS in text

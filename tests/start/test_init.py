@@ -91,7 +91,7 @@ def test_the_questions_are_asked_of_a_terminal_and_have_answers(
     monkeypatch.setattr(cli.starting.sys, "stdin", type("Tty", (), {"isatty": lambda self: True})())
     monkeypatch.setattr(cli.starting.typer, "prompt", lambda text, default: asked.append(text) or default)
     cli.starting.init(to=tmp_path)
-    assert len(asked) == 3 and "What do you compare?" in asked[0] and asked[2] == THIRD["recipe"].text
+    assert len(asked) == 3 and "do you compare?" in asked[0] and asked[2] == THIRD["recipe"].text
     assert load_recipe(tmp_path / "mine.yaml").name == "mine"
 
 
@@ -121,7 +121,7 @@ def test_a_bad_answer_at_a_terminal_is_said_and_asked_again(
         (["--kind", "recipe", "--name", "a/b", "--model", "qwen2-tiny"], "--name: got 'a/b'"),
         (["--kind", "recipe", "--name", "a", "--trainer", "trl"], "--trainer: got 'trl' with --kind recipe"),
         (["--kind", "external", "--name", "a", "--trainer", "x"], "--trainer: got 'x'; allowed: nemo-rl"),
-        (["--kind", "regression", "--name", "a", "--recipe", "quickstart"], "which names no frozen runs"),
+        (["--kind", "regression", "--name", "a", "--recipe", "quickstart"], "no frozen runs"),
     ],
 )
 def test_a_bad_answer_is_one_line_and_writes_nothing(tmp_path: Path, words: list[str], said: str) -> None:

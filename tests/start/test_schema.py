@@ -29,17 +29,19 @@ def test_it_takes_every_recipe_that_ships(schema: jsonschema.Draft7Validator) ->
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "place", "word"),
     [
-        ("stepz", 3, ": Additional properties are not allowed ('stepz' was unexpected)"),
-        ("rollout", {"temprature": 1.0}, "rollout: Additional properties are not allowed ('temprature'"),
-        ("steps", "many", "steps: 'many' is not of type 'integer'"),
-        ("policy", {"logprobs": {"impl": "fast"}}, "policy.logprobs.impl: 'fast' is not one of"),
+        ("stepz", 3, "", "'stepz' was unexpected"),
+        ("rollout", {"temprature": 1.0}, "rollout", "'temprature' was unexpected"),
+        ("steps", "many", "steps", "'integer'"),
+        ("policy", {"logprobs": {"impl": "fast"}}, "policy.logprobs.impl", "'fast' is not"),
     ],
 )
-def test_it_finds_a_typing_error(schema: jsonschema.Draft7Validator, key: str, value: Any, said: str) -> None:
+def test_it_finds_a_typing_error(
+    schema: jsonschema.Draft7Validator, key: str, value: Any, place: str, word: str
+) -> None:
     tree = yaml.load(recipe_files()["quickstart"].read_text(), Loader)
-    assert any(one.startswith(said) for one in problems(schema, {**tree, key: value}))
+    assert any(one.startswith(f"{place}: ") and word in one for one in problems(schema, {**tree, key: value}))
 
 
 def test_a_trainer_of_another_kind_has_another_recipe(schema: jsonschema.Draft7Validator) -> None:
@@ -51,5 +53,5 @@ def test_a_trainer_of_another_kind_has_another_recipe(schema: jsonschema.Draft7V
 
 def test_an_editor_shows_what_stands_beside_a_field() -> None:
     fields = recipe_schema()["$defs"]["Recipe"]["properties"]
-    assert fields["arms"]["description"].startswith("one is named baseline")
+    assert fields["arms"]["description"].startswith("one is named")
     assert "inherit" in fields["defaults"]["description"]

@@ -217,7 +217,7 @@ def test_a_backup_of_hard_links_keeps_what_it_holds(tmp_path: Path) -> None:
     run.reopen("a test")
     work(run, 2)
     assert {path: (path.read_bytes(), path.stat().st_mode) for path in files} == before
-    assert sorted(run.step_attempts()) == [1, 2], "the rows before are in the copy, too"
+    assert sorted(run.step_attempts()) == [1, 2]  # the rows before are in the copy, too
 
 
 def test_a_folder_for_a_library_is_private_and_no_link_is_followed(
@@ -301,4 +301,4 @@ def test_a_lock_that_may_not_be_read_is_not_taken_for_none(
 ) -> None:
     with store.launcher_lock(tmp_path):
         forbid(tmp_path / store.LOCK, monkeypatch)
-        assert store.launcher_of(tmp_path) == "unknown, launcher.lock cannot be read"
+        assert str(store.launcher_of(tmp_path)).startswith("unknown, launcher.lock ")

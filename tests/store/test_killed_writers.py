@@ -13,7 +13,9 @@ import pytest
 
 from abrun import store
 from abrun.layout import RunName
+from abrun.reasons import Code
 from abrun.store import RunDir, RunRecord, owner
+from abrun.store.records import recorded_reason
 from tests.store.faulty import killed_at
 
 NAME = RunName(arm="baseline", seed=0)
@@ -85,7 +87,7 @@ def test_a_run_whose_launcher_was_killed_before_it_noted_the_process(tmp_path: P
     assert not killed_at(10**9, run.path, lambda: run.begin_launch(["cpu"], None))
     assert run.state(NAME).status == "interrupted", "nothing has begun"
     run.begin_attempt()
-    assert run.state(NAME).status == "running", "its process lives on, to save a checkpoint"
+    assert run.state(NAME).status == "running"  # its process lives on, to save a checkpoint
     path = run.path / "attempts" / "0001.json"
     store.write_json(path, store.read_json(path) | owner.process(sleep.pid))
     sleep.kill()
@@ -120,7 +122,7 @@ def test_a_damaged_record_of_an_attempt_is_mended(tmp_path: Path, content: bytes
     attempts = run.attempts()
     assert [attempt.number for attempt in attempts] == [1, 2, 3] + [4] * (not finished)
     assert (attempts[1].status, attempts[1].ended_s) == ("failed", None)
-    assert "its record was damaged" in str(attempts[1].message) and left_in(run.path) == []
+    assert recorded_reason(attempts[1]) == Code.RECORD_DAMAGED() and left_in(run.path) == []
 
 
 def test_a_damaged_record_of_a_finished_runs_launches_is_mended(tmp_path: Path) -> None:

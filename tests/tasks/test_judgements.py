@@ -70,7 +70,7 @@ def test_known_disagreements_with_a_person(reference: str, completion: str, rewa
     [
         (r"first \boxed{1}, at last \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{1} and $\boxed{2}$", "1, 2"),
-        (r"\boxed{1} was wrong, so now it must be \boxed{2}", "2"),
+        (r"\boxed{1} was wrong, so now \boxed{2}", "2"),
         (r"The answer is $x$ since $y$.", "x"),
         (r"The answer is $x$ or $y$.", "x, y"),
         ("The answer is (A). It is not (B).", "(A)"),

@@ -82,12 +82,12 @@ def test_any_slicing_gives_the_same_stream(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "completion", "reward"),
     [
-        ("42", "so the answer is \\boxed{42}", 1.0),
+        ("42", "so it is \\boxed{42}", 1.0),
         ("42", "The answer is 42.", 1.0),
         ("42", "first 7, then \\boxed{41}", 0.0),
         ("42", "#### 42", 1.0),
         ("42", "", 0.0),
-        ("42", "I do not know", 0.0),
+        ("42", "I don't know", 0.0),
         ("1/2", "\\boxed{0.5}", 1.0),
         ("0.5", "$\\frac{1}{2}$", 1.0),
         ("1/2", "\\boxed{\\frac{1}{3}}", 0.0),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.recipe import ReasoningGym
 from abrun.tasks import Task, make_task
 
@@ -32,7 +33,7 @@ def test_rewards_are_the_scorer_s() -> None:
     strict, by_number = task(), task(answer="final_number")
     (example,) = strict.examples(0, 0, 1)
     assert strict.reward(example, f" {example.answer}\n") == 1
-    assert strict.reward(example, "I do not know") == 0
+    assert strict.reward(example, "I don't know") == 0
     said = f"It is {example.answer}."
     assert strict.reward(example, said) == pytest.approx(len(example.answer) / len(said))
     assert by_number.reward(example, said) == 1
@@ -56,19 +57,37 @@ def test_prompts_that_are_held_out_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "words"),
+    ("name", "parameters", "code", "words"),
     [
-        ("chainsum", {}, ["task.name: got 'chainsum'", "chain_sum"]),
-        ("chain_sum", {"terms": 2}, ["task.parameters: got {'terms': 2}", "'chain_sum'", "terms"]),
-        ("chain_sum", {"min_terms": 9}, ["task.parameters: got {'min_terms': 9}"]),
-        ("chain_sum", {"operators": []}, ["task.parameters: got {'operators': []}"]),
-        ("spiral_matrix", {}, ["task.name: got 'spiral_matrix', whose scorer runs completions as Python"]),
-        ("countdown", {}, ["task.name: got 'countdown', whose scorer runs completions as Python"]),
-        ("graph_color", {}, ["task.name: got 'graph_color'", "no answer that its scorer takes"]),
+        ("chainsum", {}, Code.REASONING_TASK_UNKNOWN, ["task.name: got 'chainsum'", "chain_sum"]),
+        (
+            "chain_sum",
+            {"terms": 2},
+            Code.REASONING_PARAMETERS_REFUSED,
+            ["task.parameters: got {'terms': 2}", "'chain_sum'", "terms"],
+        ),
+        (
+            "chain_sum",
+            {"min_terms": 9},
+            Code.REASONING_PARAMETERS_REFUSED,
+            ["task.parameters: got {'min_terms': 9}"],
+        ),
+        (
+            "chain_sum",
+            {"operators": []},
+            Code.REASONING_PARAMETERS_REFUSED,
+            ["task.parameters: got {'operators': []}"],
+        ),
+        ("spiral_matrix", {}, Code.REASONING_SCORER_RUNS_CODE, ["task.name: got 'spiral_matrix'"]),
+        ("countdown", {}, Code.REASONING_SCORER_RUNS_CODE, ["task.name: got 'countdown'"]),
+        ("graph_color", {}, Code.REASONING_TASK_WITHOUT_ANSWER, ["task.name: got 'graph_color'"]),
     ],
 )
-def test_what_it_cannot_do_is_one_line(name: str, parameters: dict[str, Any], words: list[str]) -> None:
+def test_what_it_cannot_do_is_one_line(
+    name: str, parameters: dict[str, Any], code: Code, words: list[str]
+) -> None:
     with pytest.raises(RecipeError) as caught:
         task(name, parameters=parameters)
+    assert caught.value.code is code
     line = str(caught.value)
     assert len(line.splitlines()) == 1 and all(word in line for word in words), line

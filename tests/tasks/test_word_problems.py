@@ -78,7 +78,7 @@ def test_topics_choose_the_templates() -> None:
     }
     everything = {re.sub(r"\d+|[A-Z]\w+", "_", e.prompt) for e in word_problems().examples(0, 0, 3000)}
     assert everything == set().union(*shapes.values())
-    assert sum(map(len, shapes.values())) == len(everything), "no two topics share a template"
+    assert sum(map(len, shapes.values())) == len(everything)  # no two topics share a template
 
 
 def test_the_presets_tokenizer_reads_every_character() -> None:

@@ -479,7 +479,7 @@ def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) 
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
     own = ["0100007F"]  # the network hears of no rank
     assert [listening(pid) for pid in pids] == [own, own, []]
-    assert [os.getpgid(pid) for pid in pids[1:]] == pids[1:], "Ctrl-C asks the agent alone"
+    assert [os.getpgid(pid) for pid in pids[1:]] == pids[1:]  # Ctrl-C asks the agent alone
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         agent.send_signal(number)
     agent.communicate(timeout=60)

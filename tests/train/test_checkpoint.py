@@ -146,7 +146,7 @@ def test_a_full_disk_is_one_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
     def full(*args: object) -> None:
         from safetensors import SafetensorError
 
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise SafetensorError("I/O error: No space left (os error 28)")
 
     monkeypatch.setattr("abrun.train.checkpoint.save_file", full)
     with pytest.raises(StoreError, match="No space left") as raised:
@@ -181,7 +181,7 @@ def test_another_number_of_ranks_is_refused(run: RunDir) -> None:
     state = store.read_json(path)
     files = {f"rank-{rank}.safetensors": state["files"]["rank-0.safetensors"] for rank in range(2)}
     store.write_json(path, {**state, "num_ranks": 2, "files": files})
-    expected = r"written by 2 ranks and this run has 1; .*resume with as many"
+    expected = r"written by 2 ranks .* has 1; .*resume with"
     with pytest.raises(StoreError, match=expected) as raised:
         restore(run, OneTensor(0.0))
     assert "\n" not in str(raised.value)
@@ -260,9 +260,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Run
     spoil_all = [path for path in run.checkpoints.iterdir() if path.name == "step-000005"]
     shutil.rmtree(spoil_all[0])
     before = torch.get_rng_state()
-    with pytest.raises(
-        StoreError, match=rf"no checkpoint here is sound \(step 7: .*{reason}.*remove"
-    ) as raised:
+    with pytest.raises(StoreError, match=rf"here is sound \(step 7: .*{reason}.*remove") as raised:
         restore(run, backend)
     assert "\n" not in str(raised.value) and torch.equal(torch.get_rng_state(), before)
 
@@ -311,7 +309,7 @@ def test_saving_goes_on_beside_whatever_lies_among_the_checkpoints(run: RunDir, 
         save(run, OneTensor(1.0), step)
     left = sorted(path.name for path in run.checkpoints.iterdir())
     assert left == ["step-0000002", "step-000003", "step-000004"]
-    assert (tmp_path / "elsewhere" / "state.json").is_file(), "what a link leads to is not abrun's to remove"
+    assert (tmp_path / "elsewhere" / "state.json").is_file()  # what a link leads to is not abrun's to remove
 
 
 def test_a_folder_that_cannot_be_listed_is_one_line_and_no_start_from_step_0(
@@ -343,13 +341,14 @@ def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir) -> No
     rows = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_bytes(b"".join(rows[:6]))
     assert restore(run, OneTensor(0.0)) == 5
-    assert told(run, "checkpoint_passed_over") == [(7, "step 7 is not recorded in metrics.jsonl")]
+    ((step, said),) = told(run, "checkpoint_passed_over")
+    assert step == 7 and said.startswith("step 7 is not recorded")
     writer = run.begin_attempt()
     for step in (6, 7):  # goes on from step 5 and dies before it saves: the checkpoint is of another past
         writer.metrics(step, {"x": 0.0})
     assert restore(run, OneTensor(0.0)) == 5
     step, said = told(run, "checkpoint_passed_over")[-1]
-    assert step == 7 and said.startswith(f"step 6 was recorded again by attempt {writer.attempt}")
+    assert step == 7 and said.startswith("step 6 ") and f" attempt {writer.attempt}" in said
     (run.path / "metrics.jsonl").write_bytes(b"".join([rows[0], b"garbage\n", *rows[2:]]))
     backend = OneTensor(0.0)
     assert restore(run, backend) == 0, "nothing supports any: from the start"
@@ -383,10 +382,10 @@ def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
 def test_all_ranks_agree_on_what_is_sound_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, 2, tmp_path / "run")
     assert first[:2] == [1, [10.0] * 3] and second[:2] == [1, [11.0] * 3]
-    assert first[2] == second[2] and "cannot be written" in first[2], "and neither waits for the other"
-    assert first[3] == ["step-000001", "step-000002"], "and the other rank's shard goes at once"
+    assert first[2] == second[2] and "cannot be written" in first[2]  # and neither waits for the other
+    assert first[3] == ["step-000001", "step-000002"]  # and the other rank's shard goes at once
     ((step, reason),) = told(RunDir(tmp_path / "run"), "checkpoint_damaged")
-    assert step == 2 and reason.startswith("rank-1.safetensors does not have")
+    assert step == 2 and reason.startswith("rank-1.safetensors does not")
 
 
 @pytest.mark.parametrize("attempt_at", ["shard", "state", "final"])

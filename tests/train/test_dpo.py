@@ -287,5 +287,5 @@ def test_pairs_longer_than_the_model_are_one_line(tmp_path: Path) -> None:
     config = run_config("algorithm={type: dpo, batch_size: 2}", f"task={{type: preferences, path: {path}}}")
     trainer = Trainer(make_run(tmp_path / "run", config))
     assert trainer.wait() == 2
-    expected = f"error: task: {path}, line 1: makes a sequence of 1032 tokens; this model takes 1024"
-    assert trainer.stderr.startswith(expected) and trainer.stderr.count("\n") == 1
+    assert trainer.stderr.startswith(f"error: task: {path}, line 1: ") and trainer.stderr.count("\n") == 1
+    assert "1032 tokens" in trainer.stderr and "takes 1024" in trainer.stderr

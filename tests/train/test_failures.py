@@ -57,16 +57,12 @@ def test_a_feature_to_come(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_without_cuda(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("cluster.gpus_per_node=1"))
-    expect_failed_event(
-        directory, expect_failure(directory, "cluster.gpus_per_node: no CUDA device is visible")
-    )
+    expect_failed_event(directory, expect_failure(directory, "cluster.gpus_per_node: no CUDA device"))
 
 
 def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("policy.logprobs.impl=triton"))
-    message = expect_failure(
-        directory, "policy.logprobs.impl: 'triton' runs on a CUDA device", env={"TRITON_INTERPRET": ""}
-    )
+    message = expect_failure(directory, "policy.logprobs.impl: 'triton' runs", env={"TRITON_INTERPRET": ""})
     expect_failed_event(directory, message)
 
 
@@ -85,11 +81,8 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
     directory = make_run(
         tmp_path / "run", run_config(f"task={{type: jsonl, path: {problems}}}", "cluster.cpu_ranks=2")
     )
-    expected = (
-        f"task: {problems}, line 2: makes a sequence of 1026 tokens with rollout.max_new_tokens 6; this "
-        "model takes 1024: shorten or remove the line"
-    )
-    message = expect_failure(directory, expected, ranks=2)
+    message = expect_failure(directory, f"task: {problems}, line 2: ", ranks=2)
+    assert "1026 tokens with rollout.max_new_tokens 6" in message and "takes 1024" in message
     expect_failed_event(directory, message)
 
 
@@ -165,7 +158,7 @@ def test_initial_weights_that_are_gone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    expect_failure(tmp_path, "config.json: no such file; is this a run directory of abrun?")
+    expect_failure(tmp_path, "config.json: no such file")
     assert not (tmp_path / "events.jsonl").exists()
 
 

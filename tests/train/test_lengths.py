@@ -68,10 +68,8 @@ def completions(*texts: str) -> list[dict[str, str]]:
 def test_what_fills_the_model_to_its_last_token_is_trained_on(path: Path, snapshot: Snapshot) -> None:
     # With its end: 1,024 tokens, of up to 3,058 bytes
     assert not refused(path, completions("3", "7" * 1019, "\N{BULLET}" * 1019), SFT)
-    expected = (
-        f"task: {path}, line 2: makes a sequence of 1025 tokens; this model takes 1024: shorten or remove"
-    )
-    assert refused(path, completions("3", "7" * 1020), SFT).startswith(expected)
+    said = refused(path, completions("3", "7" * 1020), SFT)
+    assert said.startswith(f"task: {path}, line 2: ") and "1025 tokens; " in said and "takes 1024" in said
     pair = {"prompt": "1", "chosen": "1", "rejected": "8" * 1022}
     assert not refused(path, [pair], "algorithm={type: dpo, batch_size: 2}")
     pair["rejected"] += "8"

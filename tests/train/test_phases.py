@@ -41,7 +41,7 @@ def test_views_and_in_place_results_do_not_count_twice() -> None:
         torch.add(whole, 1, out=whole)
     assert tracker.live_bytes == tracker.peak_bytes == 4_000
     del whole, turned, flat
-    assert tracker.live_bytes == 4_000, "a view keeps the whole storage alive"
+    assert tracker.live_bytes == 4_000  # a view keeps the whole storage alive
     del row
     assert tracker.live_bytes == 0
 
@@ -193,11 +193,11 @@ def test_storages_emptied_and_refilled_by_hand_as_fsdp_does() -> None:
     with tracker:
         storage.resize_(0)
         taken = torch.zeros(1000)
-        assert tracker.live_bytes == 4_000, "FSDP empties it in the middle of a phase, too"
+        assert tracker.live_bytes == 4_000  # FSDP empties it in the middle of a phase, too
     assert tracker.peak_bytes == 4_000
     del gathered, storage, taken
     assert tracker.live_bytes == 0
-    assert "resize_" not in vars(torch.UntypedStorage), "nothing is left behind"
+    assert "resize_" not in vars(torch.UntypedStorage)  # nothing is left behind
 
 
 def test_phases_keep_their_own_peaks_and_times() -> None:
@@ -307,7 +307,7 @@ def test_seconds_of_the_compiler_are_counted_inside_their_phase() -> None:
     seconds, _ = phases.collect()
     compiled = seconds["timing/train/compile_s"]
     assert 0.02 <= compiled <= seconds["timing/train/forward_backward_s"]
-    assert phases.collect()[0]["timing/train/compile_s"] == 0, "every step of every rank has it"
+    assert phases.collect()[0]["timing/train/compile_s"] == 0  # every step of every rank has it
     assert "timing/train/compile_s" not in Phases(CPU).collect()[0]
 
 

@@ -76,7 +76,7 @@ def test_the_initial_policys_rewards_are_those_of_transformers_greedy_search(
         num_truncated += completion[-1] not in text.end_ids
     found = store.RunDir(tmp_path / "run").validations()[0]
     assert found.rewards.tolist() == expected and found.lengths.tolist() == lengths
-    assert 0 < sum(expected) < 8, "the example should have right and wrong answers"
+    assert 0 < sum(expected) < 8  # the example should have right and wrong answers
     assert rows[0]["validation/truncation_rate"] == num_truncated / 8
 
 

@@ -41,7 +41,7 @@ def trained(directory: Path, *overrides: str, ranks: int = 1) -> dict[int, dict[
         (("cluster.cpu_ranks=2", "rollout.tensor_parallel=2"), 2),
         (("rollout.devices=1", "rollout.exact_support=true"), 1),
     ],
-    ids=["two ranks that share an engine", "an engine of its own"],
+    ids=["shared engine", "own engine"],
 )
 def test_each_layout_scores_the_sets_that_were_drawn_from(
     spread: tuple[str, ...], ranks: int, tmp_path: Path

@@ -68,11 +68,11 @@ def test_without_a_key_it_says_so_once_and_mirrors_offline(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [
-        ({"init": "raise OSError('no network')"}, ["mirrored offline", "goes on without a mirror"]),
+        ({"init": "raise OSError('no network')"}, ["mirrored offline", "without a mirror"]),
         ({"log": "raise RuntimeError('gone')"}, ["stopped mirroring: gone"]),
         pytest.param(
             {"define": "raise OSError('no')"},
-            ["mirrored offline", "goes on without a mirror"],
+            ["mirrored offline", "without a mirror"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -80,7 +80,7 @@ def test_without_a_key_it_says_so_once_and_mirrors_offline(tmp_path: Path) -> No
         ),
         pytest.param(
             {"init": "import nonexistent_module_of_wandb"},
-            ["mirrored offline", "goes on without a mirror"],
+            ["mirrored offline", "without a mirror"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -40,7 +40,7 @@ def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
     """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
     if not content.num_judged:
         planted = _count(len(content.faults), "planted fault")
-        return f"could judge none of {planted}: {content.faults[0].reason}"
+        return f"could judge none of {planted}: {sentence(content.faults[0].reason)}"
     pairs = _count(content.num_pairs, "pair") if paired else f"{content.num_pairs} runs of each arm"
     runs = f"{pairs} of {_count(content.num_steps, 'step')}"
     said = f"would have caught {content.num_caught} of {content.num_judged} planted faults ({runs})"

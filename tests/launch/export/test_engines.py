@@ -69,7 +69,7 @@ def test_skypilot_refuses_what_is_planted(tmp_path: Path) -> None:
 def test_the_pods_of_two_nodes_train_what_the_local_launcher_does(tmp_path: Path) -> None:
     """All pods of all JobSets as processes, in the order of submit.sh, the first node's name being here."""
     if os.geteuid() or shutil.which("unshare") is None:
-        pytest.skip("namespaces for the processes of pods need root and unshare")
+        pytest.skip("needs root, unshare")
     python, runs = sys.executable, tmp_path / "runs"
     jobset = f"launcher={{type: jobset, image: x, claim: y, runs_dir: {runs}, python: {python}}}"
     common = ["warm_start={steps: 3}", "compare.primary=[]", "seeds=[0]"]

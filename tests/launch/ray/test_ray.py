@@ -137,11 +137,14 @@ def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "small").exists()
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
     monkeypatch.setattr(client.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError) as refused:
         submit(planned(), tmp_path / "runs")
-    assert str(refused.value) == "launcher.type: got 'ray' without the package ray; pip install 'abrun[ray]'"
+    assert refused.value.code is Code.SETTING_NEEDS_PACKAGE
+    snapshot(refused.value)
     assert not (tmp_path / "runs").exists()
 
 
@@ -217,7 +220,7 @@ def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> 
     job = job_of(experiment_dir)
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
         "waiting",
-        f"job {job} is RUNNING: Job is currently running.",
+        f"job {job} is RUNNING: {ray.jobs[job].message}",
     )
     record.write_driver(experiment_dir, job, {"baseline/seed-0": "for 2 nodes with 1 CPU each"}, None)
     assert seen(experiment_dir).message == f"job {job} waits for 2 nodes with 1 CPU each"
@@ -243,7 +246,7 @@ NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
             "ended: /x: not on h",
         ),
         ("FAILED", "Unexpected error: the supervisor died", "failed", "ended: Unexpected error: the"),
-        (None, "", "failed", "is no longer known at http://head:8265, as when a head has been restarted"),
+        (None, "", "failed", "no longer known"),
     ],
 )
 def test_a_run_without_a_word_is_as_its_job(
@@ -258,7 +261,7 @@ def test_a_run_without_a_word_is_as_its_job(
 
 def test_where_ray_does_not_answer_the_run_directory_does_and_says_so(ray: FakeRay, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    ray.silent = LaunchError("ray: no Ray answers at http://head:8265")
+    ray.silent = LaunchError("ray: nobody answers")
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == ("pending", str(ray.silent))
 
 
@@ -268,8 +271,8 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
-    assert cancel(experiment_dir) == f"cancelled: 1 job ({job}); what runs saves a checkpoint first"
-    assert cancel(experiment_dir) == "small: nothing of it runs or waits"
+    assert cancel(experiment_dir).startswith(f"cancelled: 1 job ({job})")
+    assert cancel(experiment_dir).startswith("small: nothing")
     assert jobs_of(experiment_dir).revive() is None
     submit(planned(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
@@ -325,7 +328,7 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
     monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path / "gone"), "job-a1"])
     assert driver.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, which runs the driver")
+    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, ")
 
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
@@ -366,8 +369,8 @@ def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> No
     assert run("cancel", "small")[1].startswith("cancelled: 1 job (small-")
     assert "4 interrupted" in run("status", "small")[1]
     assert "4 interrupted" in run("status")[1]
-    ray.silent = LaunchError("ray: no Ray answers at http://head:8265")
+    ray.silent = LaunchError("ray: nobody answers")
     said = run("status")[1]
-    assert "4 pending" in said and "ray: no Ray answers at http://head:8265" in said
+    assert "4 pending" in said and str(ray.silent) in said
     assert run("launch", SMALL, "--launcher", "ray")[0] == 2
     assert json.loads((tmp_path / "runs" / "small" / "_ray" / "job.json").read_text())["cancelled"] is True
