@@ -95,8 +95,10 @@ def make_plan(recipe: Declared) -> Plan:
     num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
     if num_runs > MOST_RUNS:
         raise RecipeError(
-            Code.PLAN_TOO_LARGE(
-                recipe=recipe.name, arms=num_arms, seeds=len(recipe.seeds), runs=num_runs, max_runs=MOST_RUNS
+            Code.NOT_ALLOWED(
+                field=recipe.name,
+                got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
+                allowed=f"at most {MOST_RUNS} an experiment: leave some out, or make it several",
             )
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}

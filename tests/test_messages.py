@@ -9,7 +9,7 @@ import pytest
 
 from abrun.errors import AbrunError
 from abrun.messages import MESSAGES, sentence
-from abrun.messages.message import Message
+from abrun.messages.message import render, value_names
 from abrun.reasons import Code, Reason
 from docs import codes
 
@@ -37,9 +37,9 @@ def test_every_call_gives_the_values_that_its_message_takes() -> None:
     wrong = []
     for place, code, call in calls():
         given = {keyword.arg for keyword in call.keywords}
-        if None not in given and (given != set(MESSAGES[code].value_names()) or call.args):
+        if None not in given and (given != set(value_names(MESSAGES[code])) or call.args):
             wrong.append(
-                f"{place}: {code.name} takes {MESSAGES[code].value_names()}, got {sorted(map(str, given))}"
+                f"{place}: {code.name} takes {value_names(MESSAGES[code])}, got {sorted(map(str, given))}"
             )
     assert wrong == []
 
@@ -56,11 +56,14 @@ def test_the_documented_table_is_that_of_the_code() -> None:
         ("{pairs:count usable pair}", {"pairs": 1}, "1 usable pair"),
         ("{pairs:count pair}", {"pairs": 0}, "0 pairs"),
         ("{seeds:plural seed}", {"seeds": [1, 2]}, "seeds"),
+        ("{run:if run {run}|none}{more:if  and {more:count run}}", {"run": "a", "more": 0}, "run a"),
+        ("{run:if run {run}|{more:if some|none}}", {"run": None, "more": 1}, "some"),
+        ("{runs:first}, {runs:some}, {runs:join /}", {"runs": ["a", "b"]}, "a and 1 more, a, b, a/b"),
         ("{value:repr} {share:.2f}", {"value": "a", "share": 0.5}, "'a' 0.50"),
     ],
 )
 def test_templates_have_formats_of_their_own(template, values, expected) -> None:
-    assert Message(template).sentence(values) == expected
+    assert render(template, values) == expected
 
 
 def test_a_reason_is_equal_by_code_and_values_and_carries_plain_values_alone() -> None:

@@ -295,7 +295,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
 
 def _pandas() -> Any:
     if missing := lacking("frames"):
-        raise ComparisonError(Code.DATA_FRAMES_NEED_PACKAGE(problem=missing))
+        raise ComparisonError(Code.OF_SUBJECT(subject="data frames", problem=missing))
     import pandas
 
     return pandas

@@ -42,10 +42,10 @@ def refs(repo: Path, names: Sequence[str]) -> list[Candidate]:
 def versions(package: str, numbers: Sequence[str]) -> list[Candidate]:
     """Versions of a package in the order given: the good one first, the bad one last."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", package) or len(package) > 40:
-        raise RecipeError(Code.PACKAGE_NAME_INVALID(got=shortened(package)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--package", got=shortened(package)))
     for number in numbers:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+!]{0,50}", number):
-            raise RecipeError(Code.PACKAGE_VERSIONS_INVALID(got=shortened(number)))
+            raise RecipeError(Code.SETTING_REFUSED(field="--versions", got=shortened(number)))
     found = [
         Candidate(
             arm=re.sub(r"[+!]", "_", f"{package}-{number}"),
@@ -85,7 +85,7 @@ def _commit(repo: Path, name: str, option: str) -> str:
         else git_output(repo, "rev-parse", "--verify", "-q", f"{name}^{{commit}}")
     )
     if not found and git_output(repo, "rev-parse", "--git-dir") is None:
-        raise RecipeError(Code.REPO_INVALID(got=shortened(str(repo))))
+        raise RecipeError(Code.SETTING_REFUSED(field="--repo", got=shortened(str(repo))))
     if not found:
         raise RecipeError(Code.COMMIT_UNKNOWN(option=option, got=shortened(name), repo=repo))
     return found

@@ -191,9 +191,11 @@ def parse_formats(text: str | None) -> list[str]:
     allowed = ("terminal", "html", "markdown", "json", "png", "svg")
     for form in wanted:
         if form not in allowed:
-            raise RecipeError(Code.OPTION_NOT_ALLOWED(option="--format", got=form, allowed=allowed))
+            raise RecipeError(Code.NOT_ALLOWED(field="--format", got=repr(form), allowed=allowed))
     if not wanted:
-        raise RecipeError(Code.FORMATS_EMPTY(got=text, allowed=allowed))
+        raise RecipeError(
+            Code.NOT_ALLOWED(field="--format", got=f"{text!r}, nothing to write", allowed=allowed)
+        )
     return wanted
 
 
@@ -201,11 +203,11 @@ def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= least for part in parts):
         raise RecipeError(
-            Code.NUMBERS_SYNTAX(
-                option=option,
-                got=text,
-                least=least,
-                example=",".join(str(least * factor) for factor in (1, 2, 4)),
+            Code.NOT_ALLOWED(
+                field=option,
+                got=repr(text),
+                allowed=f"numbers of at least {least}, such as "
+                f"{','.join(str(least * factor) for factor in (1, 2, 4))}",
             )
         )
     return sorted({int(part) for part in parts})
@@ -222,7 +224,7 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
-            raise RecipeError(Code.SEEDS_SYNTAX(got=text))
+            raise RecipeError(Code.SETTING_REFUSED(field="--seeds", got=repr(text)))
         start, stop = int(first), int(last or first)
         if stop < start:
             raise RecipeError(Code.SEEDS_BACKWARDS(got=part.strip(), last=last, first=first))
@@ -235,7 +237,7 @@ def parse_seeds(text: str) -> list[int]:
 def parse_looks(text: str) -> tuple[int, ...]:
     """`3,5,8`: numbers of pairs."""
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
-        raise RecipeError(Code.LOOKS_SYNTAX(got=shortened(text)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--looks", got=shortened(text)))
     return tuple(map(int, text.split(",")))
 
 

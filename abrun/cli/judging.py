@@ -318,7 +318,7 @@ def plan(
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(Code.PLAN_FROM_AND_ASSUMED(got=earlier))
     if sigma is not None and not math.isfinite(sigma):
-        raise RecipeError(Code.SIGMA_INVALID(got=sigma))
+        raise RecipeError(Code.SETTING_REFUSED(field="--sigma", got=sigma))
     experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
     measured = load_experiment(experiment_dir) if experiment_dir else None
     planned = recipe or experiment_dir

@@ -180,7 +180,7 @@ def compare(
     formats = drawable() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
-        raise ComparisonError(Code.UNKNOWN_FORMAT(format=unknown[0], formats=FORMATS))
+        raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
     if set(formats) & set(FIGURES) and (missing := lacking("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.planted:

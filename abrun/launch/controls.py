@@ -66,5 +66,5 @@ def _parsed(text: str) -> PlantedFault:
     try:
         amount = float(size) if colon else None
     except ValueError:
-        raise RecipeError(Code.FAULT_SYNTAX(got=text)) from None
+        raise RecipeError(Code.SETTING_REFUSED(field="--faults", got=repr(text))) from None
     return validated(PlantedFault, {"name": name, "size": amount}, "--faults")

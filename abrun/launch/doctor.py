@@ -144,7 +144,9 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | 
     if count:
         return None
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
-        return Code.GPUS_HIDDEN(visible=os.environ["CUDA_VISIBLE_DEVICES"])
+        return Code.SETTING_REFUSED(
+            field="CUDA_VISIBLE_DEVICES", got=repr(os.environ["CUDA_VISIBLE_DEVICES"])
+        )
     if not has_gpus:
         return Code.NO_GPU()
     if cuda is None:

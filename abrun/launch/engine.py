@@ -137,5 +137,7 @@ def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> S
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
     if launcher not in LAUNCHERS:
-        raise LaunchError(Code.LAUNCHER_UNKNOWN(got=launcher, allowed=[*LAUNCHERS, *SCHEDULERS]))
+        raise LaunchError(
+            Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LAUNCHERS, *SCHEDULERS])
+        )
     return load(LAUNCHERS[launcher])(num_jobs)

@@ -91,7 +91,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     if missing := lacking("train"):
         raise LaunchError(
-            Code.PROBE_NEEDS_PACKAGE(module=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
+            Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
         )
     log = directory / LOG
     with store.explained(directory):

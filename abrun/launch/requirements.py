@@ -162,7 +162,7 @@ def node_refusals(config: RunConfig, machine: Machine) -> list[Reason]:
 def reference_refusals(plan: Plan) -> list[Reason]:
     reference = plan.recipe.compare.reference
     if reference and not is_file(Path(reference).expanduser()):
-        return [Code.REFERENCE_MISSING(path=reference)]
+        return [Code.SETTING_REFUSED(field="compare.reference", got=repr(reference))]
     return []
 
 
@@ -171,7 +171,7 @@ def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
     for run in runs:
         unset = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
         if unset:
-            raise LaunchError(Code.ARM_REFUSED(arm=run.name.arm, problem=unset[0]))
+            raise LaunchError(Code.OF_SUBJECT(subject=f"arms.{run.name.arm}", problem=unset[0]))
 
 
 def _unbuilt(config: RunConfig) -> Iterable[Reason]:
@@ -201,7 +201,7 @@ def _too_large(config: RunConfig, machine: Machine, num_jobs: int | None) -> Ite
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1:
-        yield Code.ONE_MACHINE(nodes=cluster.nodes)
+        yield Code.SETTING_REFUSED(field="cluster.nodes", got=cluster.nodes)
     if cluster.gpus_per_node and count > gpus:
         yield Code.TOO_FEW_GPUS(ranks=ranks, engines=engines, gpus=gpus)
     elif cluster.gpus_per_node and num_jobs and count * num_jobs > gpus:
@@ -215,7 +215,7 @@ def _missing_command(config: CommandRunConfig) -> Iterator[Reason]:
     filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
-        yield Code.COMMAND_NOT_FOUND(command=filled.argv[0])
+        yield Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(filled.argv[0]))
 
 
 def _missing_files(config: OwnRunConfig) -> Iterator[Reason]:
@@ -260,7 +260,7 @@ def _is_folder(weights: str) -> bool:
 def _unloadable_folder(weights: str) -> Reason | None:
     folder = Path(weights).expanduser()
     if not is_directory(folder):
-        return Code.MODEL_FOLDER_MISSING(path=weights)
+        return Code.SETTING_REFUSED(field="model.path", got=repr(weights))
     damage = folder_damage(folder)
     return damage and Code.MODEL_FOLDER_DAMAGED(path=weights, problem=damage)
 

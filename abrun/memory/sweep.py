@@ -41,7 +41,7 @@ class Variant:
             if not isinstance(config, OwnRunConfig):
                 raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
             for line in not_built(config):
-                raise LaunchError(Code.ARM_CANNOT_BE_MEASURED(recipe=self.recipe.name, arm=arm, problem=line))
+                raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=line))
             configs[arm] = config
         for config in configs.values() if here else ():
             refuse_other_machines(config)
@@ -151,5 +151,5 @@ def _swept(text: str) -> tuple[str, list[Any]]:
     key, equals, values = text.partition("=")
     found = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
     if not (key and isinstance(found, list) and found):
-        raise RecipeError(Code.SWEEP_SYNTAX(got=text))
+        raise RecipeError(Code.SETTING_REFUSED(field="--sweep", got=repr(text)))
     return key, list(found)

@@ -1,7 +1,8 @@
 """Every sentence that is made from a reason code: the only place to change a wording.
 
 A file for each room holds a table from code to message. A message is a template, or a function of the values
-where a sentence needs more than a template; its remedy, if it has one, follows after a semicolon.
+where a sentence needs more than a template. Functions are called by the names of the values alone; a reason's
+values have no static types.
 """
 
 from abrun.messages import (
@@ -17,11 +18,12 @@ from abrun.messages import (
     planted,
     preflight,
     recipes,
+    refusals,
     stores,
     validity,
     verdicts,
 )
-from abrun.messages.message import Message
+from abrun.messages.message import Message, render
 from abrun.reasons import Code, Reason
 
 MESSAGES: dict[Code, Message] = {
@@ -39,6 +41,7 @@ MESSAGES: dict[Code, Message] = {
     **preflight.MESSAGES,
     **launching.MESSAGES,
     **recipes.MESSAGES,
+    **refusals.MESSAGES,
     **stores.MESSAGES,
 }
 
@@ -46,7 +49,7 @@ MESSAGES: dict[Code, Message] = {
 def sentence(reason: Reason) -> str:
     """Return a reason as one sentence, without a full stop. Reasons among its values are worded, too."""
     values = {name: _worded(value) for name, value in reason.values.items()}
-    return MESSAGES[reason.code].sentence(values)
+    return render(MESSAGES[reason.code], values)
 
 
 def sentences(reasons: "list[Reason] | tuple[Reason, ...]") -> list[str]:

@@ -31,23 +31,25 @@ Detected = Mapping[str, Any] | None
 
 
 def _not_tested(metric: str, window: str, problem: str, detected: Detected) -> str:
+    """The claim could not be tested on these runs."""
     recorded = f"; recorded is a difference, {detected_text(detected)}" if detected else ""
     return f"{metric}: not tested over {window}: {problem}{recorded}"
 
 
 def _equivalent(
-    metric: str,
-    margin: str,
-    margin_unit: str,
-    transform: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    detected: Detected,
-    certified_bound: float,
-    certified_number: float | None,
-    certified_jointly: float | None,
-    warnings: Sequence[str],
+    metric,
+    margin,
+    margin_unit,
+    transform,
+    over,
+    alpha,
+    detected,
+    certified_bound,
+    certified_number,
+    certified_jointly,
+    warnings,
 ) -> str:
+    """The arms are equivalent within the margin."""
     unit = difference_unit(transform)
     within = margin + unit * (margin_unit == "")
     yet = f", and {detected_text(detected)}{unit};" if detected else ""
@@ -62,18 +64,9 @@ def _equivalent(
 
 
 def _differs(
-    metric: str,
-    margin: str,
-    margin_unit: str,
-    transform: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    detected: Detected,
-    difference: float,
-    interval: Sequence[float],
-    p_beyond: float,
-    warnings: Sequence[str],
+    metric, margin, margin_unit, transform, over, alpha, detected, difference, interval, p_beyond, warnings
 ) -> str:
+    """The arms differ by more than the margin."""
     unit = difference_unit(transform)
     return (
         f"{metric}: differs by {difference:+.3g}{unit}, beyond {margin}{unit * (margin_unit == '')}, over "
@@ -83,25 +76,26 @@ def _differs(
 
 
 def _detected(
-    metric: str,
-    margin: str,
-    margin_unit: str,
-    transform: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    detected: Detected,
-    difference: float,
-    interval: Sequence[float],
-    certified_bound: float | None,
-    certified_number: float | None,
-    p_difference: float,
-    significant: bool,
-    sd_difference: float,
-    pair_correlation: float | None,
-    absolute_margin: float,
-    power: Mapping[str, Any],
-    warnings: Sequence[str],
+    metric,
+    margin,
+    margin_unit,
+    transform,
+    over,
+    alpha,
+    detected,
+    difference,
+    interval,
+    certified_bound,
+    certified_number,
+    p_difference,
+    significant,
+    sd_difference,
+    pair_correlation,
+    absolute_margin,
+    power,
+    warnings,
 ) -> str:
+    """A difference was detected, and may lie within the margin."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
     against = _against(margin, margin_unit, transform, alpha, difference, interval, bound)
     needed = _needed_for_the_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
@@ -113,21 +107,22 @@ def _detected(
 
 
 def _undecided(
-    metric: str,
-    margin: str,
-    margin_unit: str,
-    transform: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    difference: float,
-    interval: Sequence[float],
-    certified_bound: float | None,
-    certified_number: float | None,
-    sd_difference: float,
-    pair_correlation: float | None,
-    power: Mapping[str, Any],
-    warnings: Sequence[str],
+    metric,
+    margin,
+    margin_unit,
+    transform,
+    over,
+    alpha,
+    difference,
+    interval,
+    certified_bound,
+    certified_number,
+    sd_difference,
+    pair_correlation,
+    power,
+    warnings,
 ) -> str:
+    """Neither equivalence nor a difference was shown."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
     against = _against(margin, margin_unit, transform, alpha, difference, interval, bound)
     now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
@@ -138,18 +133,8 @@ def _undecided(
     )
 
 
-def _limit_holds(
-    metric: str,
-    margin: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    measure: str,
-    limit: float,
-    limited: float,
-    interval: Sequence[float],
-    detected: Detected,
-    warnings: Sequence[str],
-) -> str:
+def _limit_holds(metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings) -> str:
+    """The limit holds."""
     found = _limited(measure, limit, limited, alpha, interval, detected)
     return (
         f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
@@ -158,34 +143,16 @@ def _limit_holds(
 
 
 def _limit_broken(
-    metric: str,
-    margin: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    measure: str,
-    limit: float,
-    limited: float,
-    interval: Sequence[float],
-    detected: Detected,
-    p_beyond: float,
-    warnings: Sequence[str],
+    metric, margin, over, alpha, measure, limit, limited, interval, detected, p_beyond, warnings
 ) -> str:
+    """The limit is broken."""
     found = _limited(measure, limit, limited, alpha, interval, detected)
     p_value = f"p = {p_beyond:.2g} if the limit were kept, Holm-corrected"
     return f"{metric}: not {margin} over {_setting(over)} ({found}, {p_value}){_beside(warnings)}"
 
 
 def _limit_undecided(
-    metric: str,
-    margin: str,
-    over: Mapping[str, Any],
-    alpha: float,
-    measure: str,
-    limit: float,
-    limited: float,
-    interval: Sequence[float] | None,
-    detected: Detected,
-    warnings: Sequence[str],
+    metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings
 ) -> str:
     """Return what a limit is, over two runs or more; of one pair without an interval."""
     head = f"{metric}: {margin}: not decided over {_setting(over)}"
@@ -197,10 +164,12 @@ def _limit_undecided(
 
 
 def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
+    """The arms are the same bit for bit."""
     return f"{metric}: the same bit for bit over {_setting(over)}"
 
 
 def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
+    """The arms are not the same bit for bit."""
     return f"{metric}: not the same bit for bit over {_setting(over)}: {where}"
 
 
@@ -308,22 +277,18 @@ def _limited(
     return f"{found}, and {detected['direction']} than the baseline: {measured_text(detected)}"
 
 
-MESSAGES = {
-    Code.CLAIM_EQUIVALENT: Message(_equivalent, meaning="the arms are equivalent within the margin"),
-    Code.CLAIM_DIFFERS: Message(_differs, meaning="the arms differ by more than the margin"),
-    Code.CLAIM_DETECTED: Message(
-        _detected, meaning="a difference was detected, and may lie within the margin"
-    ),
-    Code.CLAIM_UNDECIDED: Message(_undecided, meaning="neither equivalence nor a difference was shown"),
-    Code.CLAIM_NOT_TESTED: Message(_not_tested, meaning="the claim could not be tested on these runs"),
-    Code.CLAIM_TOO_FEW_PAIRS: Message(
-        "{metric}: {pairs:count usable pair}; equivalence needs the spread over at least two: only step one, "
-        "the guards and the divergence were looked at"
-    ),
-    Code.CLAIM_TOO_FEW_RUNS: Message("{metric}: not tested: equivalence needs two runs of each arm, or more"),
-    Code.LIMIT_HOLDS: Message(_limit_holds, meaning="the limit holds"),
-    Code.LIMIT_BROKEN: Message(_limit_broken, meaning="the limit is broken"),
-    Code.LIMIT_UNDECIDED: Message(_limit_undecided, meaning="the limit is neither shown to hold nor broken"),
-    Code.EXACT_HOLDS: Message(_exact_holds, meaning="the arms are the same bit for bit"),
-    Code.EXACT_BROKEN: Message(_exact_broken, meaning="the arms are not the same bit for bit"),
+MESSAGES: dict[Code, Message] = {
+    Code.CLAIM_EQUIVALENT: _equivalent,
+    Code.CLAIM_DIFFERS: _differs,
+    Code.CLAIM_DETECTED: _detected,
+    Code.CLAIM_UNDECIDED: _undecided,
+    Code.CLAIM_NOT_TESTED: _not_tested,
+    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: {pairs:count usable pair}; equivalence needs the spread over at "
+    "least two: only step one, the guards and the divergence were looked at",
+    Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs two runs of each arm, or more",
+    Code.LIMIT_HOLDS: _limit_holds,
+    Code.LIMIT_BROKEN: _limit_broken,
+    Code.LIMIT_UNDECIDED: _limit_undecided,
+    Code.EXACT_HOLDS: _exact_holds,
+    Code.EXACT_BROKEN: _exact_broken,
 }

@@ -5,347 +5,166 @@ from abrun.reasons import Code
 
 
 def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
+    """Checks before the launch have found these problems."""
     shown = ": --dry-run shows them" if shown_by_dry_run else ""
     more = f" (and {len(problems) - 1} more{shown})" if len(problems) > 1 else ""
     return f"{recipe}: {problems[0]}{more}"
 
 
-def _not_measured(nodes: int, gpus_per_node: int, engines: int, machine: str) -> str:
-    beside = f" and rollout.devices {engines}" if engines else ""
-    return (
-        f"cluster: got {nodes} node(s) x {gpus_per_node} GPU(s){beside}, and this machine has {machine}; it "
-        f"is "
-        "measured here: use --set cluster.gpus_per_node=..."
-    )
-
-
-def _unknown_memory(asked: str, here: bool, instead: str) -> str:
-    unknown = "this machine has no GPU" if here else "the GPUs of a cluster are not known here"
-    return (
-        f"{asked}, and {unknown}; add --device-memory with what one has, such as 80GiB or h200, or give "
-        f"values: "
-        f"{instead}"
-    )
-
-
-MESSAGES = {
-    Code.DATA_FRAMES_NEED_PACKAGE: Message("data frames: {problem}"),
-    Code.SYNC_NEEDS_PACKAGE: Message("{directory}: sync {problem}"),
-    Code.NOT_MEASURED_HERE: Message(
-        _not_measured, meaning="a measurement needs other devices than those of this machine"
-    ),
-    Code.PLAN_CANNOT_RUN: Message(_problems, meaning="checks before the launch have found these problems"),
-    Code.ARM_REFUSED: Message("arms.{arm}: {problem}"),
-    Code.NODE_CANNOT_RUN: Message("{host}: {problem}"),
-    Code.JOBS_LEFT_IN_QUEUE: Message(
-        "{error}; jobs submitted before that ({jobs:list}) are still in the queue ({problem}): end them "
-        "with: "
-        "abrun cancel {directory}"
-    ),
-    Code.SLURM_REFUSES_JOB: Message("slurm: {answer} (asked for: {options})"),
-    Code.LAUNCHED_ELSEWHERE: Message("{directory}: {owner} launches it", remedy="cancel it there"),
-    Code.LAUNCHER_UNREACHABLE: Message("{directory}: {owner} launches it and cannot be asked: {error}"),
-    Code.FAULTS_NEED_ABRUN_TRAINER: Message(
-        "{recipe}: arms.baseline: got a foreign trainer, in which no fault is planted"
-    ),
-    Code.FAULT_NEEDS: Message(
-        "--faults: got {fault:repr}, which {needs}", remedy="give it by --set, or drop it here"
-    ),
-    Code.NO_FAULT_FITS: Message("{recipe}: got no fault that it can plant", remedy="see: abrun faults"),
-    Code.FAULT_SYNTAX: Message(
-        "--faults: got {got:repr}", remedy="allowed: NAME or NAME:SIZE, such as misgrouped:2"
-    ),
-    Code.LAUNCHER_EXPORTS_ONLY: Message(
-        "launcher.type: got {launcher:repr}, for which abrun writes manifests and starts nothing: use abrun "
-        "export RECIPE --to {launcher}, or --launcher local, slurm or ray"
-    ),
-    Code.LAUNCHER_UNKNOWN: Message("--launcher: got {got:repr}", remedy="allowed: {allowed:list}"),
-    Code.EXPERIMENT_NAME_INVALID: Message(
-        "--name: got {got:repr}",
-        remedy="allowed: letters, digits, '.', '_' and '-', at most 100, and not {reserved:repr}",
-    ),
-    Code.EXPERIMENT_EXISTS: Message(
-        "{directory}: an experiment is here already, {finished} of {runs} runs finished",
-        remedy="continue it with --resume, or give this one another --name",
-    ),
-    Code.DIRECTORY_IN_USE: Message(
-        "{directory}: not empty, and no experiment of abrun", remedy="choose another --name"
-    ),
-    Code.JOBS_QUEUED: Message(
-        "{directory}: --resume: jobs of it are in the queue ({jobs:list}): wait for them, or end them with: "
-        "abrun cancel {directory}"
-    ),
-    Code.RESUME_LACKS_RUN: Message(
-        "{directory}: --resume: the recipe has no run {run}, which is here",
-        remedy="runs can be added, not dropped: restore arms, seeds and aa_reruns, or choose another --name",
-    ),
-    Code.RESUME_OTHER_RECIPE: Message(
-        "{directory}: --resume: the run directory of another experiment: {difference}",
-        remedy="restore the recipe, or give this one another --name",
-    ),
-    Code.RESUME_OTHER_WARM_START: Message(
-        "{directory}: --resume: {run} would start from the warm start {warm_start}, and the runs of its arm "
-        "that are here started from {recorded}, which this version makes otherwise: resume with the abrun "
-        "that launched them, or give another --name"
-    ),
-    Code.EXPORT_ENGINE_UNKNOWN: Message("--to: got {got:repr}", remedy="allowed: {allowed:list}"),
-    Code.EXPORT_FOLDER_IN_USE: Message(
-        "{folder}: is here already, and not an empty folder", remedy="remove it, or choose another -o"
-    ),
-    Code.EXPORT_FOLDER_UNWRITABLE: Message(
-        "{folder}: cannot be written: {error}", remedy="choose another -o"
-    ),
-    Code.EXPORT_WITHOUT_RUN: Message("{run}: no run of the recipe {recipe}", remedy="export it again"),
-    Code.WARM_START_NOT_MADE: Message(
-        "{run}: starts from {path}, which is not there yet: submit the warm start first"
-    ),
-    Code.EXPORT_RECIPE_INVALID: Message(
-        "{variable}: got {got}", remedy="allowed: what abrun export writes there"
-    ),
-    Code.MANIFEST_INVALID: Message(
-        "{file}: {place}: {problem}: {engine} refuses that", remedy="mend what launcher: or cluster: say"
-    ),
-    Code.NODE_WITHOUT_RUN: Message(
-        "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it",
-        remedy="launch with --runs-dir on a file system that all of them see",
-    ),
-    Code.PROBE_NEEDS_PACKAGE: Message("{module}: {problem}"),
-    Code.PROBE_FAILED: Message("{probe}: ended with an error", remedy="see {log}"),
-    Code.PROBE_STOPPED: Message("{probe}: ended, as {reason}"),
-    Code.PROCESSES_SURVIVE: Message(
-        "processes of an earlier launch cannot be killed ({pids})", remedy="end them"
-    ),
-    Code.RAY_ADDRESS_INVALID: Message(
-        "RAY_ADDRESS: got {got}; allowed: http://HEAD:8265, or HEAD:6379; or set launcher.address"
-    ),
-    Code.RAY_SILENT: Message("ray: no Ray answers at {address}: {error}", remedy="{remedy}"),
-    Code.RAY_FAILED: Message("ray: {address}: {answer}"),
-    Code.DRIVER_WITHOUT_EXPERIMENT: Message(
-        "{directory}: not on {host}, which runs the driver: the cluster has to share it",
-        remedy="launch with --runs-dir on a file system that all of its machines see",
-    ),
-    Code.DRIVER_WITHOUT_FOLDER: Message(
-        "{folder}: from where abrun was started: {error} on {host}",
-        remedy="start it from a folder that all machines of the cluster see",
-    ),
-    Code.DRIVER_CANNOT_IMPORT_RAY: Message(
-        "{python} on {host} cannot import ray ({error})",
-        remedy="pip install 'abrun[ray]' there, or give launcher.python",
-    ),
-    Code.REQUEUED_TOO_OFTEN: Message(
-        "launcher.requeues: the job has begun again {restarts} times", remedy="--resume goes on"
-    ),
-    Code.SLURM_COMMAND_FAILED: Message("slurm: {command}: {answer}"),
-    Code.SLURM_COMMAND_MISSING: Message(
-        "slurm: no command {command:repr} on PATH", remedy="launch on a login node, or use --launcher local"
-    ),
-    Code.SLURM_SILENT: Message(
-        "slurm: {command}: no answer for {seconds:.0f} s", remedy="is the controller up?"
-    ),
-    Code.SLURM_NOT_CONFIGURED: Message(
-        "slurm: this host has Slurm's commands, but no configuration of a cluster (slurm.conf): launch on a "
-        "login node, set SLURM_CONF, or use --launcher local ({command}: {answer})"
-    ),
-    Code.STAGES_NEED_CLAIM: Message(
-        "{recipe}: compare.primary: got no claim with --until-decided, so that no look could decide",
-        remedy="declare one, or leave --until-decided out",
-    ),
-    Code.STAGES_NEED_TREATMENT: Message(
-        "{recipe}: arms: got the baseline alone with --until-decided, which adds pairs of arms until they "
-        "decide",
-        remedy="add a treatment, or leave --until-decided out",
-    ),
-    Code.MAX_SEEDS_AND_LOOKS: Message(
-        "--max-seeds: got {max_seeds} with compare.looks {looks}, whose last takes all pairs",
-        remedy="leave one of them out",
-    ),
-    Code.MAX_SEEDS_TOO_FEW: Message(
-        "--max-seeds: got {got} with {seeds} seeds in the recipe",
-        remedy="allowed: more than the first look takes, {first_look}",
-    ),
-    Code.RESUME_OTHER_LOOKS: Message(
-        "{directory}: --until-decided: got looks at {looks} pairs, and it was launched {before}, on which "
-        "its level rests; resume it as it was launched, or give another --name"
-    ),
-    Code.PLAN_TOO_LARGE: Message(
-        "{recipe}: got {arms} arms x {seeds} seeds, {runs} runs; allowed: at most {max_runs} an experiment: "
-        "leave some out, or make it several"
-    ),
-    Code.ARM_CHANGES_NOTHING: Message(
-        "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's configuration",
-        remedy="change at least one value (controls.aa_reruns repeats the baseline)",
-    ),
-    Code.ARM_VALIDATION_DIFFERS: Message(
-        "{recipe}: arms.{arm}.validation: not the baseline's",
-        remedy="all arms are validated alike: set validation outside of arms",
-    ),
-    Code.TOLERANCE_WITHOUT_STEP_ONE: Message(
-        "{recipe}: compare.step_one_tolerance: got {got}, {problem}", remedy="drop it"
-    ),
-    Code.COMPARE_KEY_UNUSABLE: Message(
-        "{recipe}: compare.{key}: {problem}; or leave it out: nothing reads it"
-    ),
-    Code.RECIPE_CLAIM_TWICE: Message(
-        "{recipe}: compare.primary.{index}: got a claim twice", remedy="every claim once"
-    ),
-    Code.CLAIM_UNUSABLE: Message("{recipe}: compare.primary.{index}.{field}: {problem}"),
-    Code.BISECT_ORDER_REVERSED: Message(
-        "--bad: got {bad:repr}, which does not come after {good:repr} (--good)", remedy="exchange them?"
-    ),
-    Code.BISECT_SAME_COMMIT: Message(
-        "--bad: got {bad:repr}, the very commit of --good", remedy="nothing lies between them"
-    ),
-    Code.PACKAGE_NAME_INVALID: Message("--package: got {got}", remedy="allowed: a name such as torch"),
-    Code.PACKAGE_VERSIONS_INVALID: Message(
-        "--versions: got {got}", remedy="allowed: such as 2.10.0,2.11.0,2.12.0"
-    ),
-    Code.TOO_MANY_COMMITS: Message(
-        "{option}: got {commits} commits", remedy="allowed: at most {max_commits}: narrow it down"
-    ),
-    Code.TOO_FEW_CANDIDATES: Message(
-        "{option}: got {got}", remedy="allowed: two or more, the good one first, the bad one last"
-    ),
-    Code.REPO_INVALID: Message("--repo: got {got}, no git repository", remedy="allowed: the trainer's"),
-    Code.COMMIT_UNKNOWN: Message("{option}: got {got}, no commit of {repo} (--repo)"),
-    Code.BISECT_NEEDS_COMMAND: Message(
-        "{recipe}: trainer.type: got 'abrun'; a bisection needs a command, which runs in another checkout or "
-        "environment: trainer: {{type: command, ...}} (docs/foreign-runs.md)"
-    ),
-    Code.BISECT_NEEDS_CLAIM: Message(
-        "{recipe}: compare.primary: got no claim, and a bisection finds what broke one"
-    ),
-    Code.BISECT_REFUSES_REFERENCE: Message(
-        "{recipe}: compare.reference: got {reference:repr}",
-        remedy="a bisection compares with the good candidate: --set compare.reference=null",
-    ),
-    Code.BISECT_NEEDS_PAIRS: Message(
-        "{recipe}: compare.paired: got false",
-        remedy="a bisection pairs candidates by seed: --set compare.paired=true",
-    ),
-    Code.BISECT_RUNS_HERE: Message(
-        "{recipe}: launcher.type: got {launcher:repr}",
-        remedy="candidates run on this machine alone: --set launcher=null",
-    ),
-    Code.BISECTION_OF_OTHER_NAME: Message(
-        "{directory}: got {other}, of another bisection, there", remedy="choose another --name"
-    ),
-    Code.BISECTION_CHANGED: Message(
-        "{directory}: {changed}: not what this bisection began with; give what it was (its {file} has it), "
-        "or choose another --name"
-    ),
-    Code.BISECT_NEEDS_CHECKOUT: Message(
-        "{recipe}: trainer.parameters.checkout: missing: every candidate's checkout takes its place; add it "
-        "and write {{checkout}} into argv, or say how to install a checkout with --setup"
-    ),
-    Code.PYTHON_NOT_FOUND: Message("{recipe}: trainer.python: got {python:repr}, which is not to be found"),
-    Code.DEVICE_MEMORY_WITHOUT_USE: Message(
-        "--device-memory: got it without --dry-run, or auto for one of {keys:list}, of which it is",
-        remedy="add one of them, or drop it",
-    ),
-    Code.AUTO_ASKED: Message("{recipe}: {fields:list}: got 'auto'"),
-    Code.AUTO_NEEDS_DEVICE_MEMORY: Message(
-        _unknown_memory, meaning="auto needs to know the memory of the devices"
-    ),
-    Code.AUTO_FITS_NOWHERE: Message(
-        "{asked}, and nothing fits: {tried}, and a device has {device_gib:.1f} GiB",
-        remedy="use smaller microbatches (policy.micro_batch_tokens or micro_batch_size), more ranks, more "
-        "of policy.backend's parallelism or a fused policy.logprobs.impl",
-    ),
-    Code.AUTO_BACKEND_NOT_PREDICTED: Message(
-        "{asked} with arms.{arm} on policy.backend.type {backend!r}, whose step cannot be predicted",
-        remedy="give values: {instead}",
-    ),
-    Code.AUTO_NOT_PREDICTED: Message("{asked}, and arms.{arm} cannot be predicted here: {problem}"),
-    Code.AUTO_NOT_MEASURED: Message(
-        "{asked}, and a step of arms.{arm} with {values} could not be measured: {error}; or give values: "
-        "{instead}"
-    ),
-    Code.RESUME_VALUE_NOT_AUTO: Message(
-        "{directory}: --resume: its recipe has no {field} (got {got:repr}), and this one says auto",
-        remedy="give what it was launched with: {instead}",
-    ),
-    Code.BACKEND_NOT_PREDICTED: Message(
-        "policy.backend.type: got {backend:repr}, whose step cannot be predicted",
-        remedy="use type: dtensor, or measure it on GPUs, without --predict",
-    ),
-    Code.MASTER_DTYPE_DIFFERS: Message(
-        "--master-dtype: got {master_dtype} with policy.dtype {dtype}",
-        remedy="add --set policy.dtype={master_dtype}",
-    ),
-    Code.DEVICE_MEMORY_SYNTAX: Message(
-        "--device-memory: got {got:repr}", remedy="allowed: a size such as 80GiB, or one of {cards:list}"
-    ),
-    Code.MEASURES_ABRUN_TRAINER: Message(
-        "{recipe}: arms.{arm}: trainer.type: got 'command'; memory-profile runs single steps of abrun's own "
-        "trainer alone: measure a foreign one with its own tools"
-    ),
-    Code.ARM_CANNOT_BE_MEASURED: Message("{recipe}: arms.{arm}: {problem}"),
-    Code.OPTION_NEEDS_RECIPE: Message(
-        "{option}: got no recipe to go with it", remedy="give one, or drop {option}"
-    ),
-    Code.MEMORY_PROFILE_NEEDS_RECIPE: Message(
-        "memory-profile: got no recipe",
-        remedy="give one, or --hidden and --vocab for a log-prob head alone, such as --hidden 4096 --vocab "
-        "151936",
-    ),
-    Code.SEARCH_NEEDS_BUDGET: Message(
-        "--budget-gib: got none with a search on CPU cores, where nothing refuses memory before the machine "
-        "has none",
-        remedy="give one",
-    ),
-    Code.SEQUENCES_ODD: Message(
-        "--sequences: got {got} with algorithm.type 'dpo', whose pairs stay together",
-        remedy="use an even number",
-    ),
-    Code.SWEEP_KEY_TWICE: Message(
-        "--sweep: got {key} twice", remedy="give all its values at once, such as {key}=A,B"
-    ),
-    Code.SWEEP_KEY_OF_ARM: Message(
-        "--sweep: got {key}, and arms.{arm} has its own {arm_key}",
-        remedy="sweep another key, or drop it there with --set",
-    ),
-    Code.SWEEP_SYNTAX: Message(
-        "--sweep: got {got:repr}",
-        remedy="allowed: KEY=VALUE,VALUE with a dotted key, such as policy.backend.tensor_parallel=1,2",
-    ),
-    Code.LENGTHS_TOO_LONG: Message(
-        "--lengths: got {got}", remedy="this model takes {max_tokens} tokens: use at most that many"
-    ),
-    Code.NO_RUN: Message(
-        "{run}: no run here",
-        remedy="give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or an experiment "
-        "({runs})",
-    ),
-    Code.NO_RUN_STARTED: Message("{experiment}: none of its runs was started", remedy="launch it first"),
-    Code.WEIGHTS_NOT_KNOWN: Message(
-        "{run}: trainer.type: got 'command', a foreign trainer's run, whose weights abrun does not know",
-        remedy="give a run of abrun's own trainer",
-    ),
-    Code.ALGORITHM_WITHOUT_ENGINE: Message(
-        "{run}: algorithm.type: got {algorithm:repr}, which trains on no completions of an engine",
-        remedy="give a run of grpo or ppo",
-    ),
-    Code.RUN_CANNOT_BE_SCORED: Message("{run}: {problem}"),
-    Code.NO_CHECKPOINT: Message(
-        "{run}: no checkpoint is left of its steps; give --step 0 to go on from its first weights, or launch "
-        "it again with a checkpoint.every below its steps"
-    ),
-    Code.STEP_WITHOUT_CHECKPOINT: Message(
-        "--step: got {got}; {run} has the weights after steps {steps}: give one"
-    ),
-    Code.CHECKPOINT_OF_OTHER_RUN: Message(
-        "{checkpoint}: was written by {written_by:repr}", remedy="this run is {run:repr}"
-    ),
-    Code.FIRST_WEIGHTS_GONE: Message(
-        "{weights}: the weights that {run} began with are gone",
-        remedy="launch it again with --resume, or give the step of a checkpoint",
-    ),
-    Code.SCORED_ON_ONE_RANK: Message(
-        "--set: got {got:repr}", remedy="everything is scored on one rank: leave cluster as it is"
-    ),
-    Code.SCORES_NOT_CHANGED: Message(
-        "--set: got {got:repr}, which changes nothing of how this run's trainer scores tokens",
-        remedy="give another value of a key of policy or model, or of rollout.temperature, min_p, top_k, "
-        "top_p or exact_support",
-    ),
+MESSAGES: dict[Code, Message] = {
+    Code.SYNC_NEEDS_PACKAGE: "{directory}: sync {problem}",
+    Code.NOT_MEASURED_HERE: "cluster: got {nodes} node(s) x {gpus_per_node} GPU(s){engines:if  and "
+    "rollout.devices {engines}}, and this machine has {machine}; it is measured here: use --set "
+    "cluster.gpus_per_node=...",
+    Code.PLAN_CANNOT_RUN: _problems,
+    Code.NODE_CANNOT_RUN: "{host}: {problem}",
+    Code.JOBS_LEFT_IN_QUEUE: "{error}; jobs submitted before that ({jobs:list}) are still in the queue "
+    "({problem}): end them with: abrun cancel {directory}",
+    Code.SLURM_REFUSES_JOB: "slurm: {answer} (asked for: {options})",
+    Code.LAUNCHED_ELSEWHERE: "{directory}: {owner} launches it; cancel it there",
+    Code.LAUNCHER_UNREACHABLE: "{directory}: {owner} launches it and cannot be asked: {error}",
+    Code.FAULTS_NEED_ABRUN_TRAINER: "{recipe}: arms.baseline: got a foreign trainer, in which no fault is "
+    "planted",
+    Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; give it by --set, or drop it here",
+    Code.NO_FAULT_FITS: "{recipe}: got no fault that it can plant; see: abrun faults",
+    Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, for which abrun writes manifests and "
+    "starts nothing: use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
+    Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
+    "most 100, and not {reserved:repr}",
+    Code.EXPERIMENT_EXISTS: "{directory}: an experiment is here already, {finished} of {runs} runs "
+    "finished; continue it with --resume, or give this one another --name",
+    Code.DIRECTORY_IN_USE: "{directory}: not empty, and no experiment of abrun; choose another --name",
+    Code.JOBS_QUEUED: "{directory}: --resume: jobs of it are in the queue ({jobs:list}): wait for them, or "
+    "end them with: abrun cancel {directory}",
+    Code.RESUME_LACKS_RUN: "{directory}: --resume: the recipe has no run {run}, which is here; runs can be "
+    "added, not dropped: restore arms, seeds and aa_reruns, or choose another --name",
+    Code.RESUME_OTHER_RECIPE: "{directory}: --resume: the run directory of another experiment: "
+    "{difference}; restore the recipe, or give this one another --name",
+    Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
+    "{warm_start}, and the runs of its arm that are here started from {recorded}, which this version makes "
+    "otherwise: resume with the abrun that launched them, or give another --name",
+    Code.EXPORT_FOLDER_IN_USE: "{folder}: is here already, and not an empty folder; remove it, or choose "
+    "another -o",
+    Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
+    Code.EXPORT_WITHOUT_RUN: "{run}: no run of the recipe {recipe}; export it again",
+    Code.WARM_START_NOT_MADE: "{run}: starts from {path}, which is not there yet: submit the warm start "
+    "first",
+    Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: what abrun export writes there",
+    Code.MANIFEST_INVALID: "{file}: {place}: {problem}: {engine} refuses that; mend what launcher: or "
+    "cluster: say",
+    Code.NODE_WITHOUT_RUN: "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it; "
+    "launch with --runs-dir on a file system that all of them see",
+    Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
+    Code.PROBE_STOPPED: "{probe}: ended, as {reason}",
+    Code.PROCESSES_SURVIVE: "processes of an earlier launch cannot be killed ({pids}); end them",
+    Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
+    Code.RAY_FAILED: "ray: {address}: {answer}",
+    Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: not on {host}, which runs the driver: the cluster has to "
+    "share it; launch with --runs-dir on a file system that all of its machines see",
+    Code.DRIVER_WITHOUT_FOLDER: "{folder}: from where abrun was started: {error} on {host}; start it from a "
+    "folder that all machines of the cluster see",
+    Code.DRIVER_CANNOT_IMPORT_RAY: "{python} on {host} cannot import ray ({error}); pip install "
+    "'abrun[ray]' there, or give launcher.python",
+    Code.REQUEUED_TOO_OFTEN: "launcher.requeues: the job has begun again {restarts} times; --resume goes on",
+    Code.SLURM_COMMAND_FAILED: "slurm: {command}: {answer}",
+    Code.SLURM_COMMAND_MISSING: "slurm: no command {command:repr} on PATH; launch on a login node, or use "
+    "--launcher local",
+    Code.SLURM_SILENT: "slurm: {command}: no answer for {seconds:.0f} s; is the controller up?",
+    Code.SLURM_NOT_CONFIGURED: "slurm: this host has Slurm's commands, but no configuration of a cluster "
+    "(slurm.conf): launch on a login node, set SLURM_CONF, or use --launcher local ({command}: {answer})",
+    Code.STAGES_NEED_CLAIM: "{recipe}: compare.primary: got no claim with --until-decided, so that no look "
+    "could decide; declare one, or leave --until-decided out",
+    Code.STAGES_NEED_TREATMENT: "{recipe}: arms: got the baseline alone with --until-decided, which adds "
+    "pairs of arms until they decide; add a treatment, or leave --until-decided out",
+    Code.MAX_SEEDS_AND_LOOKS: "--max-seeds: got {max_seeds} with compare.looks {looks}, whose last takes "
+    "all pairs; leave one of them out",
+    Code.MAX_SEEDS_TOO_FEW: "--max-seeds: got {got} with {seeds} seeds in the recipe; allowed: more than "
+    "the first look takes, {first_look}",
+    Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got looks at {looks} pairs, and it was launched "
+    "{before}, on which its level rests; resume it as it was launched, or give another --name",
+    Code.ARM_CHANGES_NOTHING: "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's "
+    "configuration; change at least one value (controls.aa_reruns repeats the baseline)",
+    Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: not the baseline's; all arms are "
+    "validated alike: set validation outside of arms",
+    Code.TOLERANCE_WITHOUT_STEP_ONE: "{recipe}: compare.step_one_tolerance: got {got}, {problem}; drop it",
+    Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or leave it out: nothing reads it",
+    Code.RECIPE_CLAIM_TWICE: "{recipe}: compare.primary.{index}: got a claim twice; every claim once",
+    Code.CLAIM_UNUSABLE: "{recipe}: compare.primary.{index}.{field}: {problem}",
+    Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); "
+    "exchange them?",
+    Code.BISECT_SAME_COMMIT: "--bad: got {bad:repr}, the very commit of --good; nothing lies between them",
+    Code.TOO_MANY_COMMITS: "{option}: got {commits} commits; allowed: at most {max_commits}: narrow it down",
+    Code.TOO_FEW_CANDIDATES: "{option}: got {got}; allowed: two or more, the good one first, the bad one "
+    "last",
+    Code.COMMIT_UNKNOWN: "{option}: got {got}, no commit of {repo} (--repo)",
+    Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun'; a bisection needs a command, which "
+    "runs in another checkout or environment: trainer: {{type: command, ...}} (docs/foreign-runs.md)",
+    Code.BISECT_NEEDS_CLAIM: "{recipe}: compare.primary: got no claim, and a bisection finds what broke one",
+    Code.BISECT_REFUSES_REFERENCE: "{recipe}: compare.reference: got {reference:repr}; a bisection compares "
+    "with the good candidate: --set compare.reference=null",
+    Code.BISECT_NEEDS_PAIRS: "{recipe}: compare.paired: got false; a bisection pairs candidates by seed: "
+    "--set compare.paired=true",
+    Code.BISECT_RUNS_HERE: "{recipe}: launcher.type: got {launcher:repr}; candidates run on this machine "
+    "alone: --set launcher=null",
+    Code.BISECTION_OF_OTHER_NAME: "{directory}: got {other}, of another bisection, there; choose another "
+    "--name",
+    Code.BISECTION_CHANGED: "{directory}: {changed}: not what this bisection began with; give what it was "
+    "(its {file} has it), or choose another --name",
+    Code.BISECT_NEEDS_CHECKOUT: "{recipe}: trainer.parameters.checkout: missing: every candidate's checkout "
+    "takes its place; add it and write {{checkout}} into argv, or say how to install a checkout with --setup",
+    Code.PYTHON_NOT_FOUND: "{recipe}: trainer.python: got {python:repr}, which is not to be found",
+    Code.DEVICE_MEMORY_WITHOUT_USE: "--device-memory: got it without --dry-run, or auto for one of "
+    "{keys:list}, of which it is; add one of them, or drop it",
+    Code.AUTO_ASKED: "{recipe}: {fields:list}: got 'auto'",
+    Code.AUTO_NEEDS_DEVICE_MEMORY: "{asked}, and {here:if this machine has no GPU|the GPUs of a cluster are "
+    "not known here}; add --device-memory with what one has, such as 80GiB or h200, or give values: "
+    "{instead}",
+    Code.AUTO_FITS_NOWHERE: "{asked}, and nothing fits: {tried}, and a device has {device_gib:.1f} GiB; use "
+    "smaller microbatches (policy.micro_batch_tokens or micro_batch_size), more ranks, more of "
+    "policy.backend's parallelism or a fused policy.logprobs.impl",
+    Code.AUTO_BACKEND_NOT_PREDICTED: "{asked} with arms.{arm} on policy.backend.type {backend!r}, whose "
+    "step cannot be predicted; give values: {instead}",
+    Code.AUTO_NOT_PREDICTED: "{asked}, and arms.{arm} cannot be predicted here: {problem}",
+    Code.AUTO_NOT_MEASURED: "{asked}, and a step of arms.{arm} with {values} could not be measured: "
+    "{error}; or give values: {instead}",
+    Code.RESUME_VALUE_NOT_AUTO: "{directory}: --resume: its recipe has no {field} (got {got:repr}), and "
+    "this one says auto; give what it was launched with: {instead}",
+    Code.BACKEND_NOT_PREDICTED: "policy.backend.type: got {backend:repr}, whose step cannot be predicted; "
+    "use type: dtensor, or measure it on GPUs, without --predict",
+    Code.MASTER_DTYPE_DIFFERS: "--master-dtype: got {master_dtype} with policy.dtype {dtype}; add --set "
+    "policy.dtype={master_dtype}",
+    Code.DEVICE_MEMORY_SYNTAX: "--device-memory: got {got:repr}; allowed: a size such as 80GiB, or one of "
+    "{cards:list}",
+    Code.MEASURES_ABRUN_TRAINER: "{recipe}: arms.{arm}: trainer.type: got 'command'; memory-profile runs "
+    "single steps of abrun's own trainer alone: measure a foreign one with its own tools",
+    Code.OPTION_NEEDS_RECIPE: "{option}: got no recipe to go with it; give one, or drop {option}",
+    Code.MEMORY_PROFILE_NEEDS_RECIPE: "memory-profile: got no recipe; give one, or --hidden and --vocab for "
+    "a log-prob head alone, such as --hidden 4096 --vocab 151936",
+    Code.SEARCH_NEEDS_BUDGET: "--budget-gib: got none with a search on CPU cores, where nothing refuses "
+    "memory before the machine has none; give one",
+    Code.SEQUENCES_ODD: "--sequences: got {got} with algorithm.type 'dpo', whose pairs stay together; use "
+    "an even number",
+    Code.SWEEP_KEY_TWICE: "--sweep: got {key} twice; give all its values at once, such as {key}=A,B",
+    Code.SWEEP_KEY_OF_ARM: "--sweep: got {key}, and arms.{arm} has its own {arm_key}; sweep another key, or "
+    "drop it there with --set",
+    Code.LENGTHS_TOO_LONG: "--lengths: got {got}; this model takes {max_tokens} tokens: use at most that "
+    "many",
+    Code.NO_RUN: "{run}: no run here; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, "
+    "or an experiment ({runs})",
+    Code.NO_RUN_STARTED: "{experiment}: none of its runs was started; launch it first",
+    Code.WEIGHTS_NOT_KNOWN: "{run}: trainer.type: got 'command', a foreign trainer's run, whose weights "
+    "abrun does not know; give a run of abrun's own trainer",
+    Code.ALGORITHM_WITHOUT_ENGINE: "{run}: algorithm.type: got {algorithm:repr}, which trains on no "
+    "completions of an engine; give a run of grpo or ppo",
+    Code.NO_CHECKPOINT: "{run}: no checkpoint is left of its steps; give --step 0 to go on from its first "
+    "weights, or launch it again with a checkpoint.every below its steps",
+    Code.STEP_WITHOUT_CHECKPOINT: "--step: got {got}; {run} has the weights after steps {steps}: give one",
+    Code.CHECKPOINT_OF_OTHER_RUN: "{checkpoint}: was written by {written_by:repr}; this run is {run:repr}",
+    Code.FIRST_WEIGHTS_GONE: "{weights}: the weights that {run} began with are gone; launch it again with "
+    "--resume, or give the step of a checkpoint",
+    Code.SCORED_ON_ONE_RANK: "--set: got {got:repr}; everything is scored on one rank: leave cluster as it "
+    "is",
+    Code.SCORES_NOT_CHANGED: "--set: got {got:repr}, which changes nothing of how this run's trainer scores "
+    "tokens; give another value of a key of policy or model, or of rollout.temperature, min_p, top_k, top_p "
+    "or exact_support",
 }

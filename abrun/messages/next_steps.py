@@ -9,10 +9,12 @@ from abrun.reasons import Code
 
 
 def _test_on_fresh_seeds(launched: bool) -> str:
+    """A claim that was made afterwards is tested on fresh seeds."""
     return "Declare the claim, and test it on fresh seeds" if launched else "Test the claim on fresh seeds"
 
 
 def _train_longer(nothing_shown: str | None) -> str:
+    """These runs could show nothing, maybe as too short."""
     nothing = f"show nothing: {nothing_shown}" if nothing_shown else "not have shown it (see the reasons)"
     return f"These runs could {nothing}; if they were too short, train longer"
 
@@ -29,11 +31,13 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
 
 
 def _declare_margin(margin: str, claim_needs: str | None) -> str:
+    """Declare a margin, and test it on as many fresh seeds as decide it."""
     text = f"Declare a margin that you accept ({margin}), and test it on fresh seeds"
     return f"{text}: {claim_needs}" if claim_needs else text
 
 
 def _declare_rounding(untested_metrics: Sequence[str]) -> str:
+    """Declare a tolerance of the first step, and test it on fresh seeds."""
     text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
     if not untested_metrics:
         return text
@@ -42,6 +46,7 @@ def _declare_rounding(untested_metrics: Sequence[str]) -> str:
 
 
 def _claim_what_shows(other_margin: str | None, launched: bool) -> str:
+    """Leave out, or replace, the claims that these runs cannot show."""
     text = "Leave out what these runs cannot show"
     if other_margin is not None:
         text = f"Claim what these runs can show, within a margin that you accept ({other_margin})"
@@ -49,18 +54,22 @@ def _claim_what_shows(other_margin: str | None, launched: bool) -> str:
 
 
 def _margin_exceeded(paired: bool) -> str:
+    """The observed difference is beyond the margin: no number of pairs shows it."""
     return f"No number of {units(paired=paired)} shows this margin if the observed difference is the true one"
 
 
 def _halve_interval(paired: bool) -> str:
+    """How many pairs halve the interval of a limit."""
     return f"Four times the {units(paired=paired)} halve the interval that a limit is tested by"
 
 
 def _more_than_a_thousand(paired: bool) -> str:
+    """A claim takes more pairs than are counted."""
     return f"This margin takes more than 1000 {units(paired=paired)}"
 
 
 def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
+    """How many pairs, or runs of each arm, decide."""
     text = (
         f"{count} {units(paired=paired)} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
     )
@@ -68,117 +77,86 @@ def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
 
 
 def _train_for_look(seeds_to_come: Sequence[int]) -> str:
+    """Seeds that a declared look waits for."""
     noun = "seed" if len(seeds_to_come) == 1 else "seeds"
     return f"A declared look is still to come: train both arms on {noun} {','.join(map(str, seeds_to_come))}"
 
 
 def _train_two_each(paired: bool) -> str:
+    """One run of each arm decides nothing: train more."""
     shared = ", with the same seeds in both arms" if paired else ""
     return f"Train two runs or more beside each{shared}, then compare again"
 
 
-MESSAGES = {
+MESSAGES: dict[Code, Message] = {
     # Where fresh runs come from
-    Code.FRESH_REFERENCE: Message(
-        "{step}: of those the reference has none; train its arm on seeds {first}-{last} and freeze it"
-    ),
-    Code.FRESH_FOLDERS: Message(
-        "{step}: train {num_runs} more runs of each arm into folders of their own, and compare those"
-    ),
-    Code.FRESH_SEEDS: Message(
-        "{step}: train both arms on seeds {first}-{last} beside these runs, then compare those alone"
-    ),
+    Code.FRESH_REFERENCE: "{step}: of those the reference has none; train its arm on seeds {first}-{last} "
+    "and freeze it",
+    Code.FRESH_FOLDERS: "{step}: train {num_runs} more runs of each arm into folders of their own, and "
+    "compare those",
+    Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} beside these runs, then compare "
+    "those alone",
     # How many decide
-    Code.MARGIN_EXCEEDED: Message(
-        _margin_exceeded, meaning="the observed difference is beyond the margin: no number of pairs shows it"
-    ),
-    Code.HALVE_INTERVAL: Message(_halve_interval, meaning="how many pairs halve the interval of a limit"),
-    Code.MORE_THAN_1000_PAIRS: Message(
-        _more_than_a_thousand, meaning="a claim takes more pairs than are counted"
-    ),
-    Code.PAIRS_DECIDE: Message(_pairs_decide, meaning="how many pairs, or runs of each arm, decide"),
-    Code.MARGIN_SUGGESTED: Message(
-        _margin_suggested, meaning="a margin to claim, and the difference seen beside it"
-    ),
+    Code.MARGIN_EXCEEDED: _margin_exceeded,
+    Code.HALVE_INTERVAL: _halve_interval,
+    Code.MORE_THAN_1000_PAIRS: _more_than_a_thousand,
+    Code.PAIRS_DECIDE: _pairs_decide,
+    Code.MARGIN_SUGGESTED: _margin_suggested,
     # After a match
-    Code.TEST_ON_FRESH_SEEDS: Message(
-        _test_on_fresh_seeds, meaning="a claim that was made afterwards is tested on fresh seeds"
-    ),
-    Code.PLANT_FAULTS: Message(
-        "Measure what this comparison would have caught: faults planted in the baseline"
-    ),
-    Code.LAUNCH_NEXT_CHANGE: Message("Launch it again after the next change"),
-    Code.COMPARE_NEXT_CHANGE: Message("Compare the runs of the next change with it, too"),
-    Code.FREEZE_RUNS: Message("Hold later versions to these runs"),
+    Code.TEST_ON_FRESH_SEEDS: _test_on_fresh_seeds,
+    Code.PLANT_FAULTS: "Measure what this comparison would have caught: faults planted in the baseline",
+    Code.LAUNCH_NEXT_CHANGE: "Launch it again after the next change",
+    Code.COMPARE_NEXT_CHANGE: "Compare the runs of the next change with it, too",
+    Code.FREEZE_RUNS: "Hold later versions to these runs",
     # After a mismatch
-    Code.SKIP_STEP_ONE: Message("If the arms saw other prompts, step one says nothing: leave it out"),
-    Code.READ_ENDINGS: Message("See how the failed runs ended"),
-    Code.FIND_MISMATCH: Message("Find what makes trainer and rollout engine differ"),
-    Code.READ_COMPLETIONS: Message("Read what both arms said to each prompt"),
-    Code.CONFIRM_ON_FRESH_SEEDS: Message("See whether fresh seeds say so too"),
+    Code.SKIP_STEP_ONE: "If the arms saw other prompts, step one says nothing: leave it out",
+    Code.READ_ENDINGS: "See how the failed runs ended",
+    Code.FIND_MISMATCH: "Find what makes trainer and rollout engine differ",
+    Code.READ_COMPLETIONS: "Read what both arms said to each prompt",
+    Code.CONFIRM_ON_FRESH_SEEDS: "See whether fresh seeds say so too",
     # Where it stays open
-    Code.TRAIN_LONGER: Message(_train_longer, meaning="these runs could show nothing, maybe as too short"),
-    Code.DECLARE_METRIC: Message("Declare what has to agree, and how closely"),
-    Code.DECLARE_MARGIN: Message(
-        _declare_margin, meaning="declare a margin, and test it on as many fresh seeds as decide it"
-    ),
-    Code.PLAN_SEEDS: Message("Or see first how many seeds it takes"),
-    Code.TRAIN_THREE_SEEDS: Message("Three seeds or more can decide"),
-    Code.FINISH_LOOK: Message("A declared look is still to come: let its pairs finish"),
-    Code.RUN_IN_FLOAT32: Message(
-        "One step in float32 tells rounding, which agrees there to 1e-4, from a fault"
-    ),
-    Code.DECLARE_ROUNDING: Message(
-        _declare_rounding, meaning="declare a tolerance of the first step, and test it on fresh seeds"
-    ),
-    Code.PLAN_WIDER_MARGIN: Message("{needed}: see what a wider one takes"),
-    Code.TRAIN_MORE_PAIRS: Message("{needed}"),
-    Code.DOUBLE_PROMPTS: Message(
-        "Or twice the validation prompts, with which {pairs_with_prompts} pairs would do"
-    ),
-    Code.CLAIM_WHAT_SHOWS: Message(
-        _claim_what_shows, meaning="leave out, or replace, the claims that these runs cannot show"
-    ),
-    Code.TELL_FROM_CHANCE: Message("Fresh seeds say whether it was chance"),
+    Code.TRAIN_LONGER: _train_longer,
+    Code.DECLARE_METRIC: "Declare what has to agree, and how closely",
+    Code.DECLARE_MARGIN: _declare_margin,
+    Code.PLAN_SEEDS: "Or see first how many seeds it takes",
+    Code.TRAIN_THREE_SEEDS: "Three seeds or more can decide",
+    Code.FINISH_LOOK: "A declared look is still to come: let its pairs finish",
+    Code.RUN_IN_FLOAT32: "One step in float32 tells rounding, which agrees there to 1e-4, from a fault",
+    Code.DECLARE_ROUNDING: _declare_rounding,
+    Code.PLAN_WIDER_MARGIN: "{needed}: see what a wider one takes",
+    Code.TRAIN_MORE_PAIRS: "{needed}",
+    Code.DOUBLE_PROMPTS: "Or twice the validation prompts, with which {pairs_with_prompts} pairs would do",
+    Code.CLAIM_WHAT_SHOWS: _claim_what_shows,
+    Code.TELL_FROM_CHANCE: "Fresh seeds say whether it was chance",
     # Where runs of others stay open
-    Code.REPEAT_IN_FLOAT32: Message(
-        "Train one step in float32, where rounding is no reason; if it was one, leave step one out"
-    ),
-    Code.TRAIN_FOR_LOOK: Message(_train_for_look, meaning="seeds that a declared look waits for"),
-    Code.CLAIM_ALIKE: Message("Claim that they are alike within a margin that you accept ({margin})"),
-    Code.LOG_OR_TRAIN_LONGER: Message(
-        "On no metric could these runs show a difference: log what they learn, or train longer"
-    ),
-    Code.TRAIN_TWO_EACH: Message(_train_two_each, meaning="one run of each arm decides nothing: train more"),
-    Code.NAME_METRICS: Message("Say which metrics are the same"),
-    Code.FRESH_SEEDS_DECIDE: Message("Fresh seeds decide"),
-    Code.SEE_OTHER_DIFFERENCES: Message("{needed}: see in what else the arms differ"),
-    Code.CONFIRM_DIFFERENCE: Message("See whether fresh seeds show a mismatch"),
-    Code.TEST_IN_STAGES: Message("Or test these in stages, with the same --looks each time"),
-    Code.CLAIM_AGAINST_REFERENCE: Message(
-        "The reference keeps no claim: say what has to agree, and how closely"
-    ),
-    Code.NARROW_INTERVAL: Message("More pairs narrow the interval"),
-    Code.OTHER_SEEDS_ALONE: Message(
-        "Train the other seeds of the reference ({seeds_left:list}), then compare those alone"
-    ),
-    Code.OTHER_SEED_TOO: Message(
-        "Train the other seeds of the reference too ({seeds_left:list}), then compare again"
-    ),
+    Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding is no reason; if it was one, leave "
+    "step one out",
+    Code.TRAIN_FOR_LOOK: _train_for_look,
+    Code.CLAIM_ALIKE: "Claim that they are alike within a margin that you accept ({margin})",
+    Code.LOG_OR_TRAIN_LONGER: "On no metric could these runs show a difference: log what they learn, or "
+    "train longer",
+    Code.TRAIN_TWO_EACH: _train_two_each,
+    Code.NAME_METRICS: "Say which metrics are the same",
+    Code.FRESH_SEEDS_DECIDE: "Fresh seeds decide",
+    Code.SEE_OTHER_DIFFERENCES: "{needed}: see in what else the arms differ",
+    Code.CONFIRM_DIFFERENCE: "See whether fresh seeds show a mismatch",
+    Code.TEST_IN_STAGES: "Or test these in stages, with the same --looks each time",
+    Code.CLAIM_AGAINST_REFERENCE: "The reference keeps no claim: say what has to agree, and how closely",
+    Code.NARROW_INTERVAL: "More pairs narrow the interval",
+    Code.OTHER_SEEDS_ALONE: "Train the other seeds of the reference ({seeds_left:list}), then "
+    "compare those alone",
+    Code.OTHER_SEED_TOO: "Train the other seeds of the reference too ({seeds_left:list}), then compare again",
     # Where no verdict can be given
-    Code.CALL_VERSIONS_TREATMENT: Message(
-        "If the versions are what you compare, say that they are the treatment"
-    ),
-    Code.COMPARE_SHARED_SEEDS: Message("Compare the seeds that both arms have"),
-    Code.UNPAIR: Message("Compare them as independent runs, of other seeds"),
-    Code.NAME_STEP_COLUMN: Message("If another column counts the steps of all of them, name it"),
-    Code.CLAIM_SHARED_STEPS: Message("Claim it over steps that all runs hold"),
-    Code.COMPARE_WHOLE_SEEDS: Message("Compare the seeds whose runs hold the window whole"),
-    Code.MEND_REASONS: Message("Mend what the reasons name, then compare again"),
-    Code.READ_FIRST_LOG: Message("See how the first of them ended"),
-    Code.RESUME_RUNS: Message("Continue the runs that did not finish"),
-    Code.READ_BY_OTHER_NAME: Message("Read the same runs with the name that they log"),
-    Code.MEND_RECIPE: Message(
-        "Mend what the reasons name (--set, or the recipe): look at the plan before anything runs"
-    ),
+    Code.CALL_VERSIONS_TREATMENT: "If the versions are what you compare, say that they are the treatment",
+    Code.COMPARE_SHARED_SEEDS: "Compare the seeds that both arms have",
+    Code.UNPAIR: "Compare them as independent runs, of other seeds",
+    Code.NAME_STEP_COLUMN: "If another column counts the steps of all of them, name it",
+    Code.CLAIM_SHARED_STEPS: "Claim it over steps that all runs hold",
+    Code.COMPARE_WHOLE_SEEDS: "Compare the seeds whose runs hold the window whole",
+    Code.MEND_REASONS: "Mend what the reasons name, then compare again",
+    Code.READ_FIRST_LOG: "See how the first of them ended",
+    Code.RESUME_RUNS: "Continue the runs that did not finish",
+    Code.READ_BY_OTHER_NAME: "Read the same runs with the name that they log",
+    Code.MEND_RECIPE: "Mend what the reasons name (--set, or the recipe): look at the plan before anything "
+    "runs",
 }

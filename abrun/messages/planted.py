@@ -1,28 +1,14 @@
 """Sentences on planted faults: what caught one, and what could show one that was not caught."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from abrun.messages.message import Message
-from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 
-def _fault_missed(
-    num_pairs: int | None,
-    paired: bool,
-    rounded_metric: str | None,
-    tolerance: Mapping[str, Any] | None,
-    amount: float | None,
-    most: float | None,
-    num_steps: int,
-    shows: str,
-) -> str:
-    counted = units(paired=paired)
+def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:
+    """Ways to show a planted fault that was not caught."""
+    units = "pairs" if paired else "runs of each arm"
     ways = [
-        f"more than {num_pairs} {counted}"
-        if num_pairs is not None
-        else f"a smaller margin and more {counted}"
+        f"more than {num_pairs} {units}" if num_pairs is not None else f"a smaller margin and more {units}"
     ]
     if rounded_metric is not None:
         ways = [f"policy.dtype: float32, where rounding is no reason for {rounded_metric} at step one"]
@@ -40,23 +26,17 @@ def _lower_tolerance(metric: str, deviation: float, aa_deviation: float) -> str:
     )
 
 
-MESSAGES = {
-    Code.FOUND_BY_STEP_ONE: Message(
-        "deviates by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance {tolerance:.2g}"
-    ),
-    Code.FOUND_BY_GUARD: Message("{value:.3g}, limit {limit:.3g}"),
-    Code.LIMITED_METRIC: Message("{metric} is {value:.3g}, {limit}"),
-    Code.MOVED_METRIC: Message("{metric} moves by {difference:+.2g}, bound {bound}, margin {margin}"),
-    Code.FINAL_WEIGHTS_NOT_RECORDED: Message(
-        "the {arm} of seed {seed} does not say what weights it ended with"
-    ),
-    Code.NO_SKETCHES_IN_COMMON: Message(
-        "the runs of seed {seed} keep no sketches of the same first and last weights (older versions kept "
-        "samples, "
-        "which do not show such a distance); abrun's own trainer does, of this version: launch them again"
-    ),
-    Code.WEIGHTS_DID_NOT_MOVE: Message(
-        "the baseline of seed {seed} ended with the weights that it began with, or with no numbers"
-    ),
-    Code.FAULT_MISSED: Message(_fault_missed, meaning="what could show a planted fault that was not caught"),
+MESSAGES: dict[Code, Message] = {
+    Code.FOUND_BY_STEP_ONE: "deviates by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance "
+    "{tolerance:.2g}",
+    Code.FOUND_BY_GUARD: "{value:.3g}, limit {limit:.3g}",
+    Code.LIMITED_METRIC: "{metric} is {value:.3g}, {limit}",
+    Code.MOVED_METRIC: "{metric} moves by {difference:+.2g}, bound {bound}, margin {margin}",
+    Code.FINAL_WEIGHTS_NOT_RECORDED: "the {arm} of seed {seed} does not say what weights it ended with",
+    Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} keep no sketches of the same first and last "
+    "weights (older versions kept samples, which do not show such a distance); abrun's own trainer does, of "
+    "this version: launch them again",
+    Code.WEIGHTS_DID_NOT_MOVE: "the baseline of seed {seed} ended with the weights that it began with, or "
+    "with no numbers",
+    Code.FAULT_MISSED: _fault_missed,
 }

@@ -7,49 +7,14 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _arms(arms: list[str], problem: str) -> str:
-    return f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {problem}"
-
-
 def _value(got: str | bool) -> str:
     return str(got).lower() if isinstance(got, bool) else repr(got)
 
 
 def _without_package(field: str, got: str | bool, package: str, install: str, instead: str | None) -> str:
+    """A setting needs a package that is not installed."""
     remedy = f"{install}, or use {instead}" if instead else install
     return f"{field}: got {_value(got)} without the package {package}; {remedy}"
-
-
-def _without_wheel(field: str, got: str, package: str, python: str, newest: str, instead: str) -> str:
-    return (
-        f"{field}: got {got!r} without the package {package}, which has no wheel for Python {python}; use "
-        f"Python {newest}, or use {instead}"
-    )
-
-
-def _version(
-    field: str, got: str, package: str, version: str, supported: str, install: str, instead: str | None
-) -> str:
-    remedy = f"{install}, or use {instead}" if instead else install
-    return f"{field}: got {got!r} with {package} {version}, not one of {supported}; {remedy}"
-
-
-def _broken_package(package: str, error: str, unneeded: str | None) -> str:
-    if unneeded:
-        remedy = f"pip uninstall {unneeded}, which abrun does not need"
-    else:
-        remedy = f"pip install --force-reinstall {package}"
-    return f"{package} cannot be imported: {error}; {remedy}"
-
-
-def _vllm_of_other_device(package: str, version: str, on_gpu: bool, install: str) -> str:
-    needed = "which needs a GPU, with cluster.gpus_per_node: 0"
-    if on_gpu:
-        needed = "built for processors, with cluster.gpus_per_node above 0"
-    return (
-        f"rollout.engine: got 'vllm' with {package} {version}, {needed}; pip uninstall {package}, then "
-        f"{install}, or use engine: torch"
-    )
 
 
 def _devices(ranks: int, engines: int) -> str:
@@ -61,6 +26,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _too_few_gpus(ranks: int, engines: int, gpus: int) -> str:
+    """A run needs more GPUs than this machine has."""
     most = f"use at most {gpus}{' in all' if engines else ''}" if gpus else "launch where there are"
     return (
         f"cluster.gpus_per_node: got {_devices(ranks, engines)}; this machine has "
@@ -69,6 +35,7 @@ def _too_few_gpus(ranks: int, engines: int, gpus: int) -> str:
 
 
 def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
+    """A run needs more CPU cores than this machine has."""
     return (
         f"cluster.cpu_ranks: got {_devices(ranks, engines)}; this machine has "
         f"{_count(cores, 'usable CPU core')}: use at most {cores}{' in all' if engines else ''}"
@@ -76,24 +43,25 @@ def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
 
 
 def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int) -> str:
+    """--jobs asks for more runs at once than there are GPUs."""
     return (
         f"--jobs: got {jobs} runs at once of {_count(gpus_per_run, 'GPU')} each; this machine has {gpus}: "
-        f"use "
-        f"at most {gpus // gpus_per_run}"
+        f"use at most {gpus // gpus_per_run}"
     )
 
 
 def _unset_variable(field: str, variable: str, is_placeholder: bool) -> str:
+    """A run's `env` refers to a variable that is not set where it is launched."""
     hint = f" (the placeholder is {{{variable}}}, without $)" if is_placeholder else ""
     return f"{field}: got ${{{variable}}}, and {variable} is not set here: export {variable} first{hint}"
 
 
 def _clipping(settings: dict[str, Any]) -> str:
+    """Clip ranges are given, and with one update a step nothing is ever clipped."""
     got = ", ".join(f"{name} {json.dumps(value)}" for name, value in settings.items())
     return (
         f"algorithm.{next(iter(settings))}: got {got} with one update a step, in which nothing is ever "
-        f"clipped; "
-        "use algorithm.minibatches_per_step: 2 or more, or leave it out"
+        "clipped; use algorithm.minibatches_per_step: 2 or more, or leave it out"
     )
 
 
@@ -106,233 +74,134 @@ UNITS = {
     "num_local_experts": "experts",
 }
 
-MESSAGES = {
-    Code.ARMS_CANNOT_RUN: Message(_arms, meaning="these arms cannot run as they are"),
-    Code.NOT_BUILT: Message("{field}: got {got!r}, not built yet; this version takes {allowed}"),
-    Code.ENGINE_DEVICES_NEED_ONE_NODE: Message(
-        "rollout.devices: got {devices} with cluster.nodes {nodes}, not built yet",
-        remedy="this version takes nodes: 1, or devices: null",
-    ),
-    Code.COMMAND_NEEDS_ONE_NODE: Message(
-        "cluster.nodes: got {nodes} with trainer.type 'command', not built yet", remedy="use nodes: 1"
-    ),
-    Code.ONE_MACHINE: Message(
-        "cluster.nodes: got {nodes}; the local launcher has this one machine: use nodes: 1"
-    ),
-    Code.TOO_FEW_GPUS: Message(_too_few_gpus, meaning="a run needs more GPUs than this machine has"),
-    Code.TOO_FEW_CORES: Message(_too_few_cores, meaning="a run needs more CPU cores than this machine has"),
-    Code.TOO_MANY_JOBS: Message(
-        _too_many_jobs, meaning="--jobs asks for more runs at once than there are GPUs"
-    ),
-    Code.VARIABLE_UNSET: Message(
-        _unset_variable, meaning="a run's `env` refers to a variable that is not set where it is launched"
-    ),
-    Code.REFERENCE_MISSING: Message(
-        "compare.reference: got {path!r}, no such file here", remedy="abrun freeze makes one"
-    ),
-    Code.COMMAND_NOT_FOUND: Message(
-        "trainer.argv.0: got {command!r}, no such command on PATH",
-        remedy="install it, or give the path of an executable file",
-    ),
-    Code.VERIFIER_NOT_FOUND: Message(
-        "task.verifier: got {verifier!r}, no module {package} here",
-        remedy="name an installed module, or one in the directory where abrun is started",
-    ),
-    Code.REASONING_GYM_MISSING: Message(
-        "task.type: got 'reasoning_gym' without the package", remedy="pip install 'abrun[reasoning]'"
-    ),
+
+def _cut_unevenly(field: str, got: int, size: int, dimension: str) -> str:
+    """The ranks of a dimension of parallelism do not divide the model's size."""
+    return f"{field}: got {got} with a model of {size} {UNITS[dimension]}; use a divisor of {size}"
+
+
+def _start_after_last_step(folder: str, step: int, steps: int) -> str:
+    """A run would start from a checkpoint of its last step, or of a later one."""
+    return (
+        f"checkpoint.start_from: got {folder!r}, of step {step}, and steps {steps}, counted from the start "
+        f"of that run; use steps: {step + 1} or more"
+    )
+
+
+MESSAGES: dict[Code, Message] = {
+    Code.ARMS_CANNOT_RUN: "{arms:plural arm} {arms:list}: {problem}",
+    Code.NOT_BUILT: "{field}: got {got!r}, not built yet; this version takes {allowed}",
+    Code.ENGINE_DEVICES_NEED_ONE_NODE: "rollout.devices: got {devices} with cluster.nodes {nodes}, not "
+    "built yet; this version takes nodes: 1, or devices: null",
+    Code.COMMAND_NEEDS_ONE_NODE: "cluster.nodes: got {nodes} with trainer.type 'command', not built yet; "
+    "use nodes: 1",
+    Code.TOO_FEW_GPUS: _too_few_gpus,
+    Code.TOO_FEW_CORES: _too_few_cores,
+    Code.TOO_MANY_JOBS: _too_many_jobs,
+    Code.VARIABLE_UNSET: _unset_variable,
+    Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, no module {package} here; name an installed "
+    "module, or one in the directory where abrun is started",
+    Code.REASONING_GYM_MISSING: "task.type: got 'reasoning_gym' without the package; pip install "
+    "'abrun[reasoning]'",
     # Packages
-    Code.PACKAGE_MISSING: Message("needs {package}: pip install 'abrun[{extra}]'"),
-    Code.PACKAGE_NOT_INSTALLED: Message(
-        "without the package {package}", remedy="pip install 'abrun[{extra}]'"
-    ),
-    Code.SETTING_NEEDS_PACKAGE: Message(
-        _without_package, meaning="a setting needs a package that is not installed"
-    ),
-    Code.PACKAGE_WITHOUT_WHEEL: Message(
-        _without_wheel, meaning="a setting needs a package that has no wheel for this Python"
-    ),
-    Code.PACKAGE_VERSION_UNSUPPORTED: Message(
-        _version, meaning="a setting needs another version of an installed package"
-    ),
-    Code.PACKAGE_OF_PACKAGE_MISSING: Message(
-        "{field}: got {got!r} with {package} {version}, which imports the missing package {missing}",
-        remedy="{install}",
-    ),
-    Code.VLLM_OF_OTHER_DEVICE: Message(
-        _vllm_of_other_device, meaning="vLLM is built for GPUs where runs use CPU cores, or the reverse"
-    ),
-    Code.VERSION_UNTESTED: Message(
-        "{package} {version}: not tested with abrun; if runs fail: {install}",
-    ),
-    Code.PACKAGE_BROKEN: Message(_broken_package, meaning="an installed package cannot be imported"),
-    Code.IMPORT_TOO_SLOW: Message(
-        "importing {package} took more than {seconds} s", remedy="run abrun doctor again on an idle machine"
-    ),
-    Code.EXACT_SUPPORT_UNAVAILABLE: Message(
-        "rollout.exact_support: got true {problem}", remedy="use engine: torch, or exact_support: false"
-    ),
-    Code.VLLM_ABSENT: Message("without vLLM"),
-    Code.VLLM_WITHOUT_SAMPLING_MASKS: Message(
-        "with {package} {version}, which does not report the tokens that it kept (vLLM does from {oldest})"
-    ),
-    Code.VLLM_FINDS_NO_TRITON: Message(
-        "with {package} {version}, which finds no Triton for CPUs and so does not report the tokens that it "
-        "kept ({package} does from {oldest})"
-    ),
-    Code.TRITON_FOR_CPUS_MISSING: Message(
-        "with {package} {version} and no Triton for CPUs, without which vLLM does not report the tokens that "
-        "it kept (install triton-cpu)"
-    ),
+    Code.PACKAGE_MISSING: "needs {package}: pip install 'abrun[{extra}]'",
+    Code.PACKAGE_NOT_INSTALLED: "without the package {package}; pip install 'abrun[{extra}]'",
+    Code.SETTING_NEEDS_PACKAGE: _without_package,
+    Code.PACKAGE_WITHOUT_WHEEL: "{field}: got {got:repr} without the package {package}, which has no wheel "
+    "for Python {python}; use Python {newest}, or use {instead}",
+    Code.PACKAGE_VERSION_UNSUPPORTED: "{field}: got {got:repr} with {package} {version}, not one of "
+    "{supported}; {install}{instead:if , or use {instead}}",
+    Code.PACKAGE_OF_PACKAGE_MISSING: "{field}: got {got!r} with {package} {version}, which imports the "
+    "missing package {missing}; {install}",
+    Code.VLLM_OF_OTHER_DEVICE: "rollout.engine: got 'vllm' with {package} {version}, {on_gpu:if built for "
+    "processors, with cluster.gpus_per_node above 0|which needs a GPU, with cluster.gpus_per_node: 0}; pip "
+    "uninstall {package}, then {install}, or use engine: torch",
+    Code.VERSION_UNTESTED: "{package} {version}: not tested with abrun; if runs fail: {install}",
+    Code.PACKAGE_BROKEN: "{package} cannot be imported: {error}; {unneeded:if pip uninstall {unneeded}, "
+    "which abrun does not need|pip install --force-reinstall {package}}",
+    Code.IMPORT_TOO_SLOW: "importing {package} took more than {seconds} s; run abrun doctor again on an "
+    "idle machine",
+    Code.EXACT_SUPPORT_UNAVAILABLE: "rollout.exact_support: got true {problem}; use engine: torch, or "
+    "exact_support: false",
+    Code.VLLM_ABSENT: "without vLLM",
+    Code.VLLM_WITHOUT_SAMPLING_MASKS: "with {package} {version}, which does not report the tokens that it "
+    "kept (vLLM does from {oldest})",
+    Code.VLLM_FINDS_NO_TRITON: "with {package} {version}, which finds no Triton for CPUs and so does not "
+    "report the tokens that it kept ({package} does from {oldest})",
+    Code.TRITON_FOR_CPUS_MISSING: "with {package} {version} and no Triton for CPUs, without which vLLM does "
+    "not report the tokens that it kept (install triton-cpu)",
     # Devices
-    Code.LIGER_NEEDS_GPU: Message(
-        "policy.liger: got true with cluster.gpus_per_node: 0; its kernels run on GPUs: use false"
-    ),
-    Code.TRITON_NEEDS_GPU: Message(
-        "policy.logprobs.impl: got 'triton' with cluster.gpus_per_node: 0; on CPU cores it runs only in "
-        "Triton's slow interpreter, with TRITON_INTERPRET=1 in the environment: use impl: chunked, or GPUs"
-    ),
-    Code.GPUS_HIDDEN: Message(
-        "CUDA_VISIBLE_DEVICES: got {visible!r}, which shows no GPU", remedy="unset CUDA_VISIBLE_DEVICES"
-    ),
-    Code.NO_GPU: Message("nvidia-smi lists no GPU", remedy="use cluster.gpus_per_node: 0"),
-    Code.TORCH_WITHOUT_CUDA: Message("torch {version} is built without CUDA", remedy="{install}"),
-    Code.TORCH_FINDS_NO_GPU: Message(
-        "torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be older",
-        remedy="nvidia-smi tells",
-    ),
-    Code.SBATCH_MISSING: Message(
-        "there is no sbatch on the PATH", remedy="call abrun where jobs are submitted"
-    ),
+    Code.LIGER_NEEDS_GPU: "policy.liger: got true with cluster.gpus_per_node: 0; its kernels run on GPUs: "
+    "use false",
+    Code.TRITON_NEEDS_GPU: "policy.logprobs.impl: got 'triton' with cluster.gpus_per_node: 0; on CPU cores "
+    "it runs only in Triton's slow interpreter, with TRITON_INTERPRET=1 in the environment: use impl: "
+    "chunked, or GPUs",
+    Code.NO_GPU: "nvidia-smi lists no GPU; use cluster.gpus_per_node: 0",
+    Code.TORCH_WITHOUT_CUDA: "torch {version} is built without CUDA; {install}",
+    Code.TORCH_FINDS_NO_GPU: "torch {version}, built for CUDA {cuda}, finds no GPU: the driver may be "
+    "older; nvidia-smi tells",
+    Code.SBATCH_MISSING: "there is no sbatch on the PATH; call abrun where jobs are submitted",
     # Models
-    Code.MODEL_FOLDER_MISSING: Message(
-        "model.path: got {path!r}, no such folder here", remedy="give a checkpoint's folder, or a hub name"
-    ),
-    Code.MODEL_FOLDER_DAMAGED: Message(
-        "model.path: got {path!r}, which cannot load: {problem}",
-        remedy="give a folder with config.json, whole safetensors files and a tokenizer",
-    ),
-    Code.MODEL_NOT_ON_HUB: Message(
-        "model.path: got {path!r}, no folder here, and {problem}",
-        remedy="give a checkpoint's folder, or a hub name that can be reached or was fetched before (hf "
-        "download)",
-    ),
-    Code.HUB_NAME_INVALID: Message("no model of a hub can have that name"),
-    Code.HUB_MODEL_GATED: Message("the hub gives it to nobody but those who asked for it (hf auth login)"),
-    Code.HUB_MODEL_UNKNOWN: Message("the hub has none of that name, or does not show it (hf auth login)"),
-    Code.HUB_STATUS: Message("the hub answers with status {status}"),
-    Code.HUB_OFFLINE: Message("HF_HUB_OFFLINE is set, and it was not fetched before"),
-    Code.HUB_UNREACHABLE: Message("the hub cannot be reached ({error})"),
-    Code.MODEL_CONFIG_INVALID: Message("config.json holds a {type}, not a JSON object"),
-    Code.MODEL_FILE_UNREADABLE: Message("{file} cannot be read: {error}"),
-    Code.MODEL_FILE_NOT_JSON: Message("{file} is not JSON: {error}"),
-    Code.MODEL_INDEX_INVALID: Message("{file} has no weight_map of tensors to files"),
-    Code.MODEL_TENSOR_MISSING: Message("{file} lacks {tensor!r}, which {index} says is there"),
-    Code.MODEL_FILE_TRUNCATED: Message("{file} is no safetensors file, or was cut off: it has {bytes} bytes"),
-    Code.MODEL_FILE_HEADER_INVALID: Message("{file} has a header that is not one of safetensors"),
-    Code.MODEL_FILE_SIZE_WRONG: Message("{file} has {bytes} bytes, and its header says {expected}"),
-    Code.MODEL_FAMILY_NOT_TRAINED: Message(
-        "model.path: got {path!r}, {obstacle}", remedy="use a causal language model of another family"
-    ),
-    Code.BACKEND_LACKS_FAMILY: Message(
-        "policy.backend.type: got {backend!r} with a {family} model, which it does not build",
-        remedy="use type: dtensor, or a model of {allowed:list}",
-    ),
-    Code.BACKEND_NEEDS_FULL_ATTENTION: Message(
-        "policy.backend.type: got {backend!r} with a {family} model, {obstacle}, and it builds full "
-        "attention "
-        "alone",
-        remedy="use type: dtensor",
-    ),
-    Code.STREAM_NEEDS_FULL_ATTENTION: Message(
-        "{setting} with a {family} model, {obstacle}", remedy="use {instead}"
-    ),
-    Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN: Message(
-        "policy.backend.tensor_parallel: got {got} with a {family} model, which there is no plan for",
-        remedy="use 1, or a model of {allowed:list}",
-    ),
-    Code.EXPERTS_STAY_WHOLE: Message(
-        "policy.backend.expert_parallel: got 1 with tensor_parallel {tensor_parallel} and a model of "
-        "experts, "
-        "each of which stays whole on a rank",
-        remedy="use 2 or more, or tensor_parallel: 1",
-    ),
-    Code.MODEL_HAS_NO_EXPERTS: Message(
-        "policy.backend.expert_parallel: got {got} with a {family} model, which has no experts",
-        remedy="use 1",
-    ),
-    Code.MODEL_CUT_UNEVENLY: Message(
-        lambda field, got, size, dimension: (
-            f"{field}: got {got} with a model of {size} {UNITS[dimension]}; use a divisor of {size}"
-        ),
-        meaning="the ranks of a dimension of parallelism do not divide the model's size",
-    ),
-    Code.EXPERTS_CUT_UNEVENLY: Message(
-        "policy.backend.expert_parallel: got {got} with a model whose layers have {experts} experts",
-        remedy="use a divisor of {experts}",
-    ),
-    Code.WIDTH_CUT_UNEVENLY: Message(
-        "{field}: got {got} with {dimension} {size}", remedy="use a divisor of {size}"
-    ),
-    Code.HEADS_CUT_UNEVENLY: Message(
-        "{field}: got {got} with {heads} attention heads and {key_value_heads} key-value heads",
-        remedy="use a divisor of {heads} that divides {key_value_heads} or is a multiple of it",
-    ),
+    Code.MODEL_FOLDER_DAMAGED: "model.path: got {path!r}, which cannot load: {problem}; give a folder with "
+    "config.json, whole safetensors files and a tokenizer",
+    Code.MODEL_NOT_ON_HUB: "model.path: got {path!r}, no folder here, and {problem}; give a checkpoint's "
+    "folder, or a hub name that can be reached or was fetched before (hf download)",
+    Code.HUB_NAME_INVALID: "no model of a hub can have that name",
+    Code.HUB_MODEL_GATED: "the hub gives it to nobody but those who asked for it (hf auth login)",
+    Code.HUB_MODEL_UNKNOWN: "the hub has none of that name, or does not show it (hf auth login)",
+    Code.HUB_STATUS: "the hub answers with status {status}",
+    Code.HUB_OFFLINE: "HF_HUB_OFFLINE is set, and it was not fetched before",
+    Code.HUB_UNREACHABLE: "the hub cannot be reached ({error})",
+    Code.MODEL_CONFIG_INVALID: "config.json holds a {type}, not a JSON object",
+    Code.MODEL_FILE_UNREADABLE: "{file} cannot be read: {error}",
+    Code.MODEL_FILE_NOT_JSON: "{file} is not JSON: {error}",
+    Code.MODEL_INDEX_INVALID: "{file} has no weight_map of tensors to files",
+    Code.MODEL_TENSOR_MISSING: "{file} lacks {tensor!r}, which {index} says is there",
+    Code.MODEL_FILE_TRUNCATED: "{file} is no safetensors file, or was cut off: it has {bytes} bytes",
+    Code.MODEL_FILE_HEADER_INVALID: "{file} has a header that is not one of safetensors",
+    Code.MODEL_FILE_SIZE_WRONG: "{file} has {bytes} bytes, and its header says {expected}",
+    Code.MODEL_FAMILY_NOT_TRAINED: "model.path: got {path!r}, {obstacle}; use a causal language model of "
+    "another family",
+    Code.BACKEND_LACKS_FAMILY: "policy.backend.type: got {backend!r} with a {family} model, which it does "
+    "not build; use type: dtensor, or a model of {allowed:list}",
+    Code.BACKEND_NEEDS_FULL_ATTENTION: "policy.backend.type: got {backend!r} with a {family} model, "
+    "{obstacle}, and it builds full attention alone; use type: dtensor",
+    Code.STREAM_NEEDS_FULL_ATTENTION: "{setting} with a {family} model, {obstacle}; use {instead}",
+    Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN: "policy.backend.tensor_parallel: got {got} with a {family} "
+    "model, which there is no plan for; use 1, or a model of {allowed:list}",
+    Code.EXPERTS_STAY_WHOLE: "policy.backend.expert_parallel: got 1 with tensor_parallel {tensor_parallel} "
+    "and a model of experts, each of which stays whole on a rank; use 2 or more, or tensor_parallel: 1",
+    Code.MODEL_HAS_NO_EXPERTS: "policy.backend.expert_parallel: got {got} with a {family} model, which has "
+    "no experts; use 1",
+    Code.MODEL_CUT_UNEVENLY: _cut_unevenly,
+    Code.EXPERTS_CUT_UNEVENLY: "policy.backend.expert_parallel: got {got} with a model whose layers have "
+    "{experts} experts; use a divisor of {experts}",
+    Code.WIDTH_CUT_UNEVENLY: "{field}: got {got} with {dimension} {size}; use a divisor of {size}",
+    Code.HEADS_CUT_UNEVENLY: "{field}: got {got} with {heads} attention heads and {key_value_heads} "
+    "key-value heads; use a divisor of {heads} that divides {key_value_heads} or is a multiple of it",
     # Checkpoints
-    Code.START_DOES_NOT_FIT: Message(
-        "{field}: got {folder!r}: {problem}", remedy="give a checkpoint of a run of the same model"
-    ),
-    Code.START_NOT_A_CHECKPOINT: Message(
-        "checkpoint.start_from: got {folder!r}, which is no checkpoint ({problem})",
-        remedy="give a folder such as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050",
-    ),
-    Code.START_AFTER_LAST_STEP: Message(
-        lambda folder, step, steps: (
-            f"checkpoint.start_from: got {folder!r}, of step {step}, and steps {steps}, counted from the "
-            f"start of that run; use steps: {step + 1} or more"
-        ),
-        meaning="a run would start from a checkpoint of its last step, or of a later one",
-    ),
-    Code.CHECKPOINT_FILE_UNREADABLE: Message("{file} cannot be read: {error}"),
-    Code.CHECKPOINT_FILE_TRUNCATED: Message("{file} has {bytes} bytes, {expected} were written"),
+    Code.START_NOT_A_CHECKPOINT: "checkpoint.start_from: got {folder!r}, which is no checkpoint "
+    "({problem}); give a folder such as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050",
+    Code.START_DOES_NOT_FIT: "{field}: got {folder!r}: {problem}; give a checkpoint of a run of the "
+    "same model",
+    Code.START_AFTER_LAST_STEP: _start_after_last_step,
+    Code.CHECKPOINT_FILE_UNREADABLE: "{file} cannot be read: {error}",
+    Code.CHECKPOINT_FILE_TRUNCATED: "{file} has {bytes} bytes, {expected} were written",
     # Launchers
-    Code.SAVE_TIME_TOO_LONG: Message(
-        "launcher.save_s: got {save_s}, and launcher.time, {time!r}, is {limit_s:.0f} s; allowed: less than "
-        "that: lower it, or ask for more time"
-    ),
-    Code.PYXIS_MISSING: Message(
-        "launcher.container: got {image!r}, and Slurm has no pyxis plugin: {problem}"
-    ),
-    Code.LAUNCHER_CLAIM_MISSING: Message(
-        "launcher.claim: missing", remedy="name the claim that holds all runs"
-    ),
-    Code.LAUNCHER_IMAGE_MISSING: Message("launcher.image: missing", remedy="name an image with abrun"),
-    Code.LAUNCHER_ACCELERATOR_MISSING: Message(
-        "launcher.accelerator: missing; arm {arm} has {gpus} GPUs a node: name one, such as H100"
-    ),
+    Code.SAVE_TIME_TOO_LONG: "launcher.save_s: got {save_s}, and launcher.time, {time!r}, is {limit_s:.0f} "
+    "s; allowed: less than that: lower it, or ask for more time",
+    Code.PYXIS_MISSING: "launcher.container: got {image!r}, and Slurm has no pyxis plugin: {problem}",
+    Code.LAUNCHER_CLAIM_MISSING: "launcher.claim: missing; name the claim that holds all runs",
+    Code.LAUNCHER_IMAGE_MISSING: "launcher.image: missing; name an image with abrun",
+    Code.LAUNCHER_ACCELERATOR_MISSING: "launcher.accelerator: missing; arm {arm} has {gpus} GPUs a node: "
+    "name one, such as H100",
     # Settings without effect
-    Code.ARMS_WITHOUT_EFFECT: Message(_arms, meaning="these arms have a setting without effect"),
-    Code.COMMANDS_WITHOUT_SEED: Message(
-        lambda arms: _arms(
-            arms,
-            "trainer.argv and trainer.env never use {seed}: all seeds run the same command unless it reads "
-            "ABRUN_SEED",
-        ),
-        meaning="the command line of these arms is the same for every seed",
-    ),
-    Code.LOSS_NEVER_CLIPS: Message(
-        "algorithm.loss: got '{loss}' with one update a step, whose importance ratio is 1, so that nothing "
-        "is "
-        "ever clipped",
-        remedy="use algorithm.minibatches_per_step: 2 or more",
-    ),
-    Code.CLIPPING_WITHOUT_EFFECT: Message(
-        _clipping, meaning="clip ranges are given, and with one update a step nothing is ever clipped"
-    ),
-    Code.ARM_EQUALS_BASELINE: Message(
-        "arm {arm}: differs from the baseline only in {keys:list}, which changes no gradient with one update "
-        "a "
-        "step",
-        remedy="use algorithm.minibatches_per_step: 2 or more",
-    ),
+    Code.ARMS_WITHOUT_EFFECT: "{arms:plural arm} {arms:list}: {problem}",
+    Code.COMMANDS_WITHOUT_SEED: "{arms:plural arm} {arms:list}: trainer.argv and trainer.env never use "
+    "{{seed}}: all seeds run the same command unless it reads ABRUN_SEED",
+    Code.LOSS_NEVER_CLIPS: "algorithm.loss: got '{loss}' with one update a step, whose importance ratio is "
+    "1, so that nothing is ever clipped; use algorithm.minibatches_per_step: 2 or more",
+    Code.CLIPPING_WITHOUT_EFFECT: _clipping,
+    Code.ARM_EQUALS_BASELINE: "arm {arm}: differs from the baseline only in {keys:list}, which changes no "
+    "gradient with one update a step; use algorithm.minibatches_per_step: 2 or more",
 }

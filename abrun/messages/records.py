@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from abrun.messages import MESSAGES, sentence
+from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that stored JSON has as text
@@ -61,7 +62,7 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
     try:
         reason = reason_from_json(content or {})
         sentence(reason)
-        if set(reason.values) == set(MESSAGES[reason.code].value_names()):
+        if set(reason.values) == set(value_names(MESSAGES[reason.code])):
             return reason
     except (LookupError, TypeError, ValueError, AttributeError):  # another version's, or damaged
         pass

@@ -1,8 +1,6 @@
 """Sentences of a verdict: why an arm matches, differs, stays open or is invalid, and how it is described."""
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
-from typing import Any
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import agreement_text, difference_text
@@ -19,46 +17,12 @@ _MARGINS = {
 }
 
 
-def _step_one_differs(
-    metric: str,
-    baseline: float,
-    treatment: float,
-    step: int,
-    seed: int,
-    deviation: float,
-    scale: float,
-    scale_from: str,
-    tolerance: float,
-    tolerance_from: str,
-) -> str:
-    return (
-        f"step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the treatment at step "
-        f"{step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance "
-        f"{tolerance:.2g} ({tolerance_from})"
-    )
-
-
-@wraps(_step_one_differs)
-def _step_one_open(**values: Any) -> str:
-    return f"{_step_one_differs(**values)}: rounding raises it, as a fault does, and no ground for a match"
-
-
 def _guard_open(guard: str, reason: str, result: str) -> str:
+    """A guard's limit is exceeded, but not by more than seeds may do."""
     return f"guard {guard}: {reason}: {_OPEN_GUARDS[result]}, and no ground for a match"
 
 
-def _described(
-    arm: str,
-    baseline: str,
-    metric: str,
-    levels: Sequence[float],
-    steps: Sequence[int],
-    runs: Sequence[int],
-    paired: bool,
-    difference: float,
-    interval: Sequence[float] | None,
-    detected: Mapping[str, Any] | None,
-) -> str:
+def _described(arm, baseline, metric, levels, steps, runs, paired, difference, interval, detected) -> str:
     """Return how far the arms are apart; `levels` and `runs` are the baseline's and the treatment's."""
     against = f"{levels[1]:.4g} against {levels[0]:.4g} in {baseline}, steps {steps[0]}-{steps[1]}"
     counted = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
@@ -73,6 +37,7 @@ def _described(
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
+    """Other metrics in which the arms differ, and those in which they do not."""
     words = []
     if apart:
         listed = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
@@ -83,6 +48,7 @@ def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
 
 
 def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread: str | None) -> str:
+    """No metric is recorded in every run."""
     if unread is not None:
         return f"no metric is recorded in every run: {unread}"
     left, right = (", ".join(names) or "nothing" for names in (baseline, treatment))
@@ -93,39 +59,32 @@ def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread:
 
 
 def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
+    """Origin of a suggested margin."""
     what = _MARGINS[of].format(size=size)
     return what if rounded_up_to is None else f"{what}, rounded up to {rounded_up_to:.3g}"
 
 
-MESSAGES = {
-    Code.NO_CLAIM: Message(
-        "no verdict: no claim says which difference would be accepted (--primary METRIC:WINDOW:MARGIN), so "
-        "this is a description and does not test whether the arms converge alike"
-    ),
-    Code.NO_PRIMARY: Message(
-        "no primary metric is declared: step one and the guards pass, which does not show that the arms "
-        "converge alike",
-        remedy="declare compare.primary with a margin",
-    ),
-    Code.OF_ARM: Message("{arm}: {reason}"),
-    Code.MORE_FAULTS: Message("and {num} more of this kind"),
-    Code.STEP_ONE_DIFFERS: Message(_step_one_differs, meaning="the first step differs beyond its tolerance"),
-    Code.STEP_ONE_OPEN: Message(
-        _step_one_open,
-        meaning="the first step differs beyond its tolerance in what rounding raises, too",
-    ),
-    Code.GUARD_FAILS: Message("guard {guard} fails: {reason}"),
-    Code.GUARD_OPEN: Message(
-        _guard_open, meaning="a guard's limit is exceeded, but not by more than seeds may do"
-    ),
-    Code.ONE_RUN_EACH: Message(
-        "one run of each arm is a description and no test: what lies between them may be their seeds' doing"
-    ),
-    Code.POST_HOC: Message("post hoc: {why}"),
-    Code.DESCRIBED: Message(_described, meaning="how far the arms are apart in a metric"),
-    Code.OTHER_METRICS: Message(
-        _other_metrics, meaning="in which other metrics the arms differ, and in which not"
-    ),
-    Code.NO_SHARED_METRIC: Message(_no_shared_metric, meaning="no metric is recorded in every run"),
-    Code.MARGIN_OFFERED: Message(_margin_offered, meaning="where a suggested margin comes from"),
+MESSAGES: dict[Code, Message] = {
+    Code.NO_CLAIM: "no verdict: no claim says which difference would be accepted (--primary "
+    "METRIC:WINDOW:MARGIN), so this is a description and does not test whether the arms converge alike",
+    Code.NO_PRIMARY: "no primary metric is declared: step one and the guards pass, which does not show that "
+    "the arms converge alike; declare compare.primary with a margin",
+    Code.OF_ARM: "{arm}: {reason}",
+    Code.MORE_FAULTS: "and {num} more of this kind",
+    Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
+    "treatment at step {step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "tolerance {tolerance:.2g} ({tolerance_from})",
+    Code.STEP_ONE_OPEN: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
+    "treatment at step {step} (seed {seed}): a deviation by {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "tolerance {tolerance:.2g} ({tolerance_from}): rounding raises it, as a fault does, and no ground for a "
+    "match",
+    Code.GUARD_FAILS: "guard {guard} fails: {reason}",
+    Code.GUARD_OPEN: _guard_open,
+    Code.ONE_RUN_EACH: "one run of each arm is a description and no test: what lies between them may be "
+    "their seeds' doing",
+    Code.POST_HOC: "post hoc: {why}",
+    Code.DESCRIBED: _described,
+    Code.OTHER_METRICS: _other_metrics,
+    Code.NO_SHARED_METRIC: _no_shared_metric,
+    Code.MARGIN_OFFERED: _margin_offered,
 }

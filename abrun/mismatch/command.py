@@ -230,7 +230,7 @@ def _chosen(run: RunDir, step: int | None) -> Chosen:
     if not isinstance(config.algorithm, PolicyGradientSettings):
         raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
     for line in not_built(config):
-        raise RecipeError(Code.RUN_CANNOT_BE_SCORED(run=run.path, problem=line))
+        raise RecipeError(Code.OF_SUBJECT(subject=run.path, problem=line))
     there = _checkpoints(run)
     if step is None and not there and run.step_attempts():
         raise StoreError(Code.NO_CHECKPOINT(run=run.path))

@@ -264,7 +264,7 @@ def parse_primary(text: str) -> Primary:
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin):
-        raise RecipeError(Code.PRIMARY_SYNTAX(got=shortened(text)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--primary", got=shortened(text)))
     if window[:1] in ("<", ">"):
         raise RecipeError(Code.PRIMARY_LIMIT_SYNTAX(got=shortened(text)))
     if margin == "exact":

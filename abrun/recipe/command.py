@@ -244,7 +244,7 @@ def invocation(
         word for word in (*filled.argv, *filled.env.values()) if _names_files_of_abrun(word, str(run_dir))
     ]
     if taken:
-        raise RecipeError(Code.COMMAND_NAMES_ABRUN_FILE(got=shortened(taken[0])))
+        raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(taken[0])))
     return filled
 
 

@@ -232,7 +232,7 @@ def _profile(path: Path, kind: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(Code.PROFILE_UNREADABLE(source=path, error=str(error))) from None
+        raise RecipeError(Code.UNREADABLE(path=path, error=str(error))) from None
     fits = isinstance(content, dict) and all(isinstance(each, dict) for each in content.values())
     if content is not None and not (fits and content.keys() <= LAUNCHERS.keys()):
         raise RecipeError(Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHERS]))

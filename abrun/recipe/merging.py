@@ -177,7 +177,9 @@ class _Files:
                 raise RecipeError(
                     Code.DEFAULTS_MISSING(source=chain[-1], parent=path, file=path.name)
                 ) from None
-            raise RecipeError(Code.RECIPE_MISSING(source=path)) from None
+            raise RecipeError(
+                Code.PATH_MISSING(path=path, problem="no such recipe", remedy="check the path")
+            ) from None
         except OSError as error:
             raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=error.strerror)) from None
         self._bytes_left -= len(content)
@@ -196,7 +198,7 @@ def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")) or not key.isprintable():
-        raise RecipeError(Code.OVERRIDE_SYNTAX(got=shortened(override)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--set", got=shortened(override)))
     source = f"--set {shortened(key)[1:-1]}"
     return _with_value(raw, key.split("."), parse_yaml(text, source), source, ())
 

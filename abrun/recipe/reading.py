@@ -117,11 +117,17 @@ def parse_yaml(text: str, source: str) -> Any:
             Code.YAML_LINE_INVALID(source=source, line=line, unquoted=unquoted, problem=str(error.problem))
         ) from None
     except RecursionError:
-        raise RecipeError(Code.YAML_TOO_DEEP(source=source)) from None
+        raise RecipeError(
+            Code.NOT_READABLE_AS(path=source, format="YAML", problem="nested too deeply")
+        ) from None
     except ValueError:  # of int: Python reads numbers of up to 4300 digits
-        raise RecipeError(Code.YAML_NUMBER_TOO_LONG(source=source)) from None
+        raise RecipeError(
+            Code.NOT_READABLE_AS(path=source, format="YAML", problem="a number of thousands of digits")
+        ) from None
     except yaml.YAMLError as error:
-        raise RecipeError(Code.YAML_INVALID(source=source, problem=" ".join(str(error).split()))) from None
+        raise RecipeError(
+            Code.NOT_READABLE_AS(path=source, format="YAML", problem=" ".join(str(error).split()))
+        ) from None
 
 
 def read_launched(experiment_dir: Path) -> dict[str, Any]:

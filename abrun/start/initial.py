@@ -73,14 +73,14 @@ THIRD = {
 def third_question(kind: str) -> Question:
     """Raises RecipeError where there is no such kind."""
     if kind not in THIRD:
-        raise RecipeError(Code.OPTION_NOT_ALLOWED(option="--kind", got=kind, allowed=[*KINDS]))
+        raise RecipeError(Code.NOT_ALLOWED(field="--kind", got=repr(kind), allowed=[*KINDS]))
     return THIRD[kind]
 
 
 def check_name(name: str) -> str:
     """Raises RecipeError where no file can be called so."""
     if not re.fullmatch(NAME, name):
-        raise RecipeError(Code.RECIPE_NAME_INVALID(got=name))
+        raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
     return name
 
 
@@ -124,7 +124,7 @@ def _external(name: str, trainer: str) -> dict[str, str]:
     shipped = {path.stem: path for path in (folder() / "external").glob("*.yaml")}
     if trainer not in shipped:
         raise RecipeError(
-            Code.OPTION_NOT_ALLOWED(option="--trainer", got=trainer, allowed=[*sorted(shipped), OTHER])
+            Code.NOT_ALLOWED(field="--trainer", got=repr(trainer), allowed=[*sorted(shipped), OTHER])
         )
     text = shipped[trainer].read_text()
     scripts = {script: (folder() / "external" / script).read_text() for script in _scripts(text)}

@@ -123,7 +123,7 @@ def read_error(path: Path, error: OSError) -> StoreError:
     """Return the one line for an operating-system error about reading `path`."""
     if isinstance(error, PermissionError):
         return unreadable(path)
-    return StoreError(Code.PATH_UNREADABLE(path=path, error=error.strerror or str(error)))
+    return StoreError(Code.UNREADABLE(path=path, error=error.strerror or str(error)))
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
             raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
         there = [path.name for path in experiments_in(experiment_dir.parent)]
         known = f"there are: {', '.join(there)}" if there else "launch a recipe first"
-        raise StoreError(Code.NO_EXPERIMENT(directory=experiment_dir, nearby=known))
+        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=known))
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)

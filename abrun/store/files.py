@@ -285,11 +285,13 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
         text = read_regular(path, max_bytes)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
-        raise StoreError(Code.FILE_MISSING(path=path)) from None
+        raise StoreError(
+            Code.PATH_MISSING(path=path, problem="no such file", remedy="is this a run directory of abrun?")
+        ) from None
     except OSError as error:
         raise read_error(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise StoreError(Code.NOT_JSON(path=path, error=str(error))) from None
+        raise StoreError(Code.NOT_READABLE_AS(path=path, format="JSON", problem=str(error))) from None
     if not isinstance(content, dict):
         raise StoreError(Code.JSON_NOT_AN_OBJECT(path=path, type=type(content).__name__))
     if is_too_deep(text, content):

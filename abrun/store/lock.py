@@ -77,7 +77,9 @@ class Lease:
                 try:
                     self._check_mine()
                 except TakenOverError:  # nothing runs yet that would have to stop
-                    raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True) from None
+                    raise Locked(
+                        Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True
+                    ) from None
         except BaseException:
             os.close(file)
             raise
@@ -115,7 +117,9 @@ class Lease:
         content = os.pread(file, 4096, 0)
         owner = _owner_in(content)
         if replaced or (owner is None and locked is False):
-            raise Locked(Code.LAUNCHER_BEGINS(path=self._path), alive=not replaced)
+            raise Locked(
+                Code.LOCKED(path=self._path, problem="launcher begins here just now"), alive=not replaced
+            )
         if owner is None:
             return None
         alive = _lives(owner, locked)
@@ -137,10 +141,10 @@ class Lease:
             self._path.unlink()
             new = open_in_place(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True) from None
+            raise Locked(Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True) from None
         if _kernel_lock(new) is False:
             os.close(new)
-            raise Locked(Code.LAUNCHER_FASTER(path=self._path), alive=True)
+            raise Locked(Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True)
         os.close(file)
         return new
 

@@ -234,7 +234,7 @@ def test_no_baseline_opposes_nothing(simulated, judged):
 
 
 @pytest.mark.parametrize(
-    ("claim", "shift"),
+    ("claim", "shift", "step"),
     [
         ({"margin": 0.02}, 0.0, Code.PAIRS_DECIDE),
         ({"margin": 1e-4}, 0.0, Code.MORE_THAN_1000_PAIRS),
@@ -243,7 +243,7 @@ def test_no_baseline_opposes_nothing(simulated, judged):
         ({"above": 0.7}, 0.0, Code.HALVE_INTERVAL),
     ],
 )
-def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, snapshot):
+def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, step):
     claim = {"metric": "train/reward", "window": "last 20%", "transform": "identity", **claim}
     compare = {"primary": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
     controls = {"faults": [{"name": "misgrouped"}]}

@@ -206,7 +206,9 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     machine = Machine(gpus=(), cores=1)
     assert refused(make_plan(load_recipe(FOREIGN)), machine) is None
     missing = make_plan(load_recipe(FOREIGN, [f"trainer.python={tmp_path}/python"]))
-    assert refused(missing, machine) == Code.COMMAND_NOT_FOUND(command=f"{tmp_path}/python")
+    assert refused(missing, machine) == Code.SETTING_REFUSED(
+        field="trainer.argv.0", got=repr(f"{tmp_path}/python")
+    )
     (tmp_path / "python").write_text("#!/bin/sh\n")
     assert refused(missing, machine)  # it is no executable
     (tmp_path / "python").chmod(0o755)
@@ -242,7 +244,7 @@ def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Sna
     (tmp_path / "state.json").write_text(json.dumps(state | {"num_ranks": 2}))
     assert damage(10) is Code.STATE_LACKS_RANKS
     (tmp_path / "state.json").write_text("no JSON")
-    assert damage(10) is Code.NOT_JSON
+    assert damage(10) is Code.NOT_READABLE_AS
 
 
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
@@ -616,6 +618,6 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(
     reasons = refusals(plan, Machine(gpus=("0", "1"), cores=1), None)
     assert [(reason["arms"], reason["problem"].code) for reason in reasons] == [
         (["baseline", "treatment", "other"], code)
-        for code in (Code.ENGINE_DEVICES_NEED_ONE_NODE, Code.ONE_MACHINE, Code.TOO_FEW_GPUS)
+        for code in (Code.ENGINE_DEVICES_NEED_ONE_NODE, Code.SETTING_REFUSED, Code.TOO_FEW_GPUS)
     ]
     snapshot("\n".join(map(sentence, reasons)))

@@ -111,9 +111,9 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, snapshot: Snapsh
     (tmp_path / "a.json").write_text('{"half":')
     (tmp_path / "b.json").write_text("[]")
     for name, code in (
-        ("a.json", Code.NOT_JSON),
+        ("a.json", Code.NOT_READABLE_AS),
         ("b.json", Code.JSON_NOT_AN_OBJECT),
-        ("c.json", Code.FILE_MISSING),
+        ("c.json", Code.PATH_MISSING),
     ):
         with pytest.raises(StoreError) as refusal:
             store.read_json(tmp_path / name)

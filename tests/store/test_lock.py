@@ -223,4 +223,4 @@ def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(
     monkeypatch.setattr(lock.time, "sleep", lambda _: leave(tmp_path, {**ELSEWHERE, "token": "faster"}))
     with pytest.raises(store.Locked) as refused:
         store.Lease(tmp_path).acquire(take_over=True)
-    assert refused.value.code == Code.LAUNCHER_FASTER
+    assert refused.value.code == Code.LOCKED

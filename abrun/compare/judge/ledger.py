@@ -228,7 +228,7 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
         )
     arm = arm or experiment.treatments[0]
     if arm not in experiment.treatments:
-        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.treatments))
+        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.treatments))
     return ledger, arm
 
 

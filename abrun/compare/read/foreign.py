@@ -328,7 +328,9 @@ def _arms(
     guessed = []
     if baseline is not None:
         if baseline not in arms:
-            raise ComparisonError(Code.UNKNOWN_BASELINE(baseline=printable(baseline), arms=listed(arms)))
+            raise ComparisonError(
+                Code.NOT_ALLOWED(field="--baseline", got=f"'{printable(baseline)}'", allowed=listed(arms))
+            )
         first = baseline
     elif BASELINE in arms:
         first = BASELINE

@@ -50,7 +50,7 @@ def freeze(
     the file is anything but a reference.
     """
     if arm not in experiment.arms:
-        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.arms))
+        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
     num_seeds = len(experiment.arm(arm))
     if num_seeds < 2:
@@ -168,7 +168,7 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
     Configuration keys that the reference does not hold (paths, for instance) are not compared.
     """
     if arm not in experiment.arms:
-        raise ComparisonError(Code.UNKNOWN_ARM(arm=arm, arms=experiment.arms))
+        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
     known = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
     for name, run in experiment.runs.items():

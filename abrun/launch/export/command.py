@@ -32,7 +32,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     Raises LaunchError or RecipeError, with nothing written, where engine or plan leave something open.
     """
     if engine not in ENGINES:
-        raise LaunchError(Code.EXPORT_ENGINE_UNKNOWN(got=engine, allowed=[*ENGINES]))
+        raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
     asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
     refusals = [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)]

@@ -50,7 +50,7 @@ def dashboard(address: str) -> str:
     named = named or next(filter(None, map(os.environ.get, ADDRESSES)), None)
     scheme, _, rest = (named or "").rpartition("://")
     if scheme not in ("", "http", "https"):
-        raise LaunchError(Code.RAY_ADDRESS_INVALID(got=shortened(named)))
+        raise LaunchError(Code.SETTING_REFUSED(field="RAY_ADDRESS", got=shortened(named)))
     if rest and rest != "auto":
         _refuse_silent(named or "")
     with _in_words(named or "this machine"):

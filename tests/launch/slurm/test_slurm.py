@@ -20,6 +20,7 @@ from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node,
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.layout import RunName
+from abrun.messages import sentence
 from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
 from abrun.recipe import launcher_settings, limit_s, load_recipe
