@@ -14,6 +14,7 @@ from abrun.compare.show.commands import FreshRuns
 from abrun.compare.show.facts import Facts
 from abrun.compare.show.pasted import AGAIN, WITHOUT_CLAIMS, filled
 from abrun.messages import MESSAGES, sentence
+from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 from abrun.redaction import shown
 
@@ -45,7 +46,7 @@ class Rule:
     last: bool = False
 
     def step(self, facts: Facts) -> NextStep:
-        values = MESSAGES[self.text].value_names()
+        values = value_names(MESSAGES[self.text])
         reason = self.text(**{name: getattr(facts, name) for name in values})
         command = self.command if isinstance(self.command, str) else self.command(facts)
         if isinstance(command, FreshRuns):
