@@ -205,7 +205,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(
         submit(planned(), tmp_path)
     reason = refused.value.reason
     assert reason and (reason.code, reason["jobs"]) == (Code.JOBS_LEFT_IN_QUEUE, ["101"])
-    assert "job submit limit" in str(reason["error"]) and "Kill job error" in str(reason["problem"])
+    assert "job submit limit" in str(reason["error"]) and "Kill job error" in sentence(reason["problem"])
     snapshot(refused.value)
     (slurm / "deaf").unlink()
     assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 waits: Priority"
