@@ -25,6 +25,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
 
 ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
+ENGINE_GUARDS = ("token_mult_prob_error_median", "token_mult_prob_error_share")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Facts:
 
     @property
     def engines_differ(self) -> bool:
-        of_engines = ("prob_error" in guard.guard or "kl_error" in guard.guard for guard in self.failing)
-        return any(one.metric in ENGINE_ERRORS for one in self.deviating) or any(of_engines)
+        return any(check.metric in ENGINE_ERRORS for check in self.deviating) or any(
+            guard.guard in ENGINE_GUARDS for guard in self.failing
+        )
 
     @cached_property
     def first_run(self) -> tuple[str, int]:
