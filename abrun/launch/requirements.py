@@ -230,7 +230,6 @@ def _missing_files(config: OwnRunConfig) -> Iterator[Reason]:
         elif config.validation:
             hold_out(task, config.validation)
     except RecipeError as error:
-        assert error.reason is not None
         yield error.reason
     yield from _missing_verifier(getattr(task, "verifier", None))
     if config.checkpoint.start_from is not None:
@@ -273,7 +272,7 @@ def _not_to_start_from(folder: str, num_steps: int) -> Iterator[Reason]:
         state = store.saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
-        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason or str(error))
+        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)
         return
     if (step := state.step) >= num_steps:
         yield Code.START_AFTER_LAST_STEP(folder=folder, step=step, steps=num_steps)

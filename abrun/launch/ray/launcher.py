@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import LaunchError, reason_of
+from abrun.errors import LaunchError
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.messages.records import printed_reason
@@ -136,7 +136,7 @@ class RayJobs:
         try:
             known = self._ask()
         except LaunchError as error:  # the head is gone, or this machine does not reach it
-            return replace(state, reason=state.reason or reason_of(error))
+            return replace(state, reason=state.reason or error.reason)
         job = self._said["job"]
         if known and not known.over:
             return self._of_a_job(state, known)
