@@ -143,18 +143,11 @@ class RayJobs:
         if state.status not in AT_WORK:
             return state
         if self._said.get("cancelled") or (known and known.status == "STOPPED"):
-            return replace(
-                state, status="interrupted", reason=Code.RESUMABLE(ending=f"job {job} was stopped")
-            )
+            stopped = Code.RESUMABLE(ending=Code.JOB_STOPPED(job=job))
+            return replace(state, status="interrupted", reason=stopped)
         if known is None:
-            return replace(
-                state,
-                status="failed",
-                reason=Code.RESUMABLE(
-                    ending=f"job {job} is no longer known at {self._said['url']}, as when a head has been "
-                    "restarted"
-                ),
-            )
+            forgotten = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._said["url"]))
+            return replace(state, status="failed", reason=forgotten)
         ended = Code.JOB_ENDED(job=job, state=self._last_words(known))
         return replace(state, status="failed", reason=ended)
 
