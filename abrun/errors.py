@@ -9,19 +9,14 @@ class AbrunError(Exception):
 
     def __init__(self, reason: Reason | str) -> None:
         super().__init__(reason)
-        self.reason = reason if isinstance(reason, Reason) else None
+        self.reason = reason if isinstance(reason, Reason) else Code.FOREIGN_TEXT(text=reason)
 
     @property
-    def code(self) -> Code | None:
-        return self.reason.code if self.reason else None
+    def code(self) -> Code:
+        return self.reason.code
 
     def __str__(self) -> str:
-        return sentence(self.reason) if self.reason else str(self.args[0])
-
-
-def reason_of(error: AbrunError) -> Reason:
-    """Return why something was refused; a plain message is a reason without a code of its own."""
-    return error.reason or Code.FOREIGN_TEXT(text=str(error))
+        return sentence(self.reason)
 
 
 class RecipeError(AbrunError):

@@ -129,6 +129,7 @@ class Code(StrEnum):
     MEMORY_RAN_OUT, NODE_LOST, JOB_WAITS, RUN_WAITS, JOB_STATE = auto(), auto(), auto(), auto(), auto()
     JOB_BEGINS_OR_ENDS, JOB_ENDED, JOB_LEFT_NOTHING, JOB_RUN_SILENT = auto(), auto(), auto(), auto()
     JOB_CANCELLED, JOB_NOT_IN_QUEUE, RESUMABLE, RUN_REMOVED = auto(), auto(), auto(), auto()
+    JOB_STOPPED, JOB_FORGOTTEN = auto(), auto()
     ATTEMPT_REMOVED, ATTEMPT_FENCED, LAUNCHED_BY_ANOTHER, FILE_LOCKED = auto(), auto(), auto(), auto()
     FOLDER_LOCKED, LOCK_TAKEN_OVER, TAKEN_OVER, NO_TEMPORARY_FILES = auto(), auto(), auto(), auto()
     RANKS_NOT_STARTED, TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT = auto(), auto(), auto(), auto()

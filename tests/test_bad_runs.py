@@ -20,9 +20,9 @@ from abrun.plan import make_plan
 from abrun.reasons import Code
 from abrun.recipe import load_recipe
 from abrun.watch import ExperimentReader
-from tests.compare.reasons import only
 from tests.compare.simulate import write_experiment
 from tests.launch.fakes import FAKE, run_to_end
+from tests.reasons import only
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
 FILES = ("config.json", "launch.json", "environment.json", "result.json", "metrics.jsonl")

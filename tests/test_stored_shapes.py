@@ -30,10 +30,10 @@ from abrun.recipe import load_recipe
 from abrun.regular_files import MAX_LINE_BYTES
 from abrun.store import RunDir
 from abrun.store.samples import row_of
-from tests.compare.reasons import only
 from tests.compare.simulate import edit, write, write_experiment
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
+from tests.reasons import only
 
 FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 MISSING, UNKNOWN = object(), object()

@@ -368,7 +368,7 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapsh
 
     snapshot(said())
     run.begin_launch((), None)
-    run.end_launch("failed", "not started: no \x1b[31mreason")
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="not started: no \x1b[31mreason"))
     run.log.write_text("a line\n")
     assert said() == ["a line\n"]
 
@@ -376,7 +376,7 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapsh
 def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapshot: Snapshot) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=3)
     failed = store.RunDir(experiment_dir / "treatment" / "seed-0")
-    failed.begin_attempt().fail("out of memory", exit_code=2)
+    failed.begin_attempt().fail(Code.FOREIGN_TEXT(text="out of memory"), exit_code=2)
     snapshot(list(watch.log_of(experiment_dir, lambda experiment_dir: None, follow=True)))
     arm = experiment_dir / "treatment"
     with pytest.raises(StoreError) as refused:

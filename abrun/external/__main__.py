@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError, reason_of
+from abrun.errors import AbrunError
 from abrun.external.run import run
 from abrun.processes.output import outlive_output
 from abrun.store import RunDir
@@ -19,7 +19,7 @@ def main() -> int:
         return run(directory.path)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
-        write_ending(directory, "external", directory.last_attempt, reason_of(error))
+        write_ending(directory, "external", directory.last_attempt, error.reason)
         return 2
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import AbrunError, StoreError, reason_of
+from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.reasons import Code, Reason
@@ -106,7 +106,7 @@ class Follower:
                 raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
             rows = self._read()
         except AbrunError as error:  # half a file, perhaps, and whole the next time
-            self.problem = reason_of(error)
+            self.problem = error.reason
             return []
         last = max(rows, default=0)
         self._longest = max(last, self._longest)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from abrun.capture import capped
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.external.environment import describe
 from abrun.external.follower import Follower
 from abrun.processes import (
@@ -64,7 +64,7 @@ def run(directory: Path) -> int:
     except FencedError:
         raise
     except AbrunError as error:
-        writer.fail(reason_of(error), exit_code=FAILED)
+        writer.fail(error.reason, exit_code=FAILED)
         return FAILED
 
 

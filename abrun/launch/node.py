@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.launch.command import Meeting, command_of, environment
 from abrun.launch.requirements import node_refusals, this_machine
 from abrun.reasons import Code
@@ -30,7 +30,7 @@ def main() -> int:
         command, env = agent_of(run, meeting, seen_on)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        write_ending(run, f"node-{node:04d}", run.last_attempt, reason_of(error))
+        write_ending(run, f"node-{node:04d}", run.last_attempt, error.reason)
         return FAILED
     os.execve(command[0], command, env)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun import progress, store
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.extras import lacking
 from abrun.launch.command import environment, ranks
 from abrun.launch.hub import hub_refusal
@@ -179,7 +179,7 @@ def await_turn(directory: Path, job: dict[str, Any]) -> None:
 
 def refuse(error: AbrunError) -> int:
     """Say why a module cannot do here what it was asked, to `probe` and to people; returns its exit code."""
-    print_reason(reason_of(error))
+    print_reason(error.reason)
     print(f"error: {error}", file=sys.stderr)
     return 2
 

@@ -17,6 +17,7 @@ from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.extras import installed_version, is_imported, lacking, untested_version
 from abrun.launch.hub import hub_refusal
 from abrun.launch.model_folder import config_of, folder_damage
+from abrun.messages.numbers import count_text
 from abrun.plan import Plan, PlannedRun
 from abrun.reasons import Code, Reason
 from abrun.recipe import (
@@ -60,7 +61,7 @@ class Machine:
     cores: int
 
     def __str__(self) -> str:
-        return f"{_count(len(self.gpus), 'GPU')} and {_count(self.cores, 'usable CPU core')}"
+        return f"{count_text(len(self.gpus), 'GPU')} and {count_text(self.cores, 'usable CPU core')}"
 
 
 def this_machine() -> Machine:
@@ -230,7 +231,6 @@ def _missing_files(config: OwnRunConfig) -> Iterator[Reason]:
         elif config.validation:
             hold_out(task, config.validation)
     except RecipeError as error:
-        assert error.reason is not None
         yield error.reason
     yield from _missing_verifier(getattr(task, "verifier", None))
     if config.checkpoint.start_from is not None:
@@ -273,7 +273,7 @@ def _not_to_start_from(folder: str, num_steps: int) -> Iterator[Reason]:
         state = store.saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
-        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason or str(error))
+        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)
         return
     if (step := state.step) >= num_steps:
         yield Code.START_AFTER_LAST_STEP(folder=folder, step=step, steps=num_steps)
@@ -367,7 +367,3 @@ def triton_refusal(*, on_gpu: bool) -> Reason | None:
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return Code.TRITON_NEEDS_GPU()
     return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

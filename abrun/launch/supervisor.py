@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place
 from abrun.launch.experiment import experiment_dir_of, owned_experiment
@@ -224,7 +224,7 @@ class Supervisor:
                 if job.claim(self._observer.say):
                     self._start(job, place)
             except AbrunError as error:  # such as a directory that is gone: the others go on
-                self._give_up(job, reason_of(error))
+                self._give_up(job, error.reason)
 
     def _start(self, job: Job, place: Place) -> None:
         job.run.begin_launch(place, self._git)
@@ -257,7 +257,7 @@ class Supervisor:
             try:
                 self._record_end(job, status)
             except AbrunError as error:
-                self._give_up(job, reason_of(error))
+                self._give_up(job, error.reason)
 
     def _record_end(self, job: Job, status: int) -> None:
         if not job.run.exists:

@@ -335,7 +335,7 @@ class _Trials:
                         asked=self._asked,
                         arm=arm,
                         values=name,
-                        error=error.reason or str(error),
+                        error=error.reason,
                         instead=_instead(self._recipe.open_keys),
                     )
                 ) from None

@@ -10,8 +10,6 @@ from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
 from abrun.present.figures import save_figure, style
 from abrun.present.tables import Table, columns
 
-PUBLIC = 0o666  # as the user's umask says
-
 
 def told(cell: Cell, unit: tuple[str, int]) -> str:
     """A line on one cell, as it is done."""
@@ -153,7 +151,7 @@ def show(profile: MemoryProfile, output: Path) -> None:
         drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
         files = [save_figure(figure, output / name) for name, figure in drawn.items() if figure is not None]
         svgs = [svg.read_text("utf-8") for _, svg in files]
-        store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
+        store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=store.PUBLIC)
 
 
 def drawn_cells(profile: MemoryProfile) -> list[Cell]:

@@ -154,7 +154,7 @@ def _limit_broken(
 def _limit_undecided(
     metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings
 ) -> str:
-    """Return what a limit is, over two runs or more; of one pair without an interval."""
+    """It is not shown whether the limit holds; `interval` is None for one pair."""
     head = f"{metric}: {margin}: not decided over {_setting(over)}"
     if interval is None:
         needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"

@@ -108,6 +108,8 @@ MESSAGES: dict[Code, Message] = {
     Code.JOB_LEFT_NOTHING: "{ending}, and left no word in {directory}: do the nodes share it? Look into "
     "{folder}, and ask: scontrol show job {job}",
     Code.JOB_RUN_SILENT: "{ending}, and its run left no word, as on a full disk",
+    Code.JOB_STOPPED: "job {job} was stopped",
+    Code.JOB_FORGOTTEN: "job {job} is no longer known at {url}, as when a head has been restarted",
     Code.JOB_CANCELLED: "job {job} was cancelled while it waited; continue with --resume",
     Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
     Code.RESUMABLE: "{ending}; continue with --resume",

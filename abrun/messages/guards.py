@@ -11,7 +11,7 @@ def _its_baseline(paired: bool) -> str:
 
 
 def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
-    """Name the watched metrics without NaN or Inf, and those with some, as the baseline has."""
+    """No watched metric is NaN or Inf (`clean`), or only as those of the baseline are (`broken`)."""
     its = _its_baseline(paired)
     sentences = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
     sentences += (

@@ -20,7 +20,7 @@ def _train_longer(nothing_shown: str | None) -> str:
 
 
 def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bool) -> str:
-    """Say where the margin comes from, and which difference is seen: a wide margin would let it pass."""
+    """Where a suggested margin comes from, and which difference is seen: a wide margin would let it pass."""
     offered = f"here {margin_is}"
     if seen is None:
         return offered
@@ -59,7 +59,7 @@ def _margin_exceeded(paired: bool) -> str:
 
 
 def _halve_interval(paired: bool) -> str:
-    """How many pairs halve the interval of a limit."""
+    """Four times the pairs halve the interval of a limit."""
     return f"Four times the {units(paired=paired)} halve the interval that a limit is tested by"
 
 
@@ -69,7 +69,7 @@ def _more_than_a_thousand(paired: bool) -> str:
 
 
 def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
-    """How many pairs, or runs of each arm, decide."""
+    """So many fresh pairs, or runs of each arm, decide."""
     text = (
         f"{count} {units(paired=paired)} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
     )

@@ -13,7 +13,7 @@ def how_to_rerun(has_recipe: bool) -> str:
 def _step_one_not_settled(
     metric, seed, deviation, scale, scale_from, tolerance, tolerance_from, raised_by_rounding, has_recipe
 ) -> str:
-    """Say that a first step neither agrees nor shows a fault, and what would settle it."""
+    """A first step neither agrees nor shows a fault; the sentence says what would settle it."""
     seen = (
         f"step one of {metric}: in seed {seed} it deviates by {deviation:.2g} of {scale_from} ({scale:.3g})"
     )

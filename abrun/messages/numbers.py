@@ -103,3 +103,8 @@ def units(*, paired: bool) -> str:
 
 def pairs_or_more_text(count: int | None) -> str:
     return "more than 1000" if count is None else str(count)
+
+
+def count_text(number: int, noun: str) -> str:
+    """`no GPUs`, `1 GPU`, `2 GPUs`."""
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

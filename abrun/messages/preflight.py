@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import count_text
 from abrun.reasons import Code
 
 
@@ -21,16 +22,12 @@ def _devices(ranks: int, engines: int) -> str:
     return f"{ranks}" + (f", and rollout.devices {engines} beside it" if engines else "")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
-
-
 def _too_few_gpus(ranks: int, engines: int, gpus: int) -> str:
     """A run needs more GPUs than this machine has."""
     most = f"use at most {gpus}{' in all' if engines else ''}" if gpus else "launch where there are"
     return (
         f"cluster.gpus_per_node: got {_devices(ranks, engines)}; this machine has "
-        f"{_count(gpus, 'visible GPU')}: {most} (0 trains on CPU cores)"
+        f"{count_text(gpus, 'visible GPU')}: {most} (0 trains on CPU cores)"
     )
 
 
@@ -38,15 +35,15 @@ def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
     """A run needs more CPU cores than this machine has."""
     return (
         f"cluster.cpu_ranks: got {_devices(ranks, engines)}; this machine has "
-        f"{_count(cores, 'usable CPU core')}: use at most {cores}{' in all' if engines else ''}"
+        f"{count_text(cores, 'usable CPU core')}: use at most {cores}{' in all' if engines else ''}"
     )
 
 
 def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int) -> str:
     """--jobs asks for more runs at once than there are GPUs."""
     return (
-        f"--jobs: got {jobs} runs at once of {_count(gpus_per_run, 'GPU')} each; this machine has {gpus}: "
-        f"use at most {gpus // gpus_per_run}"
+        f"--jobs: got {jobs} runs at once of {count_text(gpus_per_run, 'GPU')} each; this machine has "
+        f"{gpus}: use at most {gpus // gpus_per_run}"
     )
 
 

@@ -23,7 +23,7 @@ def _guard_open(guard: str, reason: str, result: str) -> str:
 
 
 def _described(arm, baseline, metric, levels, steps, runs, paired, difference, interval, detected) -> str:
-    """Return how far the arms are apart; `levels` and `runs` are the baseline's and the treatment's."""
+    """So far are the arms apart; `levels` and `runs` are the baseline's and the treatment's."""
     against = f"{levels[1]:.4g} against {levels[0]:.4g} in {baseline}, steps {steps[0]}-{steps[1]}"
     counted = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
     counted = "one run of each arm" if max(runs) == 1 else counted

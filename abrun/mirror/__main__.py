@@ -10,7 +10,7 @@ import select
 import sys
 from pathlib import Path
 
-from abrun.errors import AbrunError, reason_of
+from abrun.errors import AbrunError
 from abrun.messages.records import print_reason
 from abrun.mirror.wandb_run import Rows, WandbRun
 from abrun.reasons import Code
@@ -42,7 +42,7 @@ def main() -> int:
         url = mirror.url
         mirror.finish()
     except AbrunError as error:
-        print_reason(reason_of(error))
+        print_reason(error.reason)
         return 1
     if asked.all and alive:
         print_reason(Code.STEPS_SENT(steps=sent, url=url))

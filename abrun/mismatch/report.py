@@ -17,7 +17,6 @@ from abrun.present.tables import Table, columns
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 NOT_MEASURED = "not measured"
 METRIC = "token_mult_prob_error"
 COLOURS = {"trainer": COLORS[0], "engine": COLORS[1], "fault": COLORS[3], "total": "#555555"}
@@ -31,9 +30,9 @@ SHARED = 3.0  # so many times as far from float32 as from each other
 
 def write_report(budget: Budget, output: Path) -> None:
     """Write mismatch.json, mismatch.md, and waterfall and tokens as PNG and SVG."""
-    store.write_json(output / "mismatch.json", budget.content(), mode=PUBLIC)
+    store.write_json(output / "mismatch.json", budget.content(), mode=store.PUBLIC)
     _draw(budget, output)
-    store.write_file(output / "mismatch.md", markdown(budget).encode(), mode=PUBLIC)
+    store.write_file(output / "mismatch.md", markdown(budget).encode(), mode=store.PUBLIC)
 
 
 def summary(budget: Budget) -> RenderableType:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.store import write_file
+from abrun.store import PUBLIC, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 FIGURES = ("png", "svg")
-PUBLIC = 0o666  # as the user's umask says: figures are made to be shown
 LEGEND_ROW = 0.19  # inches of height
 STYLE: Any = {
     "font.size": 9,

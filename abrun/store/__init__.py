@@ -31,7 +31,7 @@ the disk before the checkpoint or result.json that builds on them, files before 
 key of a line, `crc32`, is a checksum of what stands before it.
 """
 
-from abrun.store.access import UnreadableError, is_allowed, read_error, share_new_folder, unreadable
+from abrun.store.access import PUBLIC, UnreadableError, is_allowed, read_error, share_new_folder, unreadable
 from abrun.store.experiment import (
     EXPERIMENT,
     REFERENCE,
@@ -112,6 +112,7 @@ __all__ = [
     "NODE_EVERY_S",
     "NODE_LOST_S",
     "NOT_METRICS",
+    "PUBLIC",
     "REFERENCE",
     "SAVED_STATE",
     "SCHEMA_VERSION",

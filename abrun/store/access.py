@@ -20,6 +20,7 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
+PUBLIC = 0o666  # as the user's umask says: what is made to be shown
 PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
 READ = stat.S_IRGRP | stat.S_IROTH
 MAX_LEVELS = 4  # from a run's deepest file, checkpoints/step-000001/state.json, to its experiment

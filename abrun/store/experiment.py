@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from abrun.errors import StoreError, reason_of
+from abrun.errors import StoreError
 from abrun.layout import EXPERIMENT, NAME, RunName
 from abrun.reasons import Code
 from abrun.regular_files import is_directory, is_file
@@ -187,7 +187,7 @@ def _state(run: RunDir, name: RunName) -> RunState:
             step=0,
             num_steps=0,
             started_s=None,
-            reason=reason_of(error),
+            reason=error.reason,
             exit_code=None,
             signal=None,
         )

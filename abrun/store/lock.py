@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from abrun.errors import StoreError, reason_of
+from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.regular_files import read_regular
@@ -222,7 +222,7 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         except Locked as error:
             if time.monotonic() > until:
-                reason = Code.FILE_LOCKED(path=path, problem=reason_of(error))
+                reason = Code.FILE_LOCKED(path=path, problem=error.reason)
                 raise Locked(reason, alive=error.alive) from None
             time.sleep(POLL_S / 10)
     try:

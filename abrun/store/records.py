@@ -136,10 +136,10 @@ def recorded_reason(told: Launch | Attempt) -> Reason | None:
     return stored_reason(told.message_code, told.message)
 
 
-def noted(reason: Reason | str | None) -> dict[str, Any]:
+def noted(reason: Reason | None) -> dict[str, Any]:
     """Return how a record keeps why something ended: a sentence of one line without secrets, and its code."""
-    if not isinstance(reason, Reason):
-        return {"message": reason and one_line(reason), "message_code": None}
+    if reason is None:
+        return {"message": None, "message_code": None}
     return {"message": one_line(sentence(reason)), "message_code": coded(reason.map_texts(one_line))}
 
 

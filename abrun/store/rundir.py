@@ -180,7 +180,7 @@ class RunDir:
         launches = [*map(asdict, written.launches[:-1]), {**asdict(last), **values}]
         write_json(self.path / layout.LAUNCH, {**asdict(written), "launches": launches})
 
-    def end_launch(self, status: Status, reason: Reason | str | None, **seen: Any) -> None:
+    def end_launch(self, status: Status, reason: Reason | None, **seen: Any) -> None:
         """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
         # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
         attempts = self.last_attempt

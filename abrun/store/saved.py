@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import StoreError, reason_of
+from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.regular_files import exists
 from abrun.store.files import read_as
@@ -33,7 +33,7 @@ def saved_state(path: Path) -> SavedState:
         state = read_as(SavedState, path / STATE)
     except StoreError as error:
         whole = str(path / STATE)
-        raise StoreError(reason_of(error).map_texts(lambda text: STATE if text == whole else text)) from None
+        raise StoreError(error.reason.map_texts(lambda text: STATE if text == whole else text)) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:
         raise StoreError(Code.STATE_LACKS_RANKS(file=STATE, files=len(expected), ranks=state.num_ranks))

@@ -132,7 +132,7 @@ class RunWriter:
         write_json(self.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 
-    def fail(self, reason: Reason | str, *, exit_code: int, **details: Any) -> None:
+    def fail(self, reason: Reason, *, exit_code: int, **details: Any) -> None:
         """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
         with contextlib.suppress(StoreError):
             self.event("failed", **details, message=noted(reason)["message"])
@@ -154,7 +154,7 @@ class RunWriter:
         if newest != self.attempt:
             raise FencedError(Code.ATTEMPT_FENCED(path=self.path, newest=newest, attempt=self.attempt))
 
-    def _end_attempt(self, status: Status, reason: Reason | str | None, exit_code: int) -> None:
+    def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()
         end = {"status": status, **noted(reason), "ended_s": time.time(), "exit_code": exit_code}
         path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)

@@ -35,7 +35,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     import torch.distributed as dist
 
     from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
-    from abrun.errors import AbrunError, LaunchError, reason_of
+    from abrun.errors import AbrunError, LaunchError
     from abrun.store import RunDir, RunWriter
     from abrun.train.loop import Interrupted, train
 
@@ -64,7 +64,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         return INTERRUPTED
     except AbrunError as error:
         if writer:
-            writer.fail(reason_of(error), exit_code=FAILED)
+            writer.fail(error.reason, exit_code=FAILED)
         record_failure(error)  # for the agent, who asks what failed first
         print(f"error: {error}", file=sys.stderr)
         return FAILED

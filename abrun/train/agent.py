@@ -24,7 +24,7 @@ from pathlib import Path
 
 from abrun import progress
 from abrun.capture import capped
-from abrun.errors import AbrunError, LaunchError, StoreError, reason_of
+from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.processes import (
     MODULE,
@@ -83,7 +83,7 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
                 notes = _Notes(run, known, asked.node, asked.nodes)
                 status, reason = _watched(asked, start_rank, requests, scratch, lines, notes)
         except LaunchError as error:
-            status, reason = FAILED, reason_of(error)
+            status, reason = FAILED, error.reason
         _conclude(run, asked.node, known, status, reason, requests.first)
     return end_like(status)
 

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from abrun.errors import AbrunError
 from abrun.messages.records import coded, stored_reason
@@ -34,9 +33,8 @@ def record_failure(error: AbrunError) -> None:
         return
     more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     kind = type(error).__name__
-    content: dict[str, Any] = {"message": {"message": f"{kind}: {error}", "extraInfo": more}}
-    if error.reason:
-        content["reason"] = coded(Code.EXCEPTION(kind=kind, error=error.reason, origin=None))
+    reason = Code.EXCEPTION(kind=kind, error=error.reason, origin=None)
+    content = {"message": {"message": f"{kind}: {error}", "extraInfo": more}, "reason": coded(reason)}
     Path(file).write_text(json.dumps(content))
 
 

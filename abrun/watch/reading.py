@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun import store
-from abrun.errors import StoreError, reason_of
+from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.store import RunState
@@ -197,9 +197,9 @@ class ExperimentReader:
         try:
             return follower.read(state)
         except store.UnreadableError as error:
-            return WatchedRun(state=replace(state, status="unreadable", reason=reason_of(error)))
+            return WatchedRun(state=replace(state, status="unreadable", reason=error.reason))
         except StoreError as error:
-            return WatchedRun(state=replace(state, reason=reason_of(error)))
+            return WatchedRun(state=replace(state, reason=error.reason))
 
 
 def time_left_s(runs: Sequence[WatchedRun]) -> float | None:

@@ -144,7 +144,7 @@ class Inline:
             attempt.write_text(json.dumps({**json.loads(attempt.read_text()), "pid": gone.pid}))
             raise KeyboardInterrupt
         if name.arm in self.broken:
-            writer.fail("exit code 1: no such function", exit_code=1)
+            writer.fail(Code.FOREIGN_TEXT(text="exit code 1: no such function"), exit_code=1)
             return
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(

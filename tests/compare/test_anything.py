@@ -19,8 +19,8 @@ from abrun.messages import sentence, sentences
 from abrun.reasons import Code
 from abrun.recipe import parse_primary
 from tests.commands import commands_in
-from tests.compare.reasons import only, refused
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
+from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")

@@ -17,7 +17,7 @@ from abrun.messages import sentence
 from abrun.messages.numbers import detected_text
 from abrun.reasons import Code
 from abrun.recipe.claims import parse_primary
-from tests.compare.reasons import codes_of
+from tests.reasons import codes_of
 
 LOSS = -0.033
 

@@ -8,8 +8,8 @@ import pytest
 from abrun.compare.judge.assay import climb_bound
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
-from tests.compare.reasons import only
 from tests.compare.simulate import edit_rows, fail
+from tests.reasons import only
 
 STEP_TIME = "timing/train/total_step_time_s"
 

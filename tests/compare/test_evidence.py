@@ -16,8 +16,8 @@ from abrun.messages import sentence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
-from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, write_rows
+from tests.reasons import only
 
 # --- T1 ---
 

@@ -17,7 +17,7 @@ from abrun.logs.log import EMPTY
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
-from tests.compare.reasons import only, refused
+from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
 

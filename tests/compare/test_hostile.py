@@ -16,8 +16,8 @@ import pytest
 from abrun.cli import main
 from abrun.messages.records import reason_from_json
 from abrun.reasons import Code, Reason
-from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, fail, write_experiment
+from tests.reasons import only
 
 QUICK = ("--format", "terminal,json,html")
 NAMES = [

@@ -23,8 +23,8 @@ from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.store import file_lock, read_json
 from tests.bench.bench_ledger import beyond
-from tests.compare.reasons import refused
 from tests.compare.simulate import edit, write_experiment
+from tests.reasons import refused
 
 QUIET = {"noise": 0.001}
 FIRST = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}

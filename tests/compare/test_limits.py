@@ -31,7 +31,7 @@ def verdict_of(comparison):
     return comparison.verdict, comparison.arms[0].primaries[0].result
 
 
-def reason_of(comparison):
+def first_reason(comparison):
     return comparison.content.reasons[0]
 
 
@@ -63,8 +63,8 @@ def reason_of(comparison):
 )
 def test_claims_of_every_kind(simulated, judged, claim, verdict, result, code, snapshot):
     comparison = judged(simulated(), primaries=[Primary.model_validate(claim)])
-    assert (*verdict_of(comparison), reason_of(comparison).code) == (verdict, result, code)
-    snapshot(sentence(reason_of(comparison)))
+    assert (*verdict_of(comparison), first_reason(comparison).code) == (verdict, result, code)
+    snapshot(sentence(first_reason(comparison)))
 
 
 def test_a_limit_within_the_interval_is_open(simulated, judged, snapshot):
@@ -78,7 +78,7 @@ def test_a_limit_within_the_interval_is_open(simulated, judged, snapshot):
     comparison = judged(experiment_dir, primaries=[Primary(metric=REWARD, above=level + 0.001)])
     assert beside_limit(1.0000518, 1.0) == "1.0001" and beside_limit(0.99901, 1.0) == "0.999"
     assert verdict_of(comparison) == ("INCONCLUSIVE", "undecided")
-    assert reason_of(comparison).code == Code.LIMIT_UNDECIDED
+    assert first_reason(comparison).code == Code.LIMIT_UNDECIDED
     (first, *_) = next_steps(load_experiment(experiment_dir), comparison.content)
     snapshot(first.text)
     assert "--seeds 5-24" in first.command
@@ -89,7 +89,7 @@ def test_final_weights_may_be_claimed_exact(simulated, judged):
     claim = [Primary(metric="final_weights", exact=True)]
     found = judged(experiment_dir, primaries=claim)
     assert found.verdict == "INCONCLUSIVE"
-    assert reason_of(found)["problem"] == Code.WEIGHTS_UNKNOWN(seed=0)
+    assert first_reason(found)["problem"] == Code.WEIGHTS_UNKNOWN(seed=0)
     for arm in ("baseline", "treatment"):
         for seed in range(5):
             edit(
@@ -102,7 +102,7 @@ def test_final_weights_may_be_claimed_exact(simulated, judged):
         lambda content: content.update(final_weights_hash="f" * 16),
     )
     found = judged(experiment_dir, primaries=claim)
-    assert found.verdict == "MISMATCH" and reason_of(found)["where"] == Code.WEIGHTS_DIFFER(seed=3)
+    assert found.verdict == "MISMATCH" and first_reason(found)["where"] == Code.WEIGHTS_DIFFER(seed=3)
 
 
 def ended_apart(experiment_dir, share_of_seed):
@@ -121,7 +121,7 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
     experiment_dir = simulated()
     shares = dict(enumerate((0.02, 0.03, 0.025, 0.02, 0.03)))
     claim = [parse_primary("final_weights:all:<0.05")]
-    assert reason_of(judged(experiment_dir, primaries=claim)).code == Code.CLAIM_NOT_TESTED
+    assert first_reason(judged(experiment_dir, primaries=claim)).code == Code.CLAIM_NOT_TESTED
     ended_apart(experiment_dir, shares)
     comparison = judged(experiment_dir, primaries=claim)
     assert comparison.verdict == "MATCH"
@@ -130,8 +130,8 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
     reach = 2.131847 * values.std(ddof=1) / math.sqrt(5)
     assert found.estimate.limited == pytest.approx(0.025, rel=1e-5)
     assert found.estimate.limited_interval[1] == pytest.approx(0.025 + reach, rel=1e-4)
-    assert reason_of(comparison)["measure"] == "distance"
-    snapshot(sentence(reason_of(comparison)))
+    assert first_reason(comparison)["measure"] == "distance"
+    snapshot(sentence(first_reason(comparison)))
     for limit, verdict in ((0.0265, "INCONCLUSIVE"), (0.01, "MISMATCH")):
         tighter = [Primary(metric="final_weights", below=limit)]
         assert verdict_of(judged(experiment_dir, primaries=tighter))[0] == verdict
@@ -153,7 +153,7 @@ def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simula
     assert found.estimate.limited == pytest.approx(0.5 * math.sqrt(1 / 4))
     (experiment_dir / "baseline/seed-2/initial-sketch.safetensors").unlink()
     comparison = judged(experiment_dir, primaries=claim)
-    assert comparison.verdict == "INCONCLUSIVE" and reason_of(comparison).code == Code.CLAIM_NOT_TESTED
+    assert comparison.verdict == "INCONCLUSIVE" and first_reason(comparison).code == Code.CLAIM_NOT_TESTED
 
 
 def at_own_pace(row):
@@ -349,6 +349,6 @@ def test_a_claim_on_skewed_values_says_so(simulated, judged, far, num_far):
         "differences": Primary(metric=REWARD, margin=0.02),
     }
     for sample, claim in claims.items():
-        (skewed, *_) = reason_of(judged(experiment_dir, primaries=[claim]))["warnings"]
+        (skewed, *_) = first_reason(judged(experiment_dir, primaries=[claim]))["warnings"]
         assert (skewed.code, skewed["sample"], skewed["num_far"]) == (Code.SKEWED, sample, num_far)
         assert (skewed["skewness"] or 0) > 0 or num_far

@@ -9,8 +9,8 @@ from abrun.compare.judge.results import Claim, PrimaryResult
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
-from tests.compare.reasons import codes_of, reason_of
 from tests.compare.simulate import edit_rows
+from tests.reasons import codes_of, reason_of
 
 SMALL = {"seeds": [0, 1], "controls": {"aa_reruns": 0}}
 CLAIM = {"primary": [{"metric": "train/reward", "margin": 0.02}]}

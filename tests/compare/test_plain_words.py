@@ -12,8 +12,8 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Recipe, parse_primary
-from tests.compare.reasons import reason_of, refused
 from tests.compare.simulate import RECIPE, edit, edit_rows
+from tests.reasons import reason_of, refused
 
 TEN = {"seeds": list(range(10)), "controls": {"aa_reruns": 0}}
 

@@ -22,8 +22,8 @@ from abrun.plan import make_plan, pairs
 from abrun.reasons import Code
 from abrun.recipe import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recipe import Recipe
-from tests.compare.reasons import refused
 from tests.compare.simulate import OUT_OF_MEMORY, RECIPE, edit_rows, fail
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 FAULTS: dict[str, Any] = {"aa_reruns": 1, "faults": ["misgrouped", {"name": "late_half_batch", "size": 0.25}]}

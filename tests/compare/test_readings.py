@@ -17,8 +17,8 @@ from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe import parse_primary
 from tests.bench.bench_readings import repeated, windows_tried
-from tests.compare.reasons import refused
 from tests.compare.simulate import write_experiment
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 STEPS = 60

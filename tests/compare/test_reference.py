@@ -20,8 +20,8 @@ from abrun.layout import RunName
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
-from tests.compare.reasons import only, refused
 from tests.compare.simulate import edit, edit_rows, write_experiment
+from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
 

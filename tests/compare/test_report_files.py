@@ -16,8 +16,8 @@ from abrun.compare.read.sources import Reading
 from abrun.compare.show import report
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
-from tests.compare.reasons import refused
 from tests.compare.simulate import write_experiment
+from tests.reasons import refused
 
 FORMATS = {
     "report.html": ("html",),

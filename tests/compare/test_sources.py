@@ -21,8 +21,8 @@ from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Compare, parse_primary
 from abrun.series import by_step
-from tests.compare.reasons import only, refused
 from tests.logs.layouts import rows, write_csv, write_jsonl
+from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
 CLAIM = "train/reward:last 20%:0.05"

@@ -11,8 +11,8 @@ from abrun.errors import StoreError
 from abrun.layout import RunName
 from abrun.messages import sentence
 from abrun.reasons import Code
-from tests.compare.reasons import only
 from tests.compare.simulate import edit, edit_rows, write, write_rows
+from tests.reasons import only
 
 BASELINE = RunName(arm="baseline", seed=0)
 

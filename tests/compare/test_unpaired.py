@@ -18,8 +18,8 @@ from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Compare, parse_primary
-from tests.compare.reasons import only
 from tests.compare.simulate import edit_rows
+from tests.reasons import only
 
 STEPS = np.arange(1, 41)
 

@@ -11,8 +11,8 @@ from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe import Primary
-from tests.compare.reasons import codes_of, reason_of, refused
 from tests.compare.simulate import OUT_OF_MEMORY, edit, edit_rows, fail, write
+from tests.reasons import codes_of, reason_of, refused
 
 STEP_TIME = "timing/train/total_step_time_s"
 REWARD = Primary(metric="train/reward", margin=0.02)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from abrun import progress, store
+from abrun.reasons import Code
 
 ENGINE = "import time; time.sleep(600)  # engine"
 asked_to_stop = False
@@ -49,7 +50,7 @@ def main(directory: Path) -> None:
     first = max(done, default=0) + 1
     writer.event("resumed" if done else "started", step=first)
     if behaviour == "fail":
-        writer.fail("the planned failure", exit_code=3)
+        writer.fail(Code.FOREIGN_TEXT(text="the planned failure"), exit_code=3)
         sys.exit(3)
     if behaviour == "crash":
         raise ValueError("the planned crash")
@@ -61,7 +62,7 @@ def main(directory: Path) -> None:
     for step in range(first, num_steps + 1):
         time.sleep(asked.get("step_s", 0.0))
         if engine and engine.poll() is not None:
-            writer.fail("the engine is gone", exit_code=2)
+            writer.fail(Code.FOREIGN_TEXT(text="the engine is gone"), exit_code=2)
             sys.exit(2)
         writer.metrics(
             step,

@@ -183,7 +183,7 @@ def test_an_older_attempt_writes_nothing_more(tmp_path: Path, write: str) -> Non
     with pytest.raises(store.FencedError) as fenced:
         WRITES[write](older)
     assert fenced.value.reason == Code.ATTEMPT_FENCED(path=run.path, newest=2, attempt=1)
-    older.fail("too late", exit_code=2)
+    older.fail(Code.FOREIGN_TEXT(text="too late"), exit_code=2)
     older.interrupt(exit_code=3)
     assert contents(run.path) == before
 
@@ -255,7 +255,7 @@ def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Pat
     process.wait()
     state = run.state(NAME)
     assert (state.status, state.reason) == ("failed", Code.PROCESS_GONE())
-    run.end_launch("failed", "killed", exit_code=None, signal="SIGKILL")
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed"), exit_code=None, signal="SIGKILL")
     run.begin_attempt()
     assert run.state(NAME).status == "running"
     path = run.path / "attempts" / "0001.json"
@@ -381,16 +381,16 @@ def test_job_and_launcher_are_believed_in_turn(tmp_path: Path) -> None:
     run.begin_launch(["cpu"], None)
     run.update_launch(pid=1)
     assert seen() == ("running", None, None)  # it is being started
-    run.end_launch("failed", "exit code 7; see the log", exit_code=7, signal=None)
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 7; see the log"), exit_code=7, signal=None)
     assert seen() == ("failed", "exit code 7; see the log", "exit code 7")  # it never began an attempt
     run.begin_launch(["cpu"], None)
     run.begin_attempt()
     assert seen() == ("running", None, None)
-    run.end_launch("failed", "killed by SIGKILL", exit_code=None, signal="SIGKILL")
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed by SIGKILL"), exit_code=None, signal="SIGKILL")
     assert seen() == ("failed", "killed by SIGKILL", "signal SIGKILL")  # it died without a word
     again = run.begin_attempt()  # started again by a cluster: no launcher saw that
     assert seen() == ("running", None, None)
-    again.fail("no space", exit_code=2)
+    again.fail(Code.FOREIGN_TEXT(text="no space"), exit_code=2)
     assert seen() == ("failed", "no space", "exit code 2")
     assert [launch.attempts for launch in run.launches()] == [0, 1]
 
@@ -400,7 +400,7 @@ def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: P
     run.begin_launch(["cpu"], None)
     run.begin_attempt()
     newer = run.begin_attempt()  # a cluster's, say: the launcher's job stops, with exit code 2
-    run.end_launch("failed", "exit code 2 (FencedError)", exit_code=2, signal=None)
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 2 (FencedError)"), exit_code=2, signal=None)
     assert run.state(NAME).status == "running"
     newer.interrupt(exit_code=3)
     assert run.state(NAME).status == "interrupted"

@@ -280,7 +280,8 @@ def test_an_error_of_abruns_keeps_its_code_on_its_way_to_the_agent(
     assert cause == Code.EXCEPTION(kind="LaunchError", error=expected, origin=None)
     assert cause and sentence(cause) == " ".join(json.loads(file.read_text())["message"]["message"].split())
     record_failure(LaunchError("plain words"))
-    assert recorded(file) == (Code.EXCEPTION(kind=None, error="LaunchError: plain words", origin=None), ANY)
+    plain = Code.FOREIGN_TEXT(text="plain words")
+    assert recorded(file) == (Code.EXCEPTION(kind="LaunchError", error=plain, origin=None), ANY)
 
 
 def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def train(run: RunDir, during: Callable[[int], object] = lambda step: None) -> N
         writer.finish(NUM_STEPS, {"final_weights": final})
     except StoreError as error:
         assert "\n" not in str(error)
-        writer.fail(str(error), exit_code=2)
+        writer.fail(error.reason, exit_code=2)
         raise
 
 

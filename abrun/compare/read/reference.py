@@ -27,7 +27,7 @@ from abrun.recipe import Compare
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import is_file
 from abrun.series import Series, Steps, window_bounds
-from abrun.store import Environment, checked, decode, encode, file_lock, read_json, write_file
+from abrun.store import PUBLIC, Environment, checked, decode, encode, file_lock, read_json, write_file
 
 ARM = "reference"
 _SCHEMA_VERSION = 1
@@ -84,7 +84,7 @@ def freeze(
         content["ledger"] = ledger.model_dump(mode="json")
     replaced = _replaced(path)
     try:
-        write_file(path, _text(content).encode(), mode=0o666)
+        write_file(path, _text(content).encode(), mode=PUBLIC)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
         raise ComparisonError(Code.REFERENCE_NOT_WRITTEN(path=path, problem=reason)) from None

@@ -15,7 +15,7 @@ from abrun.compare.read.experiment import Experiment
 from abrun.compare.show.evidence import prompt_advice, step_noise_text
 from abrun.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.looks import levels_of_looks
-from abrun.messages.numbers import units
+from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.present.tables import Table, columns
 from abrun.recipe import BASELINE, Compare, Declared, Primary, claim_text, dotted
@@ -290,13 +290,11 @@ def _about(
 
 
 def _needed(expected: ClaimPower, counted: str) -> str:
-    def text(count: int | None) -> str:
-        return "more than 1000" if count is None else str(count)
-
+    needed = f"{pairs_or_more_text(expected.pairs_needed)} {counted}"
     if expected.pairs_needed_range is None:
-        return f"{text(expected.pairs_needed)} {counted}"
-    low, high = expected.pairs_needed_range
-    return f"{text(expected.pairs_needed)} {counted} ({text(low)} to {text(high)})"
+        return needed
+    low, high = map(pairs_or_more_text, expected.pairs_needed_range)
+    return f"{needed} ({low} to {high})"
 
 
 def _without_sigma() -> Iterator[RenderableType]:

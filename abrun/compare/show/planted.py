@@ -13,13 +13,12 @@ from abrun.present import tables
 from abrun.present.markdown import escaped
 from abrun.recipe import FAULTS, Compare, Fault, claim_text, what_it_takes
 from abrun.recipe.fault_needs import NEEDS
-from abrun.store import write_file, write_json
+from abrun.store import PUBLIC, write_file, write_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FILE, PAGE = "sensitivity.json", "sensitivity.md"
-PUBLIC = 0o666
 
 
 def write_sensitivity(

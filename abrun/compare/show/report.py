@@ -34,7 +34,7 @@ from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
 from abrun.redaction import shown
-from abrun.store import can_fork, read_json, share_new_folder, write_file, write_json
+from abrun.store import PUBLIC, can_fork, read_json, share_new_folder, write_file, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 WORTH_A_PROCESS = 1_000_000  # points to draw
-PUBLIC = 0o666  # as the user's umask says: reports are made to be shown
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.launch.command import Meeting
 from abrun.launch.experiment import owned_experiment, warm_start_dir, write_run
 from abrun.launch.export.parts import RECIPE, recipe_in
@@ -47,7 +47,7 @@ def main() -> int:
         if run and run.exists and not run.finished:
             with contextlib.suppress(AbrunError):
                 run.begin_launch((), None)
-                run.end_launch("failed", reason_of(error))
+                run.end_launch("failed", error.reason)
         return FAILED
     env.pop(RECIPE, None)
     os.execve(command[0], command, env)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError, StoreError, reason_of
+from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
@@ -62,7 +62,7 @@ def main() -> int:
         return code
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
-        print_reason(reason_of(error))  # in the log's last lines, with which Ray says that a job has failed
+        print_reason(error.reason)  # in the log's last lines, with which Ray says that a job has failed
         return 2
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import LaunchError, reason_of
+from abrun.errors import LaunchError
 from abrun.launch.ray import client, record
 from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.messages.records import printed_reason
@@ -136,25 +136,18 @@ class RayJobs:
         try:
             known = self._ask()
         except LaunchError as error:  # the head is gone, or this machine does not reach it
-            return replace(state, reason=state.reason or reason_of(error))
+            return replace(state, reason=state.reason or error.reason)
         job = self._said["job"]
         if known and not known.over:
             return self._of_a_job(state, known)
         if state.status not in AT_WORK:
             return state
         if self._said.get("cancelled") or (known and known.status == "STOPPED"):
-            return replace(
-                state, status="interrupted", reason=Code.RESUMABLE(ending=f"job {job} was stopped")
-            )
+            stopped = Code.RESUMABLE(ending=Code.JOB_STOPPED(job=job))
+            return replace(state, status="interrupted", reason=stopped)
         if known is None:
-            return replace(
-                state,
-                status="failed",
-                reason=Code.RESUMABLE(
-                    ending=f"job {job} is no longer known at {self._said['url']}, as when a head has been "
-                    "restarted"
-                ),
-            )
+            forgotten = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._said["url"]))
+            return replace(state, status="failed", reason=forgotten)
         ended = Code.JOB_ENDED(job=job, state=self._last_words(known))
         return replace(state, status="failed", reason=ended)
 

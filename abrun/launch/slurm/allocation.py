@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from abrun import store
-from abrun.errors import AbrunError, LaunchError, reason_of
+from abrun.errors import AbrunError, LaunchError
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.node import free_port
@@ -124,7 +124,7 @@ def main() -> int:
         finally:
             lease.close()
     except AbrunError as error:
-        _give_up(experiment_dir, names, reason_of(error))
+        _give_up(experiment_dir, names, error.reason)
         print(f"error: {error}", file=sys.stderr)
         return 2
     left = any(job.status == "interrupted" for job in queue.jobs)

@@ -120,7 +120,6 @@ class SlurmLauncher:
             try:
                 commands.slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
-                assert error.reason is not None
                 if "container-image" not in error.reason.values.get("answer", ""):
                     return [error.reason]
                 return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
