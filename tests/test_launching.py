@@ -112,6 +112,17 @@ def test_a_launch_whose_comparison_cannot_be_made_exits_with_1_and_says_so(comma
         assert errors.count("\n") == 1 and "Continue with" not in output
 
 
+def test_ctrl_c_during_the_comparison_tells_how_to_continue(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("abrun.compare.compare_sources", interrupted)
+    code, output, _ = command("launch", "curves.yaml", "--jobs", "4", "--exit-zero")
+    assert code == 130 and "Continue with: abrun launch curves.yaml" in output
+
+
 FINISHED: Any = {RunName(arm="baseline", seed=0): "finished", RunName(arm="treatment", seed=0): "finished"}
 FAILED = {**FINISHED, RunName(arm="treatment", seed=0): "failed"}
 
@@ -208,7 +219,7 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
     assert content["decided"][CHECKPOINTING]["asked"] == "auto"
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("MATCH", 0), ("MISMATCH", 3), (None, 1)])
+@pytest.mark.parametrize(("verdict", "code"), [("MATCH", 0), ("MISMATCH", 3), ("damaged", 1), (None, 1)])
 def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
     tmp_path: Path, verdict: str | None, code: int
 ) -> None:

@@ -1,15 +1,19 @@
 """Every code has a message, and every call gives exactly the values that the message takes."""
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
 from abrun.errors import AbrunError
 from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import render, value_names
+from abrun.messages.records import stored_reason
 from abrun.reasons import Code, Reason
 from docs import codes
 
@@ -185,3 +189,33 @@ def test_no_decision_reads_a_sentence() -> None:
 
 def is_part(part: str, text: str) -> bool:
     return text == part or (" " in part.strip() and part in text)
+
+
+DAMAGE = [None, True, -1, 0, 10**400, math.inf, "", "NaN", "text", [], [1], ["text"], [[{}]], {}, {"rank": 1}]
+DAMAGE += [[{"rank": 1}], {"code": "killed", "values": {}}, {"code": "of_a_newer_version", "values": {}}]
+
+
+def test_stored_values_that_do_not_fit_give_the_stored_sentence() -> None:
+    random, told = Random(0), Code.FOREIGN_TEXT(text="as it was told")
+    for code in [code for code in Code for _ in range(20)]:
+        values = {name: random.choice(DAMAGE) for name in value_names(MESSAGES[code])}
+        reason = stored_reason({"code": code.value, "values": values}, "as it was told")
+        assert reason and (reason.code == code or reason == told) and isinstance(sentence(reason), str)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"code": "of_a_newer_version", "values": {}},
+        {"code": "killed", "values": {"signal": {"code": "of_a_newer_version", "values": {}}}},
+        {"code": "killed", "values": {"signal": "SIGKILL", "new": 1}},
+        {"code": "killed", "values": []},
+        {"code": [], "values": {}},
+        {"code": "killed"},
+        {},
+        None,
+    ],
+)
+def test_a_stored_code_that_is_not_known_gives_the_stored_sentence(stored: dict[str, Any] | None) -> None:
+    assert stored_reason(stored, "as it was told") == Code.FOREIGN_TEXT(text="as it was told")
+    assert stored_reason(stored, None) is None

@@ -113,7 +113,7 @@ def launch_recipe(
         return launched
     queued = queued_jobs(planned.experiment_dir) if planned.scheduler else None
     compared = queued.compared() if queued else None
-    return _with_verdict_of_job(launched, compared) if compared else _with_comparison(launched, command)
+    return _with_verdict_of_job(launched, compared) if compared else _with_comparison(launched, outcome, command)
 
 
 def claims_so_far(experiment_dir: Path) -> list[str]:
@@ -215,14 +215,17 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
     return outcome
 
 
-def _with_comparison(launched: Launched, command: str | None) -> Launched:
-    from abrun.compare import compare_sources
-    from abrun.compare.read.sources import Reading
-
+def _with_comparison(launched: Launched, outcome: Outcome, command: str | None) -> Launched:
+    """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
     try:
+        from abrun.compare import compare_sources
+        from abrun.compare.read.sources import Reading
+
         comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
     except AbrunError as error:
         return replace(launched, problem=str(error))
+    except KeyboardInterrupt:
+        return replace(launched, outcome=replace(outcome, stopped_by=signal.SIGINT))
     return replace(launched, comparison=comparison, verdict_exit_code=comparison.exit_code)
 
 
@@ -231,7 +234,10 @@ def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     from abrun.compare import verdict_in
     from abrun.compare.judge.verdict import EXIT_CODES
 
-    verdict = verdict_in(launched.experiment_dir)
+    try:
+        verdict = verdict_in(launched.experiment_dir)
+    except AbrunError as error:
+        return replace(launched, compared=compared, problem=str(error))
     if verdict is None:
         problem = NO_VERDICT.format(launched.experiment_dir)
         return replace(launched, compared=compared, problem=problem)

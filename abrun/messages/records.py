@@ -64,7 +64,7 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
         sentence(reason)
         if set(reason.values) == set(value_names(MESSAGES[reason.code])):
             return reason
-    except (LookupError, TypeError, ValueError, AttributeError):  # another version's, or damaged
+    except Exception:  # of whatever another version, or damage, put in place of the values
         pass
     return None if text is None else Code.FOREIGN_TEXT(text=text)
 

@@ -73,6 +73,23 @@ def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
     assert read_verdict(path) == "MATCH"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"primaries": None},
+        {"primaries": ["claim"]},
+        {"reasons": ["new"], "reason_codes": [{"code": "of_a_newer_version", "values": {}}]},
+        {"reasons": ["new"], "reason_codes": [{"code": "no_claim", "values": []}]},
+    ],
+)
+def test_a_file_with_codes_that_cannot_be_read_is_refused(tmp_path, change):
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(as_json(verdict([claim()])) | change))
+    with pytest.raises(StoreError) as refused:
+        read_verdict_file(path)
+    assert refused.value.code == Code.VERDICT_DAMAGED
+
+
 @dataclass
 class Noted:
     problem: Reason | None

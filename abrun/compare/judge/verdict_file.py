@@ -263,6 +263,9 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field=place, problem=first["msg"])) from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
+        problem = f"{type(error).__name__}: {error}"
+        raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
