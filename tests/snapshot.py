@@ -15,6 +15,7 @@ VOLATILE = {
     r"/tmp/[\w./-]*": "<tmp>",
     r"\b\d+\.\d+\.\d+[\w.+]*": "<version>",  # of an installed package
     r"\b\d+:\d\d:\d\d\b": "<time>",
+    r"events\.out\.tfevents\.[\w.-]+": "<events>",  # with the time, the host and the process
     r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b": "<commit>",
 }
 

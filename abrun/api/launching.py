@@ -112,8 +112,9 @@ def launch_recipe(
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
     queued = queued_jobs(planned.experiment_dir) if planned.scheduler else None
-    compared = queued.compared() if queued else None
-    return _with_verdict_of_job(launched, compared) if compared else _with_comparison(launched, outcome, command)
+    if compared := queued.compared() if queued else None:
+        return _with_verdict_of_job(launched, compared)
+    return _with_comparison(launched, outcome, command)
 
 
 def claims_so_far(experiment_dir: Path) -> list[str]:

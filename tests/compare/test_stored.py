@@ -47,7 +47,14 @@ def test_a_deleted_run_is_said_in_one_line(simulated, judged, snapshot):
     ("attempt", "failure"),
     [
         ({"message": "out of memory", "exit_code": 2}, "exit code 2: out of memory"),
-        ({"message": "exit code 7; see the log", "exit_code": 7}, "exit code 7; see the log"),
+        (
+            {
+                "message": "exit code 7",
+                "message_code": {"code": "exit_code", "values": {"exit_code": 7, "last_line": None}},
+                "exit_code": 7,
+            },
+            "exit code 7",
+        ),
         ({"message": "not started: no reason"}, "not started: no reason"),
         ({"exit_code": 7}, "exit code 7"),
         ({}, "no exit code"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from abrun import store
+from abrun import progress, store
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.store.records import recorded_reason
@@ -114,6 +114,7 @@ def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, on_
 def test_memory_that_others_hold_is_said_to_be_theirs(
     monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool, snapshot
 ) -> None:
+    monkeypatch.setattr(progress, "doing", lambda: "the start")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
