@@ -18,6 +18,7 @@ from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome
 from abrun.memory import open_values
 from abrun.plan import RunName
+from abrun.reasons import Code
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -183,6 +184,9 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
     with pytest.raises(abrun.errors.RecipeError, match="without --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
+    with pytest.raises(abrun.errors.RecipeError) as refused:
+        abrun.launch("curves.yaml", name="third", until_decided=True, max_seeds=10**12)
+    assert refused.value.code == Code.LENGTH_NOT_ALLOWED
 
 
 CHECKPOINTING = "policy.activation_checkpointing"

@@ -10,9 +10,9 @@ from abrun import store
 from abrun.errors import LaunchError, RecipeError
 from abrun.plan import compare_hash
 from abrun.reasons import Code
-from abrun.recipe import CommandRecipe, Declared, Recipe, stored_recipe
+from abrun.recipe import MOST_SEEDS, CommandRecipe, Declared, Recipe, stored_recipe
 
-MOST_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
+STAGED_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
 FEWEST_PAIRS = 3  # of a first look by the recipe's own number of seeds: fewer decide next to nothing
 FIRST_LOOK = 4
 
@@ -33,7 +33,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
         raise RecipeError(Code.MAX_SEEDS_AND_LOOKS(max_seeds=max_seeds, looks=looks))
     if looks:
         return recipe
-    most = MOST_SEEDS if max_seeds is None else max_seeds
+    most = STAGED_SEEDS if max_seeds is None else max_seeds
     own = len(recipe.seeds)
     first = own if own >= FEWEST_PAIRS else min(FIRST_LOOK, most - 1)
     if not 2 <= first < most:
@@ -41,7 +41,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
     return stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _continued(recipe.seeds, most),
+            "seeds": _continued(recipe.seeds, min(most, MOST_SEEDS + 1)),  # a recipe refuses more
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
                 "looks": sorted({first, round((first + most) / 2), most}),
