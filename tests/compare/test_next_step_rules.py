@@ -9,6 +9,7 @@ from abrun.compare.show import next_step
 from abrun.compare.show.facts import Facts
 from abrun.compare.show.next_step import Rule, suggested
 from abrun.messages import MESSAGES
+from abrun.messages.message import value_names
 
 RULES = {
     name: rules
@@ -212,5 +213,5 @@ def test_every_rule_is_reached(functions) -> None:
 
 
 def test_sentences_take_their_values_from_facts() -> None:
-    taken = {name for rule in chain(*RULES.values()) for name in MESSAGES[rule.text].value_names()}
+    taken = {name for rule in chain(*RULES.values()) for name in value_names(MESSAGES[rule.text])}
     assert taken and taken <= {*dir(Facts)}

@@ -66,8 +66,8 @@ class Facts:
 
     @property
     def engines_differ(self) -> bool:
-        of_engines = ("prob_error" in guard.guard or "kl_error" in guard.guard for guard in self.failing)
-        return any(one.metric in ENGINE_ERRORS for one in self.deviating) or any(of_engines)
+        by_guard = any(guard.reason.code is Code.TOKEN_ERROR_EXCEEDED for guard in self.failing)
+        return by_guard or any(check.metric in ENGINE_ERRORS for check in self.deviating)
 
     @cached_property
     def first_run(self) -> tuple[str, int]:
