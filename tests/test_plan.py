@@ -100,7 +100,7 @@ def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
     with pytest.raises(RecipeError) as caught:
         plan_of(*overrides)
     reason = caught.value.reason
-    assert reason and (reason.code, reason["field" if code is Code.CLAIM_UNUSABLE else "key"]) == (
+    assert (reason.code, reason["field" if code is Code.CLAIM_UNUSABLE else "key"]) == (
         code,
         place,
     )

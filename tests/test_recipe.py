@@ -676,7 +676,7 @@ class TestAnotherType:
             self.changed(tmp_path, way, section, base, type=kind)
         line = str(refusal.value)
         reason = refusal.value.reason
-        assert reason and (reason.code, reason["types"]) == (Code.KEY_OF_OTHER_TYPE, [only])
+        assert (reason.code, reason["types"]) == (Code.KEY_OF_OTHER_TYPE, [only])
         assert reason["field"].endswith(f"{section}.{lost}")
         assert "null" in line and len(line.splitlines()) == 1
         for change in ({"type": kind, lost: None}, {lost: None, "type": kind}):

@@ -21,6 +21,7 @@ from abrun.messages.numbers import (
     interval_level_text,
     measured_text,
     pairs_or_more_text,
+    units,
 )
 from abrun.reasons import Code
 
@@ -248,7 +249,7 @@ def _needed_for_the_observed(
     """What more pairs would bring if the true difference is the observed one."""
     if margin_unit == "sigma":
         return _needed(over, power)
-    pairs = "pairs" if over["runs"] is None else "runs of each arm"
+    pairs = units(paired=over["runs"] is None)
     if beyond:
         return f"no number of {pairs} shows equivalence if the true difference is the observed one"
     needed = pairs_or_more_text(power["pairs_needed_observed"])

@@ -13,11 +13,6 @@ OUT_OF_MEMORY = (
 )
 
 
-def _out_of_memory_killed(signal: str | None, exit_code: int | None) -> str:
-    """The kernel killed the process because the machine ran out of memory."""
-    return f"{f'killed by {signal}' if signal else f'exit code {exit_code}'}{OUT_OF_MEMORY}"
-
-
 def _several_errors(errors: Sequence[str], out_of_memory: bool) -> str:
     """The errors that agents printed; also whether Slurm says memory ran out."""
     return f"{'; '.join(errors)}{OUT_OF_MEMORY if out_of_memory else ''}"
@@ -88,7 +83,7 @@ MESSAGES: dict[Code, Message] = {
     Code.FOREIGN_TEXT: "{text}",
     Code.EXIT_CODE: "exit code {exit_code}{last_line:if  ({last_line})}",
     Code.KILLED: "killed by {signal}",
-    Code.OUT_OF_MEMORY_KILLED: _out_of_memory_killed,
+    Code.OUT_OF_MEMORY_KILLED: "{signal:if killed by {signal}|exit code {exit_code}}" + OUT_OF_MEMORY,
     Code.ENDED_WITHOUT_RESULT: "ended without a result",
     Code.SEE_LOG: "{ending}; see {log}",
     Code.SEVERAL_ERRORS: _several_errors,

@@ -8,17 +8,6 @@ from abrun.messages.numbers import AT_OBSERVED, agreement_text, units
 from abrun.reasons import Code
 
 
-def _test_on_fresh_seeds(launched: bool) -> str:
-    """A claim that was made afterwards is tested on fresh seeds."""
-    return "Declare the claim, and test it on fresh seeds" if launched else "Test the claim on fresh seeds"
-
-
-def _train_longer(nothing_shown: str | None) -> str:
-    """These runs could show nothing, maybe as too short."""
-    nothing = f"show nothing: {nothing_shown}" if nothing_shown else "not have shown it (see the reasons)"
-    return f"These runs could {nothing}; if they were too short, train longer"
-
-
 def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bool) -> str:
     """Where a suggested margin comes from, and which difference is seen: a wide margin would let it pass."""
     offered = f"here {margin_is}"
@@ -30,12 +19,6 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
     return offered
 
 
-def _declare_margin(margin: str, claim_needs: str | None) -> str:
-    """Declare a margin, and test it on as many fresh seeds as decide it."""
-    text = f"Declare a margin that you accept ({margin}), and test it on fresh seeds"
-    return f"{text}: {claim_needs}" if claim_needs else text
-
-
 def _declare_rounding(untested_metrics: Sequence[str]) -> str:
     """Declare a tolerance of the first step, and test it on fresh seeds."""
     text = "If it was rounding, declare how far that may take it, and test on fresh seeds"
@@ -45,47 +28,12 @@ def _declare_rounding(untested_metrics: Sequence[str]) -> str:
     return f"{text}; untested stays, as rounding may well take fresh seeds further: {untested}"
 
 
-def _claim_what_shows(other_margin: str | None, launched: bool) -> str:
-    """Leave out, or replace, the claims that these runs cannot show."""
-    text = "Leave out what these runs cannot show"
-    if other_margin is not None:
-        text = f"Claim what these runs can show, within a margin that you accept ({other_margin})"
-    return f"{text}, on fresh seeds" if launched else text
-
-
-def _margin_exceeded(paired: bool) -> str:
-    """The observed difference is beyond the margin: no number of pairs shows it."""
-    return f"No number of {units(paired=paired)} shows this margin if the observed difference is the true one"
-
-
-def _halve_interval(paired: bool) -> str:
-    """Four times the pairs halve the interval of a limit."""
-    return f"Four times the {units(paired=paired)} halve the interval that a limit is tested by"
-
-
-def _more_than_a_thousand(paired: bool) -> str:
-    """A claim takes more pairs than are counted."""
-    return f"This margin takes more than 1000 {units(paired=paired)}"
-
-
 def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
     """So many fresh pairs, or runs of each arm, decide."""
     text = (
         f"{count} {units(paired=paired)} decide it with 80 % power {AT_OBSERVED}, if the arms are truly equal"
     )
     return f"{text} ({if_differing}, if they differ as they do here)" if if_differing else text
-
-
-def _train_for_look(seeds_to_come: Sequence[int]) -> str:
-    """Seeds that a declared look waits for."""
-    noun = "seed" if len(seeds_to_come) == 1 else "seeds"
-    return f"A declared look is still to come: train both arms on {noun} {','.join(map(str, seeds_to_come))}"
-
-
-def _train_two_each(paired: bool) -> str:
-    """One run of each arm decides nothing: train more."""
-    shared = ", with the same seeds in both arms" if paired else ""
-    return f"Train two runs or more beside each{shared}, then compare again"
 
 
 MESSAGES: dict[Code, Message] = {
@@ -97,13 +45,15 @@ MESSAGES: dict[Code, Message] = {
     Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} beside these runs, then compare "
     "those alone",
     # How many decide
-    Code.MARGIN_EXCEEDED: _margin_exceeded,
-    Code.HALVE_INTERVAL: _halve_interval,
-    Code.MORE_THAN_1000_PAIRS: _more_than_a_thousand,
+    Code.MARGIN_EXCEEDED: "No number of {paired:if pairs|runs of each arm} shows this margin if the "
+    "observed difference is the true one",
+    Code.HALVE_INTERVAL: "Four times the {paired:if pairs|runs of each arm} halve the interval that a "
+    "limit is tested by",
+    Code.MORE_THAN_1000_PAIRS: "This margin takes more than 1000 {paired:if pairs|runs of each arm}",
     Code.PAIRS_DECIDE: _pairs_decide,
     Code.MARGIN_SUGGESTED: _margin_suggested,
     # After a match
-    Code.TEST_ON_FRESH_SEEDS: _test_on_fresh_seeds,
+    Code.TEST_ON_FRESH_SEEDS: "{launched:if Declare the claim, and test it|Test the claim} on fresh seeds",
     Code.PLANT_FAULTS: "Measure what this comparison would have caught: faults planted in the baseline",
     Code.LAUNCH_NEXT_CHANGE: "Launch it again after the next change",
     Code.COMPARE_NEXT_CHANGE: "Compare the runs of the next change with it, too",
@@ -115,9 +65,11 @@ MESSAGES: dict[Code, Message] = {
     Code.READ_COMPLETIONS: "Read what both arms said to each prompt",
     Code.CONFIRM_ON_FRESH_SEEDS: "See whether fresh seeds say so too",
     # Where it stays open
-    Code.TRAIN_LONGER: _train_longer,
+    Code.TRAIN_LONGER: "These runs could {nothing_shown:if show nothing: {nothing_shown}|not have shown it "
+    "(see the reasons)}; if they were too short, train longer",
     Code.DECLARE_METRIC: "Declare what has to agree, and how closely",
-    Code.DECLARE_MARGIN: _declare_margin,
+    Code.DECLARE_MARGIN: "Declare a margin that you accept ({margin}), and test it on fresh "
+    "seeds{claim_needs:if : {claim_needs}}",
     Code.PLAN_SEEDS: "Or see first how many seeds it takes",
     Code.TRAIN_THREE_SEEDS: "Three seeds or more can decide",
     Code.FINISH_LOOK: "A declared look is still to come: let its pairs finish",
@@ -126,16 +78,19 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_WIDER_MARGIN: "{needed}: see what a wider one takes",
     Code.TRAIN_MORE_PAIRS: "{needed}",
     Code.DOUBLE_PROMPTS: "Or twice the validation prompts, with which {pairs_with_prompts} pairs would do",
-    Code.CLAIM_WHAT_SHOWS: _claim_what_shows,
+    Code.CLAIM_WHAT_SHOWS: "{other_margin:if Claim what these runs can show, within a margin that you accept "
+    "({other_margin})|Leave out what these runs cannot show}{launched:if , on fresh seeds}",
     Code.TELL_FROM_CHANCE: "Fresh seeds say whether it was chance",
     # Where runs of others stay open
     Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding is no reason; if it was one, leave "
     "step one out",
-    Code.TRAIN_FOR_LOOK: _train_for_look,
+    Code.TRAIN_FOR_LOOK: "A declared look is still to come: train both arms on {seeds_to_come:plural seed} "
+    "{seeds_to_come:join ,}",
     Code.CLAIM_ALIKE: "Claim that they are alike within a margin that you accept ({margin})",
     Code.LOG_OR_TRAIN_LONGER: "On no metric could these runs show a difference: log what they learn, or "
     "train longer",
-    Code.TRAIN_TWO_EACH: _train_two_each,
+    Code.TRAIN_TWO_EACH: "Train two runs or more beside each{paired:if , with the same seeds in both arms}, "
+    "then compare again",
     Code.NAME_METRICS: "Say which metrics are the same",
     Code.FRESH_SEEDS_DECIDE: "Fresh seeds decide",
     Code.SEE_OTHER_DIFFERENCES: "{needed}: see in what else the arms differ",

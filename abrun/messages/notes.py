@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 
@@ -44,11 +45,10 @@ def _compared_on(num_shared: int, first: int, last: int) -> str:
 def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
     """The runs were compared several times."""
     *others, last = map(str, num_pairs)
-    units = "pairs" if paired else "runs of each arm"
     return (
         f"{_mark(arm)}these runs were read {len(num_pairs)} times, at {', '.join(others)} and {last} "
-        f"{units}: taking the first match errs in {false_match:.2g} of experiments at the margin, not in "
-        f"{level:g}; judge fresh seeds alone"
+        f"{units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments at the "
+        f"margin, not in {level:g}; judge fresh seeds alone"
     )
 
 
@@ -135,15 +135,8 @@ NOTES: dict[Code, Message] = {
 }
 
 
-def _seeds_from(how: str, arm: str | None, seed: int) -> str:
-    """Names or settings of runs say their seeds."""
-    if arm is None:
-        return f"seeds from {how}: seed {seed}"
-    return f"arms and seeds from {how}: {arm}, seed {seed}"
-
-
 GUESSED: dict[Code, Message] = {
-    Code.SEEDS_FROM: _seeds_from,
+    Code.SEEDS_FROM: "{arm:if arms and }seeds from {how}: {arm:if {arm}, }seed {seed}",
     Code.ARMS_FROM_NAMES: "each of the {num_arms} arms from the names of its runs",
     Code.NOTHING_SAYS_SEEDS: "runs are independent: nothing says their seeds; --pattern '*-s{{seed}}' says "
     "where they stand",

@@ -1,15 +1,14 @@
 """Sentences on planted faults: what caught one, and what could show one that was not caught."""
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 
 def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:
     """Ways to show a planted fault that was not caught."""
-    units = "pairs" if paired else "runs of each arm"
-    ways = [
-        f"more than {num_pairs} {units}" if num_pairs is not None else f"a smaller margin and more {units}"
-    ]
+    unit = units(paired=paired)
+    ways = [f"more than {num_pairs} {unit}" if num_pairs is not None else f"a smaller margin and more {unit}"]
     if rounded_metric is not None:
         ways = [f"policy.dtype: float32, where rounding is no reason for {rounded_metric} at step one"]
     if tolerance is not None:

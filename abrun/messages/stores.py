@@ -5,7 +5,7 @@ from abrun.reasons import Code
 
 
 def _denied(path: str, owner: str | None, fix: str | None) -> str:
-    """Without an owner the path is the user's own."""
+    """This user may not read a path; without an `owner` it is the user's own."""
     problem = f"{path}: cannot be read: Permission denied"
     if fix is None:
         return f"{problem}; ask its owner to share it"

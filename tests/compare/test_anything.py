@@ -431,4 +431,4 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
         path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         described(["a", "b"], tmp_path / "out")
-    assert error.value.reason and error.value.reason["why"].startswith(named)
+    assert error.value.reason["why"].startswith(named)

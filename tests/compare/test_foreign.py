@@ -119,12 +119,12 @@ def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
     (tmp_path / "b-s1.csv").write_text("step,loss\n")
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         load(tmp_path)
-    assert error.value.reason and error.value.reason["why"]["note"] == EMPTY
+    assert error.value.reason["why"]["note"] == EMPTY
     snapshot(error.value)
     (tmp_path / "b-s0.csv").unlink()
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=1) as error:
         load(tmp_path)
-    assert error.value.reason and error.value.reason["why"]["note"] == Code.NOTHING_NUMERIC()
+    assert error.value.reason["why"]["note"] == Code.NOTHING_NUMERIC()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
     for old, new in (("old", "new"), ("old", "new/fused"), ("a={}/old", "b={}/later")):
         with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms) as error:
             load(*(one.format(tmp_path) if "{" in one else tmp_path / one for one in (old, new)))
-        assert error.value.reason and error.value.reason["example"].endswith("old/baseline")
+        assert error.value.reason["example"].endswith("old/baseline")
     for seed in (0, 1):
         write(tmp_path, f"csv/seed-{seed}/m.csv")
     with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms):
@@ -219,7 +219,7 @@ def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
     with refused(Code.SOURCE_OF_SEVERAL_ARMS) as error:
         (tmp_path / "above").mkdir()
         load((tmp_path / "old").rename(tmp_path / "above/old").parent, tmp_path / "csv")
-    assert error.value.reason and error.value.reason["example"].endswith("above/old/baseline")
+    assert error.value.reason["example"].endswith("above/old/baseline")
     (tmp_path / "above/old").rename(tmp_path / "old")
     assert load(tmp_path / "old/fused", tmp_path / "csv").arms == ("fused", "csv")
     assert load(tmp_path / "old/fused", tmp_path / "new/fused").arms == ("old", "new")

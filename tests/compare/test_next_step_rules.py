@@ -2,6 +2,7 @@
 
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ NO_SHARED_STEP = "a run"
 NOT_RECORDED = {"claim_not_recorded": True}
 
 
-def facts(verdict, known) -> SimpleNamespace:
+def facts(verdict, known) -> Any:
     """Facts of a launched and claimed experiment of which nothing else is known but `known`."""
     content = CONTENT | {"verdict": verdict}
     experiment = {

@@ -432,9 +432,7 @@ def test_gpus_are_assigned_and_not_shared(
     assert "CUDA_VISIBLE_DEVICES='5'" in (tmp_path / "small" / "treatment/seed-0/stdout.log").read_text()
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, "cluster={gpus_per_node: 2}", name="two", jobs=2)
-    assert refusal.value.reason and Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=2, gpus=3) in list(
-        refusal.value.reason.walk()
-    )
+    assert Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=2, gpus=3) in list(refusal.value.reason.walk())
     snapshot(refusal.value)
 
 
@@ -750,7 +748,7 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, "warm_start={steps: 2}", resume=True)
     reason = refusal.value.reason
-    assert reason and (reason.code, reason["recorded"]) == (Code.RESUME_OTHER_WARM_START, "before")
+    assert (reason.code, reason["recorded"]) == (Code.RESUME_OTHER_WARM_START, "before")
     assert not (experiment_dir / "treatment" / "seed-1").exists()
 
 
@@ -819,7 +817,7 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     with pytest.raises(store.TakenOverError) as taken_over:
         launch(tmp_path, "steps=400", tick=take_over, jobs=1)
     reason = taken_over.value.reason
-    assert reason and reason["owner"] == "process 7 on host elsewhere"
+    assert reason["owner"] == "process 7 on host elsewhere"
     assert not at_work(tmp_path)
     assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
     assert store.launcher_of(tmp_path / "small") == "process 7 on host elsewhere"

@@ -118,7 +118,7 @@ def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(
     with pytest.raises(store.Locked) as refused, store.launcher_lock(tmp_path, say=say):
         pass
     reason = refused.value.reason
-    assert reason and (reason["pid"], reason["may_take_over"]) == (None, True)
+    assert (reason["pid"], reason["may_take_over"]) == (None, True)
     snapshot(refused.value)
     assert len(said) == 1
     assert store.launcher_of(tmp_path) == "process 1 on host elsewhere"
@@ -198,7 +198,7 @@ def test_without_locks_of_the_kernel_the_process_tells(
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         with pytest.raises(store.Locked) as refused:
             taken(tmp_path)
-        assert refused.value.reason and refused.value.reason["pid"] == holder.pid
+        assert refused.value.reason["pid"] == holder.pid
     finally:
         holder.kill()
         holder.wait()
@@ -212,7 +212,7 @@ def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as refusal:
         taken(tmp_path)
     reason = refusal.value.reason
-    assert reason and reason.code is Code.UNWRITABLE and "regular file" in reason["error"]
+    assert reason.code is Code.UNWRITABLE and "regular file" in reason["error"]
 
 
 def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(

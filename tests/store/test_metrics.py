@@ -261,5 +261,5 @@ def test_a_corrupt_validation_is_named(line: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError) as raised:
         RunDir(tmp_path).validations()
     reason = raised.value.reason
-    assert reason and (reason.code, reason["line"]) == (Code.VALIDATION_LINE_INVALID, 2)
+    assert (reason.code, reason["line"]) == (Code.VALIDATION_LINE_INVALID, 2)
     assert len(str(raised.value).splitlines()) == 1

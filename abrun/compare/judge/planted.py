@@ -121,7 +121,7 @@ def _evidence(
     failing = next((one for one in judged.guards if one.result == "fail"), None)
     if failing is not None:
         limit = experiment.compare.guards.token_mult_prob_error_median
-        is_error = failing.guard.startswith("token_mult")
+        is_error = failing.reason.code is Code.TOKEN_ERROR_EXCEEDED
         step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
         known = failing.value is not None and failing.limit is not None
         figures = Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if known else failing.reason

@@ -25,7 +25,6 @@ from abrun.reasons import Code, Reason
 from abrun.recipe import Primary
 
 ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
-ENGINE_GUARDS = ("token_mult_prob_error_median", "token_mult_prob_error_share")
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class Facts:
 
     @property
     def engines_differ(self) -> bool:
-        return any(check.metric in ENGINE_ERRORS for check in self.deviating) or any(
-            guard.guard in ENGINE_GUARDS for guard in self.failing
-        )
+        by_guard = any(guard.reason.code is Code.TOKEN_ERROR_EXCEEDED for guard in self.failing)
+        return by_guard or any(check.metric in ENGINE_ERRORS for check in self.deviating)
 
     @cached_property
     def first_run(self) -> tuple[str, int]:

@@ -189,7 +189,7 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
         with pytest.raises(LaunchError) as refusal:
             client.known(url, "job")
         reason = refusal.value.reason
-        assert reason and (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
+        assert (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(
     with pytest.raises(LaunchError) as refused:
         submit(planned(), tmp_path)
     reason = refused.value.reason
-    assert reason and (reason.code, reason["jobs"]) == (Code.JOBS_LEFT_IN_QUEUE, ["101"])
+    assert (reason.code, reason["jobs"]) == (Code.JOBS_LEFT_IN_QUEUE, ["101"])
     assert "job submit limit" in str(reason["error"]) and "Kill job error" in sentence(reason["problem"])
     snapshot(refused.value)
     (slurm / "deaf").unlink()
@@ -251,7 +251,7 @@ def test_a_machine_without_slurm_conf_says_so(
     with pytest.raises(LaunchError) as refused:
         submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
     reason = refused.value.reason
-    assert reason and Code.SLURM_NOT_CONFIGURED in [part.code for part in reason.walk()]
+    assert Code.SLURM_NOT_CONFIGURED in [part.code for part in reason.walk()]
     snapshot(refused.value)
     assert not (tmp_path / "runs").exists()
 
