@@ -251,11 +251,9 @@ def compare(
 
     given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
     if given is None and any(isinstance(one, Experiment) for one in sources):
-        raise RecipeError("abrun.compare: got an Experiment beside other sources; give it alone, or paths")
+        raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())
     if given and reading:
-        raise RecipeError(
-            f"abrun.compare: got {next(iter(reading))} with an Experiment, which has been read; load it so"
-        )
+        raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
     contents = given.contents if given else _read([str(each) for each in sources], runs_dir, reading)
     claims = [primary] if isinstance(primary, str) else primary
     comparison = compare_contents(

@@ -27,6 +27,7 @@ from abrun.launch.options import LaunchOptions
 from abrun.launch.supervisor import Outcome
 from abrun.memory.open_values import closed_plan
 from abrun.plan import Plan, RunName
+from abrun.reasons import Code
 from abrun.recipe import CommandRecipe, Recipe, launcher_settings
 from abrun.watch import View
 
@@ -149,16 +150,10 @@ def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
 def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
     """Declare the looks of a launch in stages."""
     if not options.until_decided:
-        raise RecipeError(
-            f"--max-seeds: got {options.max_seeds} without --until-decided; add it, or use --seeds"
-        )
+        raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
     settings = launcher_settings(recipe.launcher, options.launcher)
     if settings is not None and settings.type in SCHEDULERS:
-        raise RecipeError(
-            f"--until-decided: got launcher {settings.type}, whose jobs need no launcher: nobody is there "
-            "to judge between the stages; use --launcher local, or declare compare.looks, launch all, and "
-            "end it with abrun cancel once abrun compare decides"
-        )
+        raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
     return stages.until_decided(recipe, options.max_seeds)
 
 
@@ -171,9 +166,7 @@ def _run(
     """Have runs made, in view; None where they are left in a queue. `only`: of a stage."""
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
-        raise LaunchError(
-            "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
-        )
+        raise LaunchError(Code.DETACH_NEEDS_QUEUE())
     with View(console, queued_jobs, claims_so_far) as view:
         if planned.engine:
             outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)

@@ -30,6 +30,7 @@ from abrun.cli.arguments import (
     with_seeds,
 )
 from abrun.errors import RecipeError
+from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
 
@@ -82,9 +83,9 @@ def launch(
     from abrun.recipe import load_recipe
 
     if as_json and not dry_run:
-        raise RecipeError("--json: got it without --dry-run, of which it is; add that, or drop it")
+        raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
     if until_decided and no_compare:
-        raise RecipeError("--until-decided: got --no-compare, without which nothing is decided; drop one")
+        raise RecipeError(Code.STAGES_NEED_COMPARISON())
     loaded, screen = load_recipe(recipe, with_seeds(overrides, seeds)), console()
     options = LaunchOptions(
         runs_dir=runs_dir,

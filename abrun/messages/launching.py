@@ -149,6 +149,16 @@ MESSAGES: dict[Code, Message] = {
     "drop it there with --set",
     Code.LENGTHS_TOO_LONG: "--lengths: got {got}; this model takes {max_tokens} tokens: use at most that "
     "many",
+    Code.MAX_SEEDS_WITHOUT_STAGES: "--max-seeds: got {max_seeds} without --until-decided; add it, or use "
+    "--seeds",
+    Code.STAGES_NEED_LAUNCHER: "--until-decided: got launcher {launcher}, whose jobs need no launcher: "
+    "nobody is there to judge between the stages; use --launcher local, or declare compare.looks, "
+    "launch all, and end it with abrun cancel once abrun compare decides",
+    Code.STAGES_NEED_COMPARISON: "--until-decided: got --no-compare, without which nothing is "
+    "decided; drop one",
+    Code.DETACH_NEEDS_QUEUE: "--detach: the local launcher has no queue; use nohup or tmux, or --launcher "
+    "slurm or ray",
+    Code.JSON_WITHOUT_DRY_RUN: "--json: got it without --dry-run, of which it is; add that, or drop it",
     Code.NO_RUN: "{run}: no run here; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, "
     "or an experiment ({runs})",
     Code.NO_RUN_STARTED: "{experiment}: none of its runs was started; launch it first",

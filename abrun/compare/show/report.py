@@ -33,6 +33,7 @@ from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
+from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.store import PUBLIC, can_fork, read_json, share_new_folder, write_file, write_json
 
@@ -95,9 +96,7 @@ def write_report(
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
-        raise ComparisonError(
-            f"--output: {output} cannot be written: {reason}; choose another folder"
-        ) from None
+        raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=reason)) from None
     return [*files, *figures]
 
 
@@ -159,7 +158,7 @@ def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], l
         try:
             result = receiver.recv()
         except EOFError:
-            raise ComparisonError("figures: the process drawing them died; leave png and svg out") from None
+            raise ComparisonError(Code.DRAWING_DIED()) from None
         process.join()
         if isinstance(result, OSError | StoreError):
             raise result
