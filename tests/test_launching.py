@@ -84,9 +84,9 @@ def verdict_of(name: str) -> dict[str, Any]:
     ("changes", "verdict", "code"),
     [
         ({}, "MATCH", 0),
-        ({"arms.treatment": SHIFTED}, "MISMATCH", 3),
+        pytest.param({"arms.treatment": SHIFTED}, "MISMATCH", 3, marks=pytest.mark.slow),
         ({"compare.primary.0.margin": 0.0001}, "INCONCLUSIVE", 4),
-        ({"compare.primary": []}, "INCONCLUSIVE", 4),
+        pytest.param({"compare.primary": []}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
         ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
         ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst
     ],
@@ -164,7 +164,10 @@ def begun(name: str) -> set[int]:
 
 @pytest.mark.parametrize(
     ("changes", "seeds"),
-    [({}, {0, 1, 2}), ({"compare.primary.0.margin": 0.0001}, {0, 1, 2, 3, 4})],
+    [
+        ({}, {0, 1, 2}),
+        pytest.param({"compare.primary.0.margin": 0.0001}, {0, 1, 2, 3, 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_python_stops_once_it_is_decided_as_the_command_does(
     command: Command, changes: dict[str, Any], seeds: set[int]

@@ -219,3 +219,9 @@ def test_stored_values_that_do_not_fit_give_the_stored_sentence() -> None:
 def test_a_stored_code_that_is_not_known_gives_the_stored_sentence(stored: dict[str, Any] | None) -> None:
     assert stored_reason(stored, "as it was told") == Code.FOREIGN_TEXT(text="as it was told")
     assert stored_reason(stored, None) is None
+
+
+def test_reasons_are_worded_wherever_they_stand_among_the_values() -> None:
+    inner = Code.NO_CLAIM()
+    reason = Code.OF_ARM(arm="a", reason={"first": [inner]})
+    assert sentence(reason) == f"a: {{'first': ['{sentence(inner)}']}}"

@@ -61,4 +61,6 @@ def _worded(value: object) -> object:
         return sentence(value)
     if isinstance(value, list):
         return [_worded(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _worded(entry) for name, entry in value.items()}
     return value

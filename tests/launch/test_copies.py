@@ -65,6 +65,7 @@ def servers_below(pid: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_they_train_as_processes_of_their_own_bit_for_bit(
     tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

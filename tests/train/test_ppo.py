@@ -49,7 +49,7 @@ def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> di
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="own"),
+        pytest.param((), id="own", marks=pytest.mark.slow),
         pytest.param(SHARED, id="shared", marks=pytest.mark.slow),
         pytest.param(("algorithm.right_shift=false",), id="not-shifted", marks=pytest.mark.slow),
     ],
