@@ -16,22 +16,24 @@ from typing import Any
 
 from PIL import Image
 
-from abrun.compare import REPORT, freeze_arm
-from abrun.compare.judge.divergence import Divergence
-from abrun.compare.judge.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
-from abrun.compare.read.experiment import Experiment
-from abrun.compare.read.stored import load_experiment
-from abrun.compare.show.context import context
-from abrun.compare.show.evidence import evidence
-from abrun.compare.show.next_step import next_steps
-from abrun.compare.show.pasted import RUNS_DIR
-from abrun.compare.show.planted import advice, caught_sentence, columns, rows
-from abrun.compare.show.report import OWN_FIGURES, claim_cells, claim_columns
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence, sentences
 from abrun.present.markdown import code, escaped
-from abrun.recipe import BASELINE, dotted, load_recipe, stored_recipe
-from abrun.store import open_experiment, read_json, write_file, write_json
+from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
+from abrun.recipe.reading import dotted
+from abrun.recorded.experiment import Experiment
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import REPORT, freeze_arm
+from abrun.report.context import context
+from abrun.report.evidence import evidence
+from abrun.report.next_step import next_steps
+from abrun.report.pasted import RUNS_DIR
+from abrun.report.planted import advice, caught_sentence, columns, rows
+from abrun.report.write import OWN_FIGURES, claim_cells, claim_columns
+from abrun.runs.experiment import open_experiment
+from abrun.runs.files import read_json, write_file, write_json
+from abrun.verdict.divergence import Divergence
+from abrun.verdict.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
 
 ROOT = Path(__file__).parents[1]
 RECIPES, PAGES, INDEX, SITE = "recipes/evidence", "docs/evidence", "docs/evidence.md", ".mkdocs.yml"

@@ -4,7 +4,7 @@ python docs/faults.py > docs/faults.md
 """
 
 from abrun.present.tables import Table, columns
-from abrun.recipe import FAULTS, Fault
+from abrun.recipe.faults import FAULTS, Fault
 
 COLUMNS = columns("name", "seam", "what it does", "size", "needs", "shows", "source")
 HEAD = """# Faults, and what a comparison would have caught

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from abrun.recipe import CommandRecipe, Recipe, Section
-from abrun.start.schema import comment
+from abrun.experiment.starter.schema import comment
+from abrun.recipe.experiment import CommandRecipe, Recipe
+from abrun.recipe.section import Section
 
 HEAD = """# Recipes, field by field
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from abrun.compare import Comparison
 from abrun.errors import AbrunError
 from abrun.reasons import Code, Reason
+from abrun.report.comparing import Comparison
 
 
 def only(reasons: Iterable[Reason], code: Code) -> Reason:

@@ -10,9 +10,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from abrun.plan import make_plan
-from abrun.recipe import BASELINE, CommandRecipe, Declared, Recipe, dotted
+from abrun.experiment.plan import make_plan
+from abrun.recipe.experiment import BASELINE, CommandRecipe, Declared, Recipe
 from abrun.recipe.policy import PRESET_EXPERTS
+from abrun.recipe.reading import dotted
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 N = rf"(\d[\d,]*|(?i:{'|'.join(WORDS[1:])}))"

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import abrun
 from abrun.cli import app
-from abrun.compare.read import foreign, sources
 from abrun.errors import AbrunError, RecipeError
-from abrun.implementations import LAUNCHERS
-from tests.compare.simulate import write_experiment
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recorded import foreign, sources
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
+from tests.verdict.simulate import write_experiment
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def test_importing_it_imports_nothing_slow_and_its_functions_are_its_packages_to
     code = (
         "import sys, abrun\n"
         "assert not {'numpy', 'pandas', 'torch', 'pydantic', 'rich'} & set(sys.modules)\n"
-        "import abrun.compare as package\n"
+        "import abrun.report.comparing as package\n"
         "from abrun.launch import queued_jobs\n"
         "assert abrun.compare is package and callable(abrun.compare) and callable(abrun.launch)\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
@@ -137,8 +137,8 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
 def test_without_matplotlib_the_report_has_no_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("abrun.compare.lacking", lambda extra: "needs matplotlib")
-    monkeypatch.setattr("abrun.compare.show.report.lacking", lambda extra: "needs matplotlib")
+    monkeypatch.setattr("abrun.report.comparing.lacking", lambda extra: "needs matplotlib")
+    monkeypatch.setattr("abrun.report.write.lacking", lambda extra: "needs matplotlib")
     write_experiment(tmp_path / "equal", seeds=[0, 1], steps=2)
     report = abrun.compare(tmp_path / "equal", output=tmp_path / "report").report
     assert report and {file.suffix for file in report.parent.iterdir()} == {".html", ".md", ".json"}

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
 from abrun.cli import main
-from abrun.compare import compare_sources
-from abrun.compare.read.sources import Reading
 from abrun.errors import StoreError
-from abrun.implementations import LAUNCHERS
+from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
-from abrun.plan import make_plan
 from abrun.reasons import Code
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recorded.sources import Reading
+from abrun.report.comparing import compare_sources
+from abrun.runs.experiment import planned_runs
 from abrun.watch import ExperimentReader
-from tests.compare.simulate import write_experiment
 from tests.launch.fakes import FAKE, run_to_end
 from tests.reasons import only
+from tests.verdict.simulate import write_experiment
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
 FILES = ("config.json", "launch.json", "environment.json", "result.json", "metrics.jsonl")
@@ -146,7 +146,7 @@ def test_a_list_of_runs_that_is_none_is_one_line(
     path = experiment_dir / "experiment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "runs": runs}))
     with pytest.raises(StoreError, match=words):
-        store.planned_runs(experiment_dir)
+        planned_runs(experiment_dir)
     write_experiment(experiment_dir.parent / "other", steps=3, seeds=[0, 1])
     monkeypatch.setattr(sys, "argv", ["abrun", "status", "--runs-dir", str(experiment_dir.parent)])
     with pytest.raises(SystemExit) as ended:

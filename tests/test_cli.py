@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-import abrun.compare
-from abrun import cli, store
+import abrun.report.comparing
+from abrun import cli
 from abrun.errors import ComparisonError
-from abrun.implementations import LAUNCHERS
-from abrun.launch import requirements
+from abrun.experiment.preflight import requirements
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.runs.experiment import planned_runs
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -295,7 +296,7 @@ def test_a_launch_runs_compares_and_exits_with_the_code_of_the_verdict(
     assert (code, errors) == (3, "")
     assert [sources for sources, _ in calls] == [[str(tmp_path / "runs" / "mine")]]
     assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
-    assert {name.seed for name in store.planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
+    assert {name.seed for name in planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
     code, output, _ = run("status")
     assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18"]
     for experiment in ("mine", "runs/mine"):
@@ -324,7 +325,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "import abrun.cli; from abrun.implementations import LAUNCHERS\n"
+        "import abrun.cli; from abrun.recipe.implementations import LAUNCHERS\n"
         f"LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
     )
     launcher = subprocess.Popen(

@@ -12,11 +12,11 @@ import pytest
 
 import abrun
 from abrun import cli
-from abrun.compare.judge.verdict_file import SCHEMA_VERSION
-from abrun.implementations import LAUNCHERS
-from tests.compare.simulate import write_experiment
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.verdict.verdict_file import SCHEMA_VERSION
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
+from tests.verdict.simulate import write_experiment
 
 Answer = Callable[..., tuple[int, Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from abrun.layout import RUN_FILES
+from abrun.runs.layout import RUN_FILES
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "abrun").rglob("*.py")}
@@ -82,8 +82,10 @@ def test_the_files_of_a_run_are_named_in_one_place() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and node.value in RUN_FILES and "." in str(node.value)
     }
-    spelled.discard(("abrun/launch/model_folder.py", "config.json"))  # a Hugging Face checkpoint's
-    assert {name for name, _ in spelled} == {"abrun/layout.py"}
+    spelled.discard(
+        ("abrun/experiment/preflight/model_folder.py", "config.json")
+    )  # a Hugging Face checkpoint's
+    assert {name for name, _ in spelled} == {"abrun/runs/layout.py"}
 
 
 def test_nothing_asks_who_stands_behind_a_seam_and_ranks_alone_count_themselves() -> None:

@@ -11,22 +11,26 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from abrun import layout, processes, recipe
+from abrun import processes
 from abrun.cli import app
+from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.logs.naming import DEFAULT_PATTERNS
 from abrun.logs.rows import STEP_COLUMNS
-from abrun.plan import make_plan
 from abrun.recipe.command import PLACEHOLDERS
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.faults import LIBRARY
+from abrun.recipe.section import Section
+from abrun.runs import layout
 from tests.commands import GROUP, commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def sections(model: type[recipe.Section]) -> Iterator[type[recipe.Section]]:
+def sections(model: type[Section]) -> Iterator[type[Section]]:
     yield model
     for each in model.__subclasses__():
         yield from sections(each)
@@ -41,7 +45,7 @@ def test_recipes_md_is_what_its_script_prints() -> None:
 def test_recipes_md_has_every_field_of_every_section() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+?) \| .*\|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
     named = {name for name, _ in rows}
-    fields = {name for model in sections(recipe.Section) for name in model.model_fields}
+    fields = {name for model in sections(Section) for name in model.model_fields}
     assert fields - named == set()
     assert {("temperature", "`1.0`"), ("seeds", "required"), ("one_pass", "`false`")} <= set(rows)
 
@@ -107,7 +111,7 @@ RECIPES = [
 @pytest.mark.parametrize("text", RECIPES)
 def test_a_recipe_in_a_document_can_be_planned(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    assert len(make_plan(recipe.load_recipe(tmp_path / "recipe.yaml")).runs) >= 8
+    assert len(make_plan(load_recipe(tmp_path / "recipe.yaml")).runs) >= 8
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -232,4 +236,4 @@ def test_faults_that_documents_and_helps_name_are_there() -> None:
     texts = [path.read_text() for path in (*DOCUMENTS, *(ROOT / "abrun" / "cli").glob("*.py"))]
     lists = [names for text in texts for names in re.findall(r"--faults ([a-z][a-z_0-9.,:]*)", text)]
     named = {name.partition(":")[0] for names in lists for name in names.strip(".,").split(",")}
-    assert len(named) > 3 and named <= recipe.LIBRARY.keys()
+    assert len(named) > 3 and named <= LIBRARY.keys()

@@ -15,10 +15,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.compare import compare
-from abrun.compare.read.stored import load_experiment
-from abrun.recipe import load_recipe
-from tests.compare.simulate import RECIPE, edit, edit_rows, write, write_experiment
+from abrun.recipe.experiment import load_recipe
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import compare
+from tests.verdict.simulate import RECIPE, edit, edit_rows, write, write_experiment
 
 ROOT = Path(__file__).parents[1]
 LATE = "fault-late_half_batch-0.25"

@@ -21,11 +21,11 @@ from abrun import cli, extras
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe import megatron_refusal
-from tests.compare.simulate import write_experiment
+from abrun.recipe.megatron import megatron_refusal
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
 from tests.snapshot import Snapshot
+from tests.verdict.simulate import write_experiment
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

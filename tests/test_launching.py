@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 import abrun
-from abrun import cli, store
+from abrun import cli
 from abrun.api import launching
 from abrun.api.launching import Launched
-from abrun.compare import compare_sources
-from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome
-from abrun.memory import open_values
-from abrun.plan import RunName
+from abrun.experiment.plan import RunName
+from abrun.launch import Outcome, auto
 from abrun.reasons import Code
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.report.comparing import compare_sources
+from abrun.runs.experiment import open_experiment, planned_runs, run_state
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -57,7 +57,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
-    monkeypatch.setattr("abrun.compare.compare_sources", in_json)
+    monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
     (tmp_path / "arm.py").write_text(ARM)
     content = json.dumps(RECIPE).replace("SCRIPT", str(tmp_path / "arm.py"))
     (tmp_path / "curves.yaml").write_text(content)
@@ -119,7 +119,7 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("abrun.compare.compare_sources", interrupted)
+    monkeypatch.setattr("abrun.report.comparing.compare_sources", interrupted)
     code, output, _ = command("launch", "curves.yaml", "--jobs", "4", "--exit-zero")
     assert code == 130 and "Continue with: abrun launch curves.yaml" in output
 
@@ -158,7 +158,7 @@ def test_runs_that_did_not_finish_come_before_the_verdict(
 
 def begun(name: str) -> set[int]:
     experiment_dir = Path("runs") / name
-    states = [store.run_state(experiment_dir, run) for run in store.planned_runs(experiment_dir)]
+    states = [run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 
@@ -213,7 +213,7 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
 
         monkeypatch.setattr(module, name, call)
 
-    count(open_values, "decide")
+    count(auto, "decide")
     count(launching, "make_engine")
     if words:
         assert command(words[0], str(SMALL), *words[1:], "--set", f"{CHECKPOINTING}=auto")[0] == 0
@@ -221,7 +221,7 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
         abrun.launch(SMALL, overrides={CHECKPOINTING: "auto"}, quiet=True)
     assert sorted(calls) == ["decide", "make_engine"]
     (record,) = Path("runs").glob("*/experiment.json")
-    content = store.open_experiment(record.parent)
+    content = open_experiment(record.parent)
     assert content["recipe"]["policy"]["activation_checkpointing"] == "none"
     assert content["decided"][CHECKPOINTING]["asked"] == "auto"
 

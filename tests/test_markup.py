@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from abrun.cli import app, main
-from abrun.launch import doctor
+from abrun.experiment.preflight import doctor
 from abrun.reasons import Code
 from abrun.redaction import printable
-from tests.compare.simulate import edit_rows, fail, write_experiment
+from tests.verdict.simulate import edit_rows, fail, write_experiment
 
 NAMES = ["v[/x]", "v[bold]w", "v[gsm8k]", "v:smile:w", "v[link=http://x]w", "[red]v[/red]", "v\x1b[31mw"]
 Command = Callable[[str], list[str]]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
+from tests.recipe.test_shipped_recipes import RECIPES, each_recipe
 from tests.recipe_headers import header, header_problems
-from tests.test_shipped_recipes import RECIPES, each_recipe
 
 BY_NAME = {path.stem: path for path in RECIPES}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compare.simulate import write_experiment
+from tests.verdict.simulate import write_experiment
 
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0

@@ -12,28 +12,32 @@ from typing import Any
 
 import pytest
 
-from abrun import store, watch
-from abrun.compare import compare, verdict_in
-from abrun.compare.read.reference import freeze, load_reference
-from abrun.compare.read.samples import samples_in, side_by_side
-from abrun.compare.read.stored import load_experiment
+from abrun import watch
 from abrun.errors import AbrunError, StoreError
+from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import supervisor
 from abrun.launch.earlier import other_code
-from abrun.launch.experiment import owned_experiment
+from abrun.launch.ownership import owned_experiment
 from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
 from abrun.logs.stored import read_run_dir
-from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recorded.reference import freeze, load_reference
+from abrun.recorded.samples import samples_in, side_by_side
+from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
-from abrun.store import RunDir
-from abrun.store.samples import row_of
-from tests.compare.simulate import edit, write, write_experiment
+from abrun.report.comparing import compare, verdict_in
+from abrun.runs.experiment import REFERENCE
+from abrun.runs.lines import read_lines
+from abrun.runs.lock import LOCK, owner_of
+from abrun.runs.rundir import RunDir
+from abrun.runs.samples import Sample, row_of
+from abrun.runs.saved import saved_state
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only
+from tests.verdict.simulate import edit, write, write_experiment
 
 FOREIGN = Path(__file__).parent / "external" / "foreign.yaml"
 MISSING, UNKNOWN = object(), object()
@@ -75,9 +79,7 @@ def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run in directory.glob("*/seed-0"):
         prompts = {"prompts_sha256": "ab", "rewards": [0, 1], "lengths": [3, 4]}
         (run / "validation.jsonl").write_text(json.dumps({"step": 5, "attempt": 1, **prompts}) + "\n")
-        sample = store.Sample(
-            prompt="1+1=", text="2", reward=1.0, logprob_error=0.1, num_tokens=1, truncated=False
-        )
+        sample = Sample(prompt="1+1=", text="2", reward=1.0, logprob_error=0.1, num_tokens=1, truncated=False)
         (run / "samples.jsonl").write_text(json.dumps(row_of(5, 1, [sample])) + "\n")
         write(run / "wandb.json", {"id": "a", "url": "https://wandb.ai/a/b/runs/c"})
         node = {"attempt": 1, "node": 0, "host": "n", "time_s": 1.0, "silent_since_s": 1.0}
@@ -90,7 +92,7 @@ def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
         result = json.loads((run / "result.json").read_text())
         write(run / "result.json", {**result, "final_weights": files})
     compare(load_experiment(directory), output=directory / "report", formats=("json", "markdown"))
-    freeze(load_experiment(directory), "baseline", directory / store.REFERENCE)
+    freeze(load_experiment(directory), "baseline", directory / REFERENCE)
     return directory
 
 
@@ -125,7 +127,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         for read in (here.attempts, here.code, here.git, here.identity, here.wandb, here.record, here.events):
             read()
         _ = here.final_weights_damage(), here.missing_steps(5), here.first_step, here.initial_weights
-        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), store.owner_of(directory)
+        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), owner_of(directory)
 
     return {
         "status of all": lambda: watch.status_json(directory.parent, None),
@@ -137,8 +139,8 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "logs": lambda: list(watch.log_of(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),
         "run": read_of_a_run,
-        "checkpoint": lambda: store.saved_state(run / "checkpoints" / "step-000005"),
-        "reference": lambda: load_reference(directory / store.REFERENCE),
+        "checkpoint": lambda: saved_state(run / "checkpoints" / "step-000005"),
+        "reference": lambda: load_reference(directory / REFERENCE),
         "verdict": lambda: verdict_in(directory),
         "slurm": lambda: slurm_jobs.read_record(directory),
         "ray": lambda: ray_record.read_driver(directory, str(ray_record.read_job(directory).get("job"))),
@@ -314,15 +316,15 @@ def test_a_line_without_end_is_refused_where_lines_are_read(tmp_path: Path) -> N
     path.write_text('{"a": 1}\n')
     os.truncate(path, 9 * 10**9)
     with pytest.raises(StoreError, match=f"longer than {MAX_LINE_BYTES} bytes"):
-        store.read_lines(path)
+        read_lines(path)
     path.write_text('{"a": ' + "[" * 100 + "]" * 100 + "}\n")
     with pytest.raises(StoreError, match="line 1: got"):
-        store.read_lines(path)
+        read_lines(path)
 
 
 def test_an_owner_is_no_group_of_processes(tmp_path: Path) -> None:
     """Whoever cancels sends it a signal: -1 is all processes of this user."""
     for pid in (-1, 0, "7", 10**30):
         owner = {"pid": pid, "host": os.uname().nodename, "boot_id": None, "process_started": None}
-        (tmp_path / store.LOCK).write_text(json.dumps(owner))
-        assert store.owner_of(tmp_path) is None
+        (tmp_path / LOCK).write_text(json.dumps(owner))
+        assert owner_of(tmp_path) is None

@@ -23,10 +23,10 @@ from abrun.reasons import Code
 if TYPE_CHECKING:
     import pandas
 
-    from abrun.compare import Comparison
-    from abrun.compare.judge.verdict_file import VerdictFile
-    from abrun.compare.read.experiment import Experiment as RecordedExperiment
-    from abrun.compare.read.sources import SourceContents
+    from abrun.recorded.experiment import Experiment as RecordedExperiment
+    from abrun.recorded.sources import SourceContents
+    from abrun.report.comparing import Comparison
+    from abrun.verdict.verdict_file import VerdictFile
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
 SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
@@ -118,7 +118,7 @@ class Result:
     @cached_property
     def claims(self) -> "pandas.DataFrame":
         """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
-        from abrun.compare.judge.verdict_file import claim_rows
+        from abrun.verdict.verdict_file import claim_rows
 
         return _frame(claim_rows(self.verdict_file), CLAIMS)
 
@@ -192,11 +192,11 @@ def launch(
     anything has started.
     """
     from abrun.api.launching import launch_recipe
-    from abrun.launch.options import LaunchOptions
+    from abrun.experiment.options import LaunchOptions
+    from abrun.experiment.starter.shipped import find_recipe
     from abrun.present.terminal import terminal
     from abrun.processes.output import UnfailingOutput
-    from abrun.recipe import load_recipe
-    from abrun.start.shipped import find_recipe
+    from abrun.recipe.experiment import load_recipe
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
     loaded = load_recipe(
@@ -246,8 +246,8 @@ def compare(
     that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
     ComparisonError for what cannot be compared as asked.
     """
-    from abrun.compare import compare_contents
-    from abrun.recipe import parse_primary
+    from abrun.recipe.claims import parse_primary
+    from abrun.report.comparing import compare_contents
 
     given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
     if given is None and any(isinstance(one, Experiment) for one in sources):
@@ -269,7 +269,7 @@ def compare(
 
 
 def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]) -> "SourceContents":
-    from abrun.compare.read.sources import Reading, read_sources
+    from abrun.recorded.sources import Reading, read_sources
 
     known = Reading.__dataclass_fields__
     unknown = [name for name in options if name not in known]

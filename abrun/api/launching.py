@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from abrun.errors import AbrunError, LaunchError, RecipeError
-from abrun.implementations import SCHEDULERS
+from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import Plan, RunName
 from abrun.launch import (
     experiment_dir_of,
     hand_over,
@@ -22,18 +23,18 @@ from abrun.launch import (
     stages,
     wait_for,
 )
+from abrun.launch.auto import closed_plan
 from abrun.launch.engine import Engine, Scheduler
-from abrun.launch.options import LaunchOptions
 from abrun.launch.supervisor import Outcome
-from abrun.memory.open_values import closed_plan
-from abrun.plan import Plan, RunName
 from abrun.reasons import Code
-from abrun.recipe import CommandRecipe, Recipe, launcher_settings
+from abrun.recipe.experiment import CommandRecipe, Recipe
+from abrun.recipe.implementations import SCHEDULERS
+from abrun.recipe.launcher import launcher_settings
 from abrun.watch import View
 
 if TYPE_CHECKING:
-    from abrun.compare import Comparison
     from abrun.present.terminal import Terminal
+    from abrun.report.comparing import Comparison
 
 NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
 
@@ -120,7 +121,7 @@ def launch_recipe(
 
 def claims_so_far(experiment_dir: Path) -> list[str]:
     """Return what the claims look like; imported when the first runs have finished, not before."""
-    from abrun.compare.show.so_far import so_far
+    from abrun.report.so_far import so_far
 
     try:
         return so_far(experiment_dir)
@@ -133,8 +134,8 @@ def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
 
     "step one": it is open in every treatment that is undecided.
     """
-    from abrun.compare.judge.verdict import judge
-    from abrun.compare.read.stored import load_experiment
+    from abrun.recorded.stored import load_experiment
+    from abrun.verdict.decide import judge
 
     experiment = load_experiment(experiment_dir)
     arms = judge(experiment, experiment.compare.primary)
@@ -212,8 +213,8 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
 def _with_comparison(launched: Launched, outcome: Outcome, command: str | None) -> Launched:
     """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
     try:
-        from abrun.compare import compare_sources
-        from abrun.compare.read.sources import Reading
+        from abrun.recorded.sources import Reading
+        from abrun.report.comparing import compare_sources
 
         comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
     except AbrunError as error:
@@ -225,8 +226,8 @@ def _with_comparison(launched: Launched, outcome: Outcome, command: str | None) 
 
 def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     """What the job of a cluster that compares has printed, and its verdict."""
-    from abrun.compare import verdict_in
-    from abrun.compare.judge.verdict import EXIT_CODES
+    from abrun.report.comparing import verdict_in
+    from abrun.verdict.decide import EXIT_CODES
 
     try:
         verdict = verdict_in(launched.experiment_dir)

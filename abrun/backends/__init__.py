@@ -14,8 +14,9 @@ from torch import Tensor
 from abrun.backends.head import Entropies
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
-from abrun.implementations import BACKENDS, load
-from abrun.recipe import OwnRunConfig, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.implementations import BACKENDS, load
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts
 

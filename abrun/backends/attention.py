@@ -19,7 +19,8 @@ from abrun.backends.packing import Packing
 from abrun.backends.stream_check import stream_deviation
 from abrun.errors import RecipeError
 from abrun.models import facts_of, small_twin
-from abrun.recipe import Policy, stream_setting
+from abrun.recipe.families import stream_setting
+from abrun.recipe.policy import Policy
 
 # A compiler sees through the first, and ends its graph at the second.
 ATTENTION, APART = "abrun_packed", "abrun_packed_apart"

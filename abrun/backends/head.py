@@ -13,15 +13,9 @@ from torch.distributed import ProcessGroup
 
 from abrun.backends.collectives import gathered
 from abrun.errors import RecipeError
-from abrun.kernels import (
-    DEFAULT_MEMORY_BUDGET_BYTES,
-    TokenLoss,
-    linear_logprobs,
-    linear_policy_loss,
-    project,
-)
+from abrun.kernels import DEFAULT_MEMORY_BUDGET_BYTES, TokenLoss, linear_logprobs, linear_policy_loss, project
 from abrun.models import cache_name
-from abrun.recipe import Filters, Logprobs
+from abrun.recipe.policy import Filters, Logprobs
 from abrun.rl.sampling import filtered_logprobs
 
 IGNORED = -100

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from abrun import progress
 from abrun.backends import B
 from abrun.backends.packing import Packing, has_prompt, packing_of, shared_prefixes
 from abrun.backends.ranks import Ranks
-from abrun.recipe import Policy
+from abrun.processes import progress
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences, sequence_lengths
 
 

@@ -23,10 +23,10 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from abrun import progress
 from abrun.errors import LaunchError
+from abrun.processes import progress
 from abrun.reasons import Code, Reason
-from abrun.recipe import DIMENSIONS
+from abrun.recipe.policy import DIMENSIONS
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a hang is noticed sooner by the agents: see abrun.train.agent
 MEETING_TIMEOUT = timedelta(minutes=5)  # from one rank's start to the last one's: imports differ in time

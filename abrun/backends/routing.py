@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from abrun.errors import RecipeError
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 from abrun.rl.metrics import MetricParts
 
 

@@ -50,7 +50,7 @@ def _run() -> int:
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
-            from abrun.store import is_allowed, unreadable
+            from abrun.runs.access import is_allowed, unreadable
 
             if not is_allowed(error.filename, os.R_OK):
                 return complain(str(unreadable(Path(error.filename))))

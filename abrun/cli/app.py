@@ -57,7 +57,7 @@ def finish_help() -> None:
 
 def print_json(content: Any) -> None:
     """For machines, on the standard output: NaN and Inf as text, as all files of abrun have them."""
-    from abrun.store import encode
+    from abrun.runs.files import encode
 
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(encode(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))

@@ -20,7 +20,7 @@ def recipe_file(given: Path | None) -> Path | None:
     """The file that was named, or else the recipe of that name that ships, which is said; None: as it is."""
     if given is None:
         return None
-    from abrun.start.shipped import find_recipe
+    from abrun.experiment.starter.shipped import find_recipe
 
     found = find_recipe(given)
     if found != given:
@@ -30,14 +30,14 @@ def recipe_file(given: Path | None) -> Path | None:
 
 def names_of_recipes(incomplete: str) -> list[str]:
     """For a shell that completes: those that ship. (What is a file, the shell completes itself.)"""
-    from abrun.start.shipped import recipe_files
+    from abrun.experiment.starter.shipped import recipe_files
 
     return [name for name in recipe_files() if name.startswith(incomplete)]
 
 
 def names_of_experiments(incomplete: str) -> list[str]:
     """For a shell that completes: those under `runs/`."""
-    from abrun.store import experiments_in
+    from abrun.runs.experiment import experiments_in
 
     runs = Path("runs")
     found = experiments_in(runs) if is_directory(runs) else []

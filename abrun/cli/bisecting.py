@@ -14,11 +14,11 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
-    from abrun.bisect.candidates import Candidate
-    from abrun.bisect.command import Bisection
-    from abrun.layout import RunName
-    from abrun.plan import Plan
+    from abrun.diagnose.bisect.candidates import Candidate
+    from abrun.diagnose.bisect.command import Bisection
+    from abrun.experiment.plan import Plan
     from abrun.present.terminal import Terminal
+    from abrun.runs.layout import RunName
 
 Refs = Annotated[
     str | None, typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last.")
@@ -74,10 +74,10 @@ def bisect(
         abrun bisect recipe.yaml --good v1.2 --bad main --setup 'pip install -e .'
         abrun bisect recipe.yaml --package torch --versions 2.11.0,2.12.0,2.13.0
     """
-    from abrun.bisect import report
-    from abrun.bisect.command import Bisection, bisect_recipe
-    from abrun.bisect.environments import environments_for
-    from abrun.bisect.search import Design, looks
+    from abrun.diagnose.bisect import report
+    from abrun.diagnose.bisect.command import Bisection, bisect_recipe
+    from abrun.diagnose.bisect.environments import environments_for
+    from abrun.diagnose.bisect.search import Design, looks
 
     named = [] if name is None else [f"name={json.dumps(name)}"]
     loaded = bisect_recipe(recipe, [*with_seeds(overrides, seeds), *named])
@@ -102,9 +102,9 @@ def bisect(
 
 def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
     """Search in view, write what was found, and take away what is not kept; returns the exit code."""
-    from abrun.bisect import report
-    from abrun.bisect.command import FILE, EndpointError, StoppedError
-    from abrun.store import write_file
+    from abrun.diagnose.bisect import report
+    from abrun.diagnose.bisect.command import FILE, EndpointError, StoppedError
+    from abrun.runs.files import write_file
 
     screen = console()
     try:
@@ -133,7 +133,7 @@ def _launcher(
 ) -> "Callable[[Plan, Collection[RunName]], int]":
     """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
     from abrun.launch import LaunchOptions, make_engine, queued_jobs, run_plan
-    from abrun.store import is_experiment
+    from abrun.runs.experiment import is_experiment
     from abrun.watch import View
 
     def make(plan: "Plan", only: "Collection[RunName]") -> int:
@@ -150,7 +150,7 @@ def _launcher(
 def _candidates(
     repo: Path, good: str | None, bad: str | None, refs: str | None, package: str | None, versions: str | None
 ) -> "list[Candidate]":
-    from abrun.bisect import candidates
+    from abrun.diagnose.bisect import candidates
 
     given = {"--good": good, "--bad": bad, "--refs": refs, "--package": package, "--versions": versions}
     said = [option for option, value in given.items() if value is not None]

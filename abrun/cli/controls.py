@@ -16,7 +16,7 @@ from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
-    from abrun.recipe import Declared
+    from abrun.recipe.experiment import Declared
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)
@@ -30,8 +30,9 @@ def faults(
         abrun faults
         abrun faults flipped_advantages
     """
-    from abrun.compare.show.planted import details, library, library_json, of_algorithms
-    from abrun.recipe import FAULTS, LIBRARY, PlantedFault, validated
+    from abrun.recipe.faults import FAULTS, LIBRARY, PlantedFault
+    from abrun.recipe.refusals import validated
+    from abrun.report.planted import details, library, library_json, of_algorithms
 
     chosen = FAULTS
     if name is not None:
@@ -64,8 +65,8 @@ def samples(
         abrun samples quickstart/baseline/seed-0 --step 60
         abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
-    from abrun.compare.read.samples import samples_in, side_by_side
-    from abrun.compare.show.samples import samples_shown
+    from abrun.recorded.samples import samples_in, side_by_side
+    from abrun.report.samples import samples_shown
 
     names = [run] if against is None else [run, against]
     left, right = (samples_in(_folder_of(each, runs_dir)) for each in (run, against or run))
@@ -114,9 +115,9 @@ def sensitivity(
         abrun sensitivity quickstart --faults flipped_advantages,stale_rollout_weights
     """
     from abrun.api.launching import launch_recipe
+    from abrun.experiment.options import LaunchOptions
     from abrun.launch.controls import with_faults_alone
-    from abrun.launch.options import LaunchOptions
-    from abrun.recipe import load_recipe
+    from abrun.recipe.experiment import load_recipe
 
     faulty, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
     options = LaunchOptions(
@@ -140,9 +141,9 @@ def _say_what_was_caught(
     screen: "Terminal", recipe: "Declared", experiment_dir: Path, not_planted: Mapping[str, str]
 ) -> None:
     """Judge the planted faults, print the table and write it into the experiment's report."""
-    from abrun.compare.judge.planted import sensitivity as judge_faults
-    from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planted import advice, caught_sentence, table, write_sensitivity
+    from abrun.recorded.stored import load_experiment
+    from abrun.report.planted import advice, caught_sentence, table, write_sensitivity
+    from abrun.verdict.planted import sensitivity as judge_faults
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
@@ -160,7 +161,8 @@ def _say_what_was_caught(
 def _folder_of(run: str, runs_dir: Path) -> Path:
     """Of abrun's run, or where another trainer has kept completions. Raises StoreError where neither is."""
     from abrun.logs.completions import read_completions
-    from abrun.store import RunDir, is_experiment, planned_runs
+    from abrun.runs.experiment import is_experiment, planned_runs
+    from abrun.runs.rundir import RunDir
 
     path = runs_dir / run
     path = path if is_directory(path) else Path(run)

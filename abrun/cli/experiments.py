@@ -36,10 +36,10 @@ from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.api.launching import Launched
-    from abrun.launch.options import LaunchOptions
-    from abrun.plan import Plan
+    from abrun.experiment.options import LaunchOptions
+    from abrun.experiment.plan import Plan
     from abrun.present.terminal import Terminal
-    from abrun.recipe import CommandRecipe, Recipe
+    from abrun.recipe.experiment import CommandRecipe, Recipe
 
 
 @app.command(rich_help_panel=RUN)
@@ -79,8 +79,8 @@ def launch(
         abrun launch recipe.yaml --launcher slurm --detach
     """
     from abrun.api.launching import launch_recipe
-    from abrun.launch.options import LaunchOptions
-    from abrun.recipe import load_recipe
+    from abrun.experiment.options import LaunchOptions
+    from abrun.recipe.experiment import load_recipe
 
     if as_json and not dry_run:
         raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
@@ -131,10 +131,10 @@ def export(
         abrun export recipe.yaml --to jobset --output manifests
         abrun export recipe.yaml --to skypilot
     """
+    from abrun.experiment.plan import make_plan
     from abrun.launch import experiment_dir_of
     from abrun.launch.export import export as write_manifests
-    from abrun.plan import make_plan
-    from abrun.recipe import load_recipe
+    from abrun.recipe.experiment import load_recipe
 
     plan = make_plan(load_recipe(recipe, overrides or []))
     name = experiment_dir_of(plan, Path(), name).name
@@ -151,7 +151,7 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun import watch as live
     from abrun.api.launching import claims_so_far
     from abrun.launch import queued_jobs
-    from abrun.store import find_experiment
+    from abrun.runs.experiment import find_experiment
 
     live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs, claims_so_far)
 
@@ -174,7 +174,7 @@ def status(
     from abrun import watch as live
     from abrun.api.launching import claims_so_far
     from abrun.launch import queued_jobs
-    from abrun.store import find_experiment
+    from abrun.runs.experiment import find_experiment
 
     screen = console()
     if as_json:
@@ -200,7 +200,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun cancel quickstart
     """
     from abrun.launch import cancel as cancel_experiment
-    from abrun.store import find_experiment
+    from abrun.runs.experiment import find_experiment
 
     print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
 
@@ -237,8 +237,8 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     Examples:
         abrun sync quickstart
     """
-    from abrun.mirror.sync import sync as send
-    from abrun.store import find_experiment
+    from abrun.runs.experiment import find_experiment
+    from abrun.wandb_sync.sync import sync as send
 
     send(find_experiment(experiment, runs_dir), print)
 
@@ -269,15 +269,15 @@ def _dry_run(
     2 where the model's folder does not load or cannot be trained so, or the scheduler would refuse it.
     Raises StoreError where there is nothing to resume.
     """
-    from abrun import store
     from abrun.api.launching import plan_launch
+    from abrun.experiment.preflight.requirements import is_refused_for_its_model
     from abrun.launch.preview import preview, preview_json, preview_of_jobs
-    from abrun.launch.requirements import is_refused_for_its_model
+    from abrun.runs.experiment import open_experiment
 
     planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
     plan, scheduler = planned.plan, planned.scheduler
     if options.resume:
-        store.open_experiment(planned.experiment_dir)
+        open_experiment(planned.experiment_dir)
     if as_json:
         content = preview_json(plan, options.jobs, scheduler)
         print_json(content)

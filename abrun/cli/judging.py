@@ -46,8 +46,8 @@ from abrun.reasons import Code
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
-    from abrun.compare import Comparison
-    from abrun.compare.read.experiment import Experiment
+    from abrun.recorded.experiment import Experiment
+    from abrun.report.comparing import Comparison
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -85,9 +85,9 @@ def compare(
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare nightly --reference reference.json --format json --json
     """
-    from abrun.compare import compare_sources
-    from abrun.compare.read.sources import Reading
-    from abrun.recipe import parse_primary
+    from abrun.recipe.claims import parse_primary
+    from abrun.recorded.sources import Reading
+    from abrun.report.comparing import compare_sources
 
     wanted = parse_formats(formats)
     _refuse_nothing_to_upload(wandb and wanted == ["terminal"], formats)
@@ -130,8 +130,8 @@ def _refuse_nothing_to_upload(nothing: bool, formats: str | None) -> None:
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.compare.read.sources import stored_in
-    from abrun.mirror.report import upload
+    from abrun.recorded.sources import stored_in
+    from abrun.wandb_sync.report import upload
 
     print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
 
@@ -177,9 +177,9 @@ def freeze(
         abrun freeze runs/old --primary 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
-    from abrun.compare import commit_of, freeze_arm
-    from abrun.compare.read.sources import Reading, open_sources, stored_in
-    from abrun.recipe import parse_primary
+    from abrun.recipe.claims import parse_primary
+    from abrun.recorded.sources import Reading, open_sources, stored_in
+    from abrun.report.comparing import commit_of, freeze_arm
 
     reading = Reading(
         runs_dir=runs_dir,
@@ -255,11 +255,11 @@ def ledger(
         abrun ledger reference.json
         abrun ledger reference.json --add nightly
     """
-    from abrun.compare import add_to_ledger
-    from abrun.compare.judge.ledger import EXCEEDED, exceeded
-    from abrun.compare.read.reference import load_reference
-    from abrun.compare.show.ledger import ledger_shown
-    from abrun.store import find_experiment
+    from abrun.recorded.reference import load_reference
+    from abrun.report.comparing import add_to_ledger
+    from abrun.report.ledger import ledger_shown
+    from abrun.runs.experiment import find_experiment
+    from abrun.verdict.ledger import EXCEEDED, exceeded
 
     if add is None and (arm is not None or tried != 1):
         raise RecipeError(
@@ -308,12 +308,12 @@ def plan(
         abrun plan --from pilot --set compare.primary.0.margin=0.1
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
-    from abrun.compare.read.stored import load_experiment
-    from abrun.compare.show.planning import other_than_measured, plan_json, plan_report
+    from abrun.experiment.plan import make_draft
     from abrun.launch.stages import until_decided
-    from abrun.plan import make_draft
-    from abrun.recipe import load_recipe
-    from abrun.store import find_experiment
+    from abrun.recipe.experiment import load_recipe
+    from abrun.recorded.stored import load_experiment
+    from abrun.report.planning import other_than_measured, plan_json, plan_report
+    from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(Code.PLAN_FROM_AND_ASSUMED(got=earlier))

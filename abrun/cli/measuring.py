@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
-from abrun.cli.arguments import (
-    Overrides,
-    RunsDir,
-    names_of_recipes,
-    parse_lengths,
-    recipe_file,
-)
+from abrun.cli.arguments import Overrides, RunsDir, names_of_recipes, parse_lengths, recipe_file
 from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
 
@@ -233,8 +227,8 @@ def mismatch(
         abrun mismatch quickstart/baseline/seed-0
         abrun mismatch quickstart --set policy.logprobs.head_dtype=float32
     """
-    from abrun.mismatch.command import measure_run
-    from abrun.mismatch.report import summary
+    from abrun.diagnose.logprob_diff.command import measure_run
+    from abrun.diagnose.logprob_diff.report import summary
 
     screen = console()
     budget, folder = measure_run(
@@ -260,7 +254,7 @@ def doctor(
         abrun doctor
         abrun doctor --json
     """
-    from abrun.launch.doctor import diagnose
+    from abrun.experiment.preflight.doctor import diagnose
 
     diagnosis = diagnose()
     if as_json:

@@ -48,7 +48,7 @@ def init(
         abrun init --kind external --name mine --trainer other
         abrun init --kind regression --name convergence --recipe quickstart-regression
     """
-    from abrun.start.initial import (
+    from abrun.experiment.starter.initial import (
         KINDS,
         check_name,
         initial_files,
@@ -112,7 +112,7 @@ def recipes(
         abrun recipes quickstart > mine.yaml
         abrun launch quickstart
     """
-    from abrun.start.shipped import WHERE, find_recipe, shipped_recipes
+    from abrun.experiment.starter.shipped import WHERE, find_recipe, shipped_recipes
 
     if name is not None:
         sys.stdout.write(find_recipe(Path(name)).read_text())
@@ -147,7 +147,7 @@ def schema(
     Examples:
         abrun schema --output recipe.schema.json
     """
-    from abrun.start.schema import recipe_schema
+    from abrun.experiment.starter.schema import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=1)
     if output is None:

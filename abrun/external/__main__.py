@@ -6,8 +6,8 @@ from pathlib import Path
 from abrun.errors import AbrunError
 from abrun.external.run import run
 from abrun.processes.output import outlive_output
-from abrun.store import RunDir
-from abrun.store.endings import write_ending
+from abrun.runs.endings import write_ending
+from abrun.runs.rundir import RunDir
 
 
 def main() -> int:

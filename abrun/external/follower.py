@@ -13,9 +13,11 @@ from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.reasons import Code, Reason
-from abrun.recipe import MetricsLog
+from abrun.recipe.command import MetricsLog
 from abrun.regular_files import is_file
-from abrun.store import NOT_METRICS, RunDir, TextValues
+from abrun.runs.lines import NOT_METRICS
+from abrun.runs.records import TextValues
+from abrun.runs.rundir import RunDir
 
 Row = dict[str, float]
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError
 from abrun.external.environment import describe
 from abrun.external.follower import Follower
@@ -31,11 +30,15 @@ from abrun.processes import (
     stopping_signals,
     wait,
 )
-from abrun.progress import LAST_STEPS, patience
+from abrun.processes.capture import capped
+from abrun.processes.progress import LAST_STEPS, patience
 from abrun.reasons import Code, Reason
-from abrun.recipe import CommandRunConfig, invocation, stored_run, values_of
+from abrun.recipe.command import CommandRunConfig, invocation, values_of
+from abrun.recipe.experiment import stored_run
 from abrun.redaction import current_mask, hide_secrets_of, hide_values
-from abrun.store import FencedError, RunDir, RunRecord, RunWriter
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
+from abrun.runs.writer import FencedError, RunWriter
 
 POLL_S = 1.0
 GRACE_S = 30.0  # launchers wait 35 s before they kill

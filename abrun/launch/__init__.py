@@ -1,10 +1,10 @@
 """From a plan to its runs: the directory of an experiment, the order of its runs, and what starts them."""
 
+from abrun.experiment.options import LaunchOptions
 from abrun.launch.cancel import cancel
 from abrun.launch.engine import make_engine, make_scheduler, queued_jobs
-from abrun.launch.experiment import experiment_dir_of
 from abrun.launch.handover import hand_over, wait_for
-from abrun.launch.options import LaunchOptions
+from abrun.launch.ownership import experiment_dir_of
 from abrun.launch.supervisor import Observer, Outcome, run_plan
 
 __all__ = [

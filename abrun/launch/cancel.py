@@ -4,10 +4,11 @@ import os
 import signal
 from pathlib import Path
 
-from abrun import store
 from abrun.errors import LaunchError
 from abrun.launch.engine import queued_jobs
 from abrun.reasons import Code
+from abrun.runs.experiment import open_experiment
+from abrun.runs.lock import owner_of
 
 
 def cancel(experiment_dir: Path) -> str:
@@ -15,14 +16,14 @@ def cancel(experiment_dir: Path) -> str:
 
     Raises LaunchError where only another machine can, StoreError where there is no experiment.
     """
-    store.open_experiment(experiment_dir)
+    open_experiment(experiment_dir)
     queued = queued_jobs(experiment_dir)
     busy = queued.busy if queued else []
     if queued and busy:
         queued.cancel()
         count = "1 job" if len(busy) == 1 else f"{len(busy)} jobs"
         return f"cancelled: {count} ({', '.join(busy)}); what runs saves a checkpoint first"
-    owner = store.owner_of(experiment_dir)
+    owner = owner_of(experiment_dir)
     if owner is None:
         return f"{experiment_dir.name}: nothing of it runs or waits"
     if not owner.is_seen_from_here or owner.pid is None:

@@ -2,19 +2,12 @@
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe import (
-    BASELINE,
-    FAULTS,
-    LIBRARY,
-    CommandRecipe,
-    Controls,
-    OwnRunConfig,
-    PlantedFault,
-    Recipe,
-    lacking,
-    stored_recipe,
-    validated,
-)
+from abrun.recipe.claims import Controls
+from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, stored_recipe
+from abrun.recipe.fault_needs import lacking
+from abrun.recipe.faults import FAULTS, LIBRARY, PlantedFault
+from abrun.recipe.refusals import validated
+from abrun.recipe.run import OwnRunConfig
 
 
 def with_faults_alone(

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.experiment.plan import Plan
 from abrun.extras import installed_version, is_imported
-from abrun.plan import Plan
-from abrun.recipe import OwnRunConfig, RunConfig, dotted
-from abrun.store import RunDir, code_name, readable, run_dir
+from abrun.recipe.reading import dotted
+from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.runs.experiment import run_dir
+from abrun.runs.files import readable
+from abrun.runs.records import code_name
+from abrun.runs.rundir import RunDir
 
 MOST_SHOWN = 3
 

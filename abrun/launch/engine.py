@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import LaunchError
-from abrun.implementations import LAUNCHERS, SCHEDULERS, load
-from abrun.plan import Plan
+from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe import Exported, LauncherSettings, RunConfig
-from abrun.store import RunDir, RunState
+from abrun.recipe.exported import Exported
+from abrun.recipe.implementations import LAUNCHERS, SCHEDULERS, load
+from abrun.recipe.launcher import LauncherSettings
+from abrun.recipe.run import RunConfig
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 
 
 class LeftInQueueError(LaunchError):

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun import store
 from abrun.redaction import redacted
+from abrun.runs.experiment import write_diff
 
 MAX_CONFIGURATION = 1 << 20  # bytes
 MOST_DIFF = 1 << 18  # bytes that are kept
@@ -73,7 +73,7 @@ def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | N
     text = redacted(content[:MOST_DIFF].decode(errors="replace"))
     if len(content) > MOST_DIFF or cut:
         text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
-    return store.write_diff(experiment_dir, changes, text)
+    return write_diff(experiment_dir, changes, text)
 
 
 def git_environment(repo: Path) -> dict[str, str] | None:

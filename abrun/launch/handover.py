@@ -5,14 +5,15 @@ import time
 from pathlib import Path
 
 from abrun.errors import LaunchError
+from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import Plan, RunName
 from abrun.launch.earlier import other_code
 from abrun.launch.engine import LeftInQueueError, Queued, Scheduler, queued_jobs
-from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
-from abrun.launch.options import LaunchOptions
+from abrun.launch.ownership import experiment_dir_of, owned_experiment
 from abrun.launch.supervisor import Observer, Outcome, refuse_impossible
-from abrun.plan import Plan, RunName
-from abrun.store import Status, run_state
+from abrun.runs.experiment import run_state
+from abrun.runs.records import Status
 
 POLL_S = 0.5
 SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from abrun.launch.command import AGENT, command_of, environment, imports
+from abrun.experiment.command import AGENT, command_of, environment, imports
+from abrun.experiment.plan import Plan
+from abrun.experiment.preflight.requirements import Machine, refusals, this_machine
 from abrun.launch.engine import Place
-from abrun.launch.requirements import Machine, refusals, this_machine
-from abrun.plan import Plan
 from abrun.processes import MODULE, RUN_DIR, Child, below, end_all, processes_of, start, wait
 from abrun.processes.forks import ForkServer
 from abrun.reasons import Reason
-from abrun.recipe import OwnRunConfig, RunConfig
-from abrun.store import RunDir
+from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.runs.rundir import RunDir
 
 FORKED = "abrun.train.forked"
 FEWEST_LATER = 2  # runs of a kind that wait for others' places, for which imports once more are worth it

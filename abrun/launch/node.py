@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.launch.command import Meeting, command_of, environment
-from abrun.launch.requirements import node_refusals, this_machine
+from abrun.experiment.command import Meeting, command_of, environment
+from abrun.experiment.preflight.requirements import node_refusals, this_machine
 from abrun.reasons import Code
-from abrun.recipe import stored_run
-from abrun.store import RunDir
-from abrun.store.endings import write_ending
+from abrun.recipe.experiment import stored_run
+from abrun.runs.endings import write_ending
+from abrun.runs.rundir import RunDir
 
 FAILED = 2
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
-from abrun.plan import Plan
+from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe import BASELINE, CommandRunConfig, PolicyGradientSettings
+from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.experiment import BASELINE
 
 RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their importance ratio alone
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")

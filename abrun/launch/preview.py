@@ -8,27 +8,22 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from abrun.experiment.plan import Plan, decisions
+from abrun.experiment.preflight.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.launch.engine import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
-from abrun.launch.requirements import Machine, refusals, refuse_unset_variables, this_machine
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import units
 from abrun.messages.records import coded
-from abrun.plan import Plan, decisions
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
-from abrun.recipe import (
-    BASELINE,
-    DIMENSIONS,
-    CommandRunConfig,
-    Compare,
-    OwnRunConfig,
-    RunConfig,
-    claim_text,
-    invocation,
-)
+from abrun.recipe.claims import Compare, claim_text
+from abrun.recipe.command import CommandRunConfig, invocation
+from abrun.recipe.experiment import BASELINE
+from abrun.recipe.policy import DIMENSIONS
 from abrun.recipe.precision import precision_difference
+from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
@@ -255,9 +250,9 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
     if not compare.primary:
         return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
-    from abrun.equivalence import ALPHA
-    from abrun.looks import levels_of_looks  # scipy: half a second
-    from abrun.power import assumed_spread, claim_power
+    from abrun.experiment.power import assumed_spread, claim_power
+    from abrun.stats.equivalence import ALPHA
+    from abrun.stats.sequential import levels_of_looks  # scipy: half a second
 
     level = (levels_of_looks(compare.looks, spending=compare.looks_spending) or [ALPHA])[-1]
     counted = units(paired=compare.paired)

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from abrun.errors import LaunchError, StoreError
+from abrun.experiment.plan import Plan, RunName
 from abrun.launch.engine import Started
-from abrun.launch.experiment import warm_start_dir, write_run
+from abrun.launch.ownership import warm_start_dir, write_run
 from abrun.messages import sentence
-from abrun.plan import Plan, RunName
 from abrun.processes import Process, end_all, processes_of
 from abrun.reasons import Code, Reason
-from abrun.recipe import OwnRunConfig, RunConfig
-from abrun.store import WARM_STARTS, Lease, Locked, RunDir, Status, readable, run_dir
+from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.runs.experiment import WARM_STARTS, run_dir
+from abrun.runs.files import readable
+from abrun.runs.lock import Lease, Locked
+from abrun.runs.records import Status
+from abrun.runs.rundir import RunDir
 
 LEAVE_S = 40.0  # a run that has lost its launcher takes up to 30 s to save a checkpoint
 WARM_START = RunName(arm="warm-start", seed=0)

@@ -6,11 +6,11 @@ than another, and seeds go in their order.
 
 from pathlib import Path
 
-from abrun import store
 from abrun.errors import LaunchError, RecipeError
-from abrun.plan import compare_hash
+from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code
-from abrun.recipe import MOST_SEEDS, CommandRecipe, Declared, Recipe, stored_recipe
+from abrun.recipe.experiment import MOST_SEEDS, CommandRecipe, Declared, Recipe, stored_recipe
+from abrun.runs.experiment import open_experiment
 
 STAGED_SEEDS = 12  # unless --max-seeds or declared looks say otherwise
 FEWEST_PAIRS = 3  # of a first look by the recipe's own number of seeds: fewer decide next to nothing
@@ -53,7 +53,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
 
 def refuse_other_looks(recipe: Declared, experiment_dir: Path) -> None:
     """Raises LaunchError where an experiment was launched with other looks: they cannot be chosen later."""
-    content = store.open_experiment(experiment_dir)
+    content = open_experiment(experiment_dir)
     launched = (content.get("recipe", {}).get("compare") or {}).get("looks") or []
     first = content.get("compare_sha256")  # the recipe is that of the last --resume
     if launched != recipe.compare.looks and first != compare_hash(recipe.compare):

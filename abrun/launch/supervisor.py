@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
+from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.preflight.requirements import untested_packages
 from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place
-from abrun.launch.experiment import experiment_dir_of, owned_experiment
 from abrun.launch.git import record_checkout
-from abrun.launch.options import LaunchOptions
+from abrun.launch.ownership import experiment_dir_of, owned_experiment
 from abrun.launch.queue import Job, Queue
-from abrun.launch.requirements import untested_packages
 from abrun.messages import sentence
-from abrun.plan import Plan, RunName
 from abrun.processes import (
     StopRequests,
     ending_of,
@@ -34,11 +34,12 @@ from abrun.processes import (
     stopping_signals,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe import values_of
+from abrun.recipe.command import values_of
 from abrun.redaction import hide_secrets_of, hide_values, redacted
-from abrun.store import Lease, Status, run_state
-from abrun.store.endings import endings
-from abrun.store.records import recorded_reason
+from abrun.runs.endings import endings
+from abrun.runs.experiment import run_state
+from abrun.runs.lock import Lease
+from abrun.runs.records import Status, recorded_reason
 
 POLL_S = 0.2
 MOST_ERRORS = 3

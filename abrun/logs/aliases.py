@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import listed, printable
-from abrun.series import Series
+from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
     "trl": {  # GRPO, RLOO and DPO, as transformers logs them: train/<name>. Others are named like ours

@@ -15,7 +15,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.log import needs_package, printable, readable
 from abrun.regular_files import is_directory, is_file
-from abrun.store import Sample
+from abrun.runs.samples import Sample
 
 MOST_PROMPTS = 64  # of a step; of the completions of one prompt the first is kept
 _FILE = re.compile(

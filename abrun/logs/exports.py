@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from abrun.layout import RunName
 from abrun.logs.log import EMPTY, Log, printable
 from abrun.logs.naming import LARGEST_SEED
 from abrun.logs.rows import Cells
@@ -27,6 +26,7 @@ from abrun.logs.tables import (
     rows_log,
     wide_rows,
 )
+from abrun.runs.layout import RunName
 
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
 RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")

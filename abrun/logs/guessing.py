@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from abrun.layout import RunName
 from abrun.logs.log import Log, listed
 from abrun.logs.naming import LARGEST_SEED, Selects, every_run, stem
 from abrun.logs.starts import without_moments
 from abrun.reasons import Code, Reason
+from abrun.runs.layout import RunName
 
 BETWEEN = r"[/_\-. =@,]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"

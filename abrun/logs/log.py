@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.layout import RunName
 from abrun.reasons import Reason
 from abrun.redaction import printable, shown, shown_tree
-from abrun.series import Series
-from abrun.store import unreadable
+from abrun.runs.access import unreadable
+from abrun.runs.layout import RunName
+from abrun.stats.series import Series
 
 LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
 EMPTY = "nothing is recorded in it yet"

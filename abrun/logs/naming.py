@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
-from abrun.layout import RunName
 from abrun.logs.log import Log, listed, printable
 from abrun.logs.starts import join_starts, without_moments
+from abrun.runs.layout import RunName
 
 SUFFIXES = {  # of files that hold runs, and their formats
     ".csv": "csv",

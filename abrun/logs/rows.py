@@ -11,8 +11,8 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
 from abrun.logs.log import left_out, listed, printable
-from abrun.series import Series, from_rows
-from abrun.store.lines import CHECKSUM
+from abrun.runs.lines import CHECKSUM
+from abrun.stats.series import Series, from_rows
 
 # In this order, the first that every row has, in any case. Trainers that log their own step come before
 # wandb's `_step`, which counts calls of wandb.log; open-instruct's `global_step` counts episodes.

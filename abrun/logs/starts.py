@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.logs.log import Log, printable
 from abrun.reasons import Code
-from abrun.series import NO_SERIES, Series, Steps, by_step
+from abrun.stats.series import NO_SERIES, Series, Steps, by_step
 
 # A folder that is named by its start alone: a restarted run has several, side by side.
 START = re.compile(

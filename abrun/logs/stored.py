@@ -2,20 +2,21 @@
 
 from pathlib import Path
 
-from abrun import store
-from abrun.layout import RunName
 from abrun.logs.log import Log, LogStatus, printable
-from abrun.recipe import dotted
+from abrun.recipe.reading import dotted
+from abrun.runs.experiment import run_dir
+from abrun.runs.layout import RunName
+from abrun.runs.rundir import RunDir
 
 
 def is_run_dir(folder: Path) -> bool:
     """Whether a folder is a run directory of abrun: its config.json says whose."""
-    run = store.RunDir(folder)
+    run = RunDir(folder)
     return run.has_metrics and run.find_record() is not None
 
 
 def read_run_dir(folder: Path, name: str) -> Log:
-    run = store.RunDir(folder)
+    run = RunDir(folder)
     record = run.record()
     status, failure = _status(run, record.name)
     return Log(
@@ -33,11 +34,11 @@ def read_run_dir(folder: Path, name: str) -> Log:
     )
 
 
-def _status(run: store.RunDir, identity: RunName) -> tuple[LogStatus, str]:
+def _status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
     if run.finished:
         return "finished", ""
     folder = run.path.resolve()
-    if store.run_dir(folder.parent.parent, identity) != folder:
+    if run_dir(folder.parent.parent, identity) != folder:
         return "unknown", ""  # a copy under another name
     state = run.state(identity)
     if state.status in ("failed", "interrupted"):

@@ -16,7 +16,7 @@ from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
 from abrun.logs.rows import LONGEST_TEXT, STEP_COLUMNS, UNNAMED, Cells, Recorded, flat_cells, series_of
 from abrun.regular_files import open_regular
-from abrun.store.lines import LineParser, damaged_line
+from abrun.runs.lines import LineParser, damaged_line
 
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"

@@ -18,7 +18,7 @@ from abrun.logs.crc32c import masked_crc32c
 from abrun.logs.log import EMPTY, Log, left_out, printable, readable
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import is_file, read_regular
-from abrun.series import Series, by_step
+from abrun.stats.series import Series, by_step
 
 EVENTS = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes

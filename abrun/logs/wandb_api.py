@@ -16,7 +16,7 @@ from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus, needs_package, printable
 from abrun.logs.rows import flat_cells, series_of
 from abrun.logs.wandb_files import environment_of
-from abrun.recipe import dotted
+from abrun.recipe.reading import dotted
 
 TIMEOUT_S = 60
 REACHED_WITHIN_S = 10

@@ -20,7 +20,7 @@ from abrun.errors import StoreError
 from abrun.logs.cells import as_number
 from abrun.logs.log import EMPTY, Log, printable, readable
 from abrun.logs.rows import NoStep, Recorded, flat_cells, series_of
-from abrun.recipe import dotted
+from abrun.recipe.reading import dotted
 from abrun.regular_files import read_regular
 
 MAGIC = b":W&B\xe1\xbe"

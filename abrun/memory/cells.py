@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.metric_names import PEAK_MEMORY, is_peak_memory
-from abrun.recipe import BASELINE
+from abrun.recipe.experiment import BASELINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

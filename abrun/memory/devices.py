@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from abrun.launch.probe import Place
-from abrun.recipe import OwnRunConfig
+from abrun.experiment.probe import Place
+from abrun.recipe.run import OwnRunConfig
 
 AHEAD = 2  # cells whose processes start while one is measured: imports take longer than a step
 

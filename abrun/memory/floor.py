@@ -6,9 +6,12 @@ the products' inner size, P tensor-parallel ranks.
 
 from typing import Any
 
-from abrun.launch.requirements import shape_of
+from abrun.experiment.preflight.requirements import shape_of
 from abrun.memory.step import is_cut
-from abrun.recipe import PLAIN_DECODERS, Dpo, Model, OwnRunConfig, PolicyGradientSettings
+from abrun.recipe.algorithms import Dpo, PolicyGradientSettings
+from abrun.recipe.dtensor import PLAIN_DECODERS
+from abrun.recipe.policy import Model
+from abrun.recipe.run import OwnRunConfig
 
 DEFAULT_BUDGET_MIB = 512  # of the log-prob kernels
 CHARACTERS = 99  # the tokens of every preset's tokenizer

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun import progress
 from abrun.backends.ranks import join_ranks
+from abrun.experiment.probe import await_turn, read_job, row_writer
 from abrun.kernels import linear_logprobs, linear_policy_loss
-from abrun.launch.probe import await_turn, read_job, row_writer
 from abrun.memory.budget import Budget
+from abrun.memory.fake_device import LOGPROBS, hollow_gpu
 from abrun.memory.history import History
-from abrun.memory.hollow import LOGPROBS, hollow_gpu
 from abrun.memory.measure import OUT_OF_MEMORY
 from abrun.memory.trace import HollowPhases
 from abrun.messages import sentence
+from abrun.processes import progress
 from abrun.train.__main__ import ran_out
 from abrun.train.phases import Phases
 

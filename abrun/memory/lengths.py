@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError
-from abrun.launch.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.step import own_sequences
 from abrun.models import config_of, load_text, positions_of
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.tasks import make_task
 from abrun.train.lengths import longest_of, new_tokens
 

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun import progress
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.launch.probe import await_turn, read_job, refuse, row_writer
+from abrun.experiment.probe import await_turn, read_job, refuse, row_writer
 from abrun.memory.budget import Budget
 from abrun.memory.history import History
 from abrun.memory.step import num_rows, of_size
 from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
-from abrun.recipe import Dpo, OwnRunConfig, Sft
-from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.processes import progress
+from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.train.__main__ import ran_out
 from abrun.train.batches import RandomBatches

@@ -18,9 +18,8 @@ from typing import Any
 
 from rich.text import Text
 
-from abrun import store
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.probe import ProbeRefused, probe_alone
+from abrun.experiment.probe import ProbeRefused, probe_alone
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
 from abrun.memory.step import own_sequences
@@ -28,14 +27,14 @@ from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Head, Plan, Variant
 from abrun.present.tables import Cell, Table, columns
 from abrun.processes import end_all, processes_of
 from abrun.reasons import Code, Reason
-from abrun.recipe import (
-    BESIDE_THE_TRAINER,
-    MOST_OF_A_CACHE,
-    CommandRunConfig,
-    Declared,
-    OwnRunConfig,
-    Ppo,
-)
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.experiment import Declared
+from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.vllm import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
+from abrun.runs.files import write_json
+from abrun.runs.lock import folder_lock
+from abrun.runs.rundir import SCHEMA_VERSION
 
 GIB = 2**30
 # Memory of cards in MiB, as nvidia-smi gives it.
@@ -151,7 +150,7 @@ class Prediction:
     def content(self) -> dict[str, Any]:
         """What prediction.json says."""
         return {
-            "schema_version": store.SCHEMA_VERSION,
+            "schema_version": SCHEMA_VERSION,
             "name": self.name,
             "counter": "predicted peak_allocated_bytes",
             "device_bytes": self.device_bytes,
@@ -219,7 +218,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
             for point, row in zip(points, rows, strict=True)
         ]
 
-    with store.folder_lock(output, COMMAND), _traces(directories) as several:
+    with folder_lock(output, COMMAND), _traces(directories) as several:
         found = [peaks for of in several.map(of_arm, range(len(jobs))) for peaks in of]
     in_order = dict.fromkeys(arm for _, _, arm, _ in jobs)
     not_predicted = {arm: str(refused[arm]) for arm in in_order if arm in refused}
@@ -239,7 +238,7 @@ def predict_recipe(plan: Plan, output: Path, *, device_bytes: int | None = None)
         note=" ".join(filter(None, [plan.unseen(), ON_CORES if on_cores else ""])),
         master_dtype=plan.master_dtype,
     )
-    store.write_json(output / "prediction.json", prediction.content())
+    write_json(output / "prediction.json", prediction.content())
     return prediction
 
 
@@ -263,7 +262,7 @@ def predict_head(head: Head, plan: Plan, output: Path, *, device_bytes: int | No
         "vocab_size": head.vocab_size,
         "lengths": list(plan.lengths),
     }
-    with store.folder_lock(output, COMMAND):
+    with folder_lock(output, COMMAND):
         rows = probe_alone("abrun.memory.heads", output / "cells" / "predicted", head.config, job)
     peaks = [
         Predicted(
@@ -278,7 +277,7 @@ def predict_head(head: Head, plan: Plan, output: Path, *, device_bytes: int | No
     prediction = Prediction(
         name=plan.name, peaks=peaks, device_bytes=device_bytes, note=HEAD_ALONE, master_dtype=None
     )
-    store.write_json(output / "prediction.json", prediction.content())
+    write_json(output / "prediction.json", prediction.content())
     return prediction
 
 

@@ -12,17 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from abrun import store
 from abrun.errors import LaunchError
-from abrun.launch.probe import Place, probe, rows_of
-from abrun.launch.requirements import shape_of, this_machine
+from abrun.experiment.preflight.requirements import shape_of, this_machine
+from abrun.experiment.probe import Place, probe, rows_of
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
 from abrun.memory.devices import Devices
 from abrun.memory.floor import floor_of
 from abrun.memory.search import search
 from abrun.memory.show import show, told
 from abrun.memory.sweep import COMMAND, Head, Plan, Variant
-from abrun.recipe import BASELINE, Dpo, OwnRunConfig
+from abrun.recipe.algorithms import Dpo
+from abrun.recipe.experiment import BASELINE
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import write_json
+from abrun.runs.lock import folder_lock
+from abrun.runs.rundir import SCHEMA_VERSION
 
 MODULE, HEADS = "abrun.memory.measure", "abrun.memory.heads"
 Say = Callable[[str], None]
@@ -82,10 +86,10 @@ class Bench:
         )
 
     def write(self) -> None:
-        store.write_json(
+        write_json(
             self._output / "peaks.json",
             {
-                "schema_version": store.SCHEMA_VERSION,
+                "schema_version": SCHEMA_VERSION,
                 "name": self._name,
                 "counter": self._counter,
                 "cells": [cell.as_json() for cell in self.profile.cells],
@@ -136,7 +140,7 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
         plan.refuse_endless_search(configs[BASELINE])
     sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
     bench = Bench(plan.name, output, say, plan.unseen())
-    with store.folder_lock(output, COMMAND):
+    with folder_lock(output, COMMAND):
         _measure(plan, bench, of_variants, sizes, say)
         show(bench.profile, output)
     return bench.profile
@@ -200,7 +204,7 @@ def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: N
         bench.found(number, found)
 
     sizes = enumerate(itertools.product(plan.lengths, kernels), 1)
-    with store.folder_lock(output, COMMAND):
+    with folder_lock(output, COMMAND):
         bench.devices.each([config], [partial(cell, number, *size) for number, size in sizes])
         if plan.longest:
             bench.devices.each([config], [partial(most, *one) for one in enumerate(kernels)])

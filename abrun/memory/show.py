@@ -4,11 +4,12 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from abrun import store
 from abrun.memory.attribution import BEFORE
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
 from abrun.present.figures import save_figure, style
 from abrun.present.tables import Table, columns
+from abrun.runs.access import PUBLIC
+from abrun.runs.files import write_file
 
 
 def told(cell: Cell, unit: tuple[str, int]) -> str:
@@ -151,7 +152,7 @@ def show(profile: MemoryProfile, output: Path) -> None:
         drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
         files = [save_figure(figure, output / name) for name, figure in drawn.items() if figure is not None]
         svgs = [svg.read_text("utf-8") for _, svg in files]
-        store.write_file(output / "memory.html", page(profile, svgs).encode(), mode=store.PUBLIC)
+        write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
 
 
 def drawn_cells(profile: MemoryProfile) -> list[Cell]:

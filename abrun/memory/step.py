@@ -1,6 +1,7 @@
 """The step that memory-profile measures and predicts: its microbatches, and what they are made of."""
 
-from abrun.recipe import Dpo, Grpo, OwnRunConfig
+from abrun.recipe.algorithms import Dpo, Grpo
+from abrun.recipe.run import OwnRunConfig
 
 
 def of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.probe import refuse_other_machines
-from abrun.launch.requirements import this_machine, triton_refusal
+from abrun.experiment.preflight.requirements import this_machine, triton_refusal
+from abrun.experiment.probe import refuse_other_machines
 from abrun.reasons import Code
-from abrun.recipe import BASELINE, Declared, Dpo, OwnRunConfig, load_recipe, not_built, validated
+from abrun.recipe.algorithms import Dpo
+from abrun.recipe.experiment import BASELINE, Declared, load_recipe
 from abrun.recipe.reading import parse_yaml
+from abrun.recipe.refusals import validated
+from abrun.recipe.run import OwnRunConfig, not_built
 
 COMMAND = "abrun memory-profile"
 MASTER_DTYPE = "float32"  # of weights, gradients and AdamW's moments, as abrun trains

@@ -16,14 +16,15 @@ from abrun.backends import make_backend
 from abrun.backends.dtensor.fsdp import DTYPES
 from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.launch.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.account import Account
-from abrun.memory.hollow import REFERENCE, WEIGHTS, hollow_gpu, resident
+from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.lengths import largest_microbatch
 from abrun.memory.step import num_rows, of_size
 from abrun.models import config_of, positions_of
 from abrun.reasons import Code
-from abrun.recipe import Dpo, OwnRunConfig, Ppo, Sft
+from abrun.recipe.algorithms import Dpo, Ppo, Sft
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.train.batches import RandomBatches

@@ -15,16 +15,10 @@ from abrun.models.families import (
 )
 from abrun.models.in_place import Places, attention_in_place, has_all_tokens
 from abrun.models.parts import part_of, small_twin
-from abrun.models.presets import (
-    EOS,
-    PAD,
-    UNKNOWN,
-    CharacterTokenizer,
-    character_tokenizer,
-)
+from abrun.models.presets import EOS, PAD, UNKNOWN, CharacterTokenizer, character_tokenizer
 from abrun.models.text import Text, load_text
 from abrun.models.weights import config_of, load_network, open_network, published, save_network
-from abrun.recipe import ARCHITECTURES
+from abrun.recipe.presets import ARCHITECTURES
 
 __all__ = [
     "ARCHITECTURES",

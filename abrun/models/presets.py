@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 

@@ -12,7 +12,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from abrun.errors import RecipeError
-from abrun.recipe import Model, family_refusal
+from abrun.recipe.families import family_refusal
+from abrun.recipe.policy import Model
 
 
 def source_of(model: Model, weights: Path | None) -> str | None:

@@ -20,7 +20,7 @@ from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
 from abrun.models.sources import loading, source_of
 from abrun.models.turns import Turn, find_turn
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from abrun.recipe.refusals import shortened
 
 ENCODING, DECODING = ("__call__", "_encode_plus", "apply_chat_template"), ("decode", "_decode")

@@ -16,7 +16,7 @@ from abrun.models.parts import check_twin, open_parts, random_parts
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading, read_config, source_of
 from abrun.models.unread import complete_export, find_unread
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 
 
 def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool) -> nn.Module:

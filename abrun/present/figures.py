@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.store import PUBLIC, write_file
+from abrun.runs.access import PUBLIC
+from abrun.runs.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.layout import RUN_FILES
 from abrun.reasons import Code, Reason
 from abrun.recipe.environment import Env
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
 from abrun.recipe.section import FieldError, Section
 from abrun.redaction import REFERENCE
+from abrun.runs.layout import RUN_FILES
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases

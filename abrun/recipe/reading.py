@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import yaml
 
 from abrun.errors import RecipeError
-from abrun.layout import EXPERIMENT
 from abrun.reasons import Code
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
+from abrun.runs.layout import EXPERIMENT
 
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 

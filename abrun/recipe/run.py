@@ -9,12 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from abrun.implementations import BACKENDS, ENGINES
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.environment import Env
 from abrun.recipe.fault_needs import lacking
 from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault
+from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import (
     NO_FILTERS,
     PRESET_EXPERTS,

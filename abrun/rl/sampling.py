@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from abrun.recipe import NO_FILTERS, Filters
+from abrun.recipe.policy import NO_FILTERS, Filters
 
 BLOCK = 1024  # tokens of the vocabulary
 

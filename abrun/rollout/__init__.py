@@ -7,9 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from abrun.backends import Backend
-from abrun.implementations import ENGINES, load
 from abrun.models import Text
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.implementations import ENGINES, load
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.draws import Draws
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun import progress
 from abrun.backends import Backend, Decoder
 from abrun.models import Places, Text, has_all_tokens
-from abrun.recipe import Filters, OwnRunConfig, Rollout
+from abrun.processes import progress
+from abrun.recipe.policy import Filters, Rollout
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.sampling import filtered_logprobs, keep, most_likely, packed, sample
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws

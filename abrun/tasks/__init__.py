@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from abrun.recipe import GENERATED, Arithmetic, ReasoningGym, TaskConfig, Validation, WordProblems
+from abrun.recipe.tasks import GENERATED, Arithmetic, ReasoningGym, TaskConfig, Validation, WordProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

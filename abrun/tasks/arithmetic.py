@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-from abrun.recipe import Arithmetic
+from abrun.recipe.tasks import Arithmetic
 from abrun.tasks import Example
 from abrun.tasks.generated import Generated
 

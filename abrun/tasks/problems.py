@@ -13,7 +13,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences
+from abrun.recipe.tasks import Completions, Gsm8k, Jsonl, Preferences
 from abrun.regular_files import open_regular
 from abrun.tasks import Example
 from abrun.tasks.final_answers import number

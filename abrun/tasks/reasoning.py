@@ -9,7 +9,7 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe import ReasoningGym
+from abrun.recipe.tasks import ReasoningGym
 from abrun.redaction import shortened
 from abrun.tasks import Example
 from abrun.tasks.final_answers import last_number

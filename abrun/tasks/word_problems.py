@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from abrun.recipe import WordProblems
+from abrun.recipe.tasks import WordProblems
 from abrun.tasks import Example
 from abrun.tasks.generated import Generated
 

@@ -7,10 +7,10 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-from abrun import progress
+from abrun.processes import progress
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code, Reason
-from abrun.train import early
+from abrun.train import startup
 from abrun.train.failures import record_failure
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
@@ -25,7 +25,7 @@ def main() -> int:
         print("usage: python -m abrun.train RUN_DIR", file=sys.stderr)
         return 2
     progress.join()  # before seconds of imports
-    driver = early.begin()
+    driver = startup.begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return record(_train)(Path(sys.argv[1]), driver) or 0
@@ -36,10 +36,11 @@ def _train(directory: Path, driver: threading.Thread) -> int:
 
     from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
     from abrun.errors import AbrunError, LaunchError
-    from abrun.store import RunDir, RunWriter
+    from abrun.runs.rundir import RunDir
+    from abrun.runs.writer import RunWriter
     from abrun.train.loop import Interrupted, train
 
-    early.finish(driver)
+    startup.finish(driver)
     run = RunDir(directory)
     writer: RunWriter | None = None
     try:

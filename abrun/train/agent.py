@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from abrun import progress
-from abrun.capture import capped
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.processes import (
@@ -40,16 +38,18 @@ from abrun.processes import (
     is_wordless,
     oom_kills,
     processes_of,
+    progress,
     reap_adopted,
     shell_code,
     stopping_signals,
 )
+from abrun.processes.capture import capped
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
-from abrun.store import NODE_EVERY_S, NODE_LOST_S, Node, RunDir, SilentRank
-from abrun.store.endings import write_ending
-from abrun.store.records import ranks_silent
+from abrun.runs.endings import write_ending
+from abrun.runs.records import NODE_EVERY_S, NODE_LOST_S, Node, SilentRank, ranks_silent
+from abrun.runs.rundir import RunDir
 from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
 LOOPBACK = "127.0.0.1"

@@ -19,11 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from abrun import store
 from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
+from abrun.runs.files import damage, fingerprint
+from abrun.runs.saved import STATE as SAVED_STATE
+from abrun.runs.saved import SavedState, saved_state
 from abrun.train.checkpoint import Stateful
 
 
@@ -65,16 +67,16 @@ def start_from(
     return origin
 
 
-def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[store.SavedState, Origin]:
+def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, Origin]:
     """Its files, of which this rank has checked some, are as they were written."""
-    state = store.saved_state(path)
+    state = saved_state(path)
     if state.step >= num_steps:
         raise StoreError(f"it is of step {state.step}, and steps is {num_steps}")
     for name in list(state.files)[ranks.rank :: ranks.size]:
-        wrong = store.damage(path / name, state.files[name])
+        wrong = damage(path / name, state.files[name])
         if wrong:
             raise StoreError(f"{name} {wrong}")
-    digest = store.fingerprint(path / store.SAVED_STATE)["sha256"]
+    digest = fingerprint(path / SAVED_STATE)["sha256"]
     return state, Origin(run=state.run, step=state.step, sha256=digest)
 
 

@@ -25,12 +25,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from abrun import store
 from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, StoreError
 from abrun.regular_files import is_directory, is_file
-from abrun.store import SAVED_STATE, RunDir, RunWriter, SavedState
+from abrun.runs.access import share_new_folder
+from abrun.runs.files import (
+    damage,
+    explained,
+    fingerprint,
+    make_folder,
+    share_written,
+    sync_file,
+    sync_folder,
+    write_json,
+)
+from abrun.runs.rundir import RunDir
+from abrun.runs.saved import STATE as SAVED_STATE
+from abrun.runs.saved import SavedState, saved_state
+from abrun.runs.writer import RunWriter
 
 
 class Stateful(Protocol):
@@ -89,7 +102,7 @@ def _save_into(
                 attempt=writer.attempt,
                 files=files,
             )
-            store.write_json(partial / SAVED_STATE, asdict(content))
+            write_json(partial / SAVED_STATE, asdict(content))
             writer.sync()
             _publish(partial, directory / f"step-{step:06d}", writer)
             complete = _complete(directory)
@@ -157,7 +170,7 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
         if writer:
             files = sorted(path for path in partial.rglob("*") if is_file(path))
             fingerprints = {str(path.relative_to(partial)): _synced(path) for path in files}
-            store.sync_folder(partial)
+            sync_folder(partial)
             _publish(partial, final, writer)
     return fingerprints
 
@@ -178,7 +191,7 @@ def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
     """A part in which all ranks succeed, or all of them raise what one of them met. Collective."""
     shared, met = _Shared(), None
     try:
-        with store.explained(path):
+        with explained(path):
             try:
                 yield shared
             except SafetensorError as error:  # how safetensors reports a full disk
@@ -195,10 +208,10 @@ def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
 
 
 def _empty_folder(path: Path) -> None:
-    store.make_folder(path.parent)
+    make_folder(path.parent)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    store.share_new_folder(path)
+    share_new_folder(path)
 
 
 @contextlib.contextmanager
@@ -214,9 +227,9 @@ def _swept(partial: Path, ranks: Ranks) -> Iterator[None]:
 
 def _synced(path: Path) -> dict[str, Any]:
     """The fingerprint of a file that is on the disk, for the readers of its experiment."""
-    store.share_written(path)
-    store.sync_file(path)
-    return store.fingerprint(path)
+    share_written(path)
+    sync_file(path)
+    return fingerprint(path)
 
 
 def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
@@ -225,7 +238,7 @@ def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
     if os.path.lexists(final):
         _remove(final)
     partial.rename(final)
-    store.sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def _remove(path: Path) -> None:
@@ -263,7 +276,7 @@ def _complete(directory: Path) -> dict[int, Path]:
 def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
     """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
     try:
-        state = store.saved_state(path)
+        state = saved_state(path)
     except StoreError as error:
         raise _Unsound(str(error)) from None
     if state.run != run:
@@ -281,7 +294,7 @@ def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
 def _tensors_of(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
     """A rank's file, which is as it was written, and fits. Raises _Unsound."""
     name = f"rank-{rank}.safetensors"
-    wrong = store.damage(path / name, state.files[name])
+    wrong = damage(path / name, state.files[name])
     if wrong:
         raise _Unsound(f"{name} {wrong}")
     try:

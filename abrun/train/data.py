@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.models import Text
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from abrun.backends.head import Entropies
-from abrun.recipe import Dpo
+from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
 from abrun.rl.losses import weighted
 from abrun.rl.metrics import MetricParts, together
-from abrun.store import Sample
+from abrun.runs.samples import Sample
 from abrun.tasks import Example
 from abrun.train.data import Ahead, Texts
 from abrun.train.setup import Setup, make_reference

@@ -18,7 +18,7 @@ from abrun.train import agent
 
 def main() -> None:
     asked, *modules = sys.argv[1:]
-    gc.disable()  # see abrun.train.early
+    gc.disable()  # see abrun.train.startup
     for module in " ".join(modules).split():
         importlib.import_module(module)
     gc.freeze()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from abrun.recipe import Grpo
+from abrun.recipe.algorithms import Grpo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import PolicyBatch, Scored
 from abrun.rl.values import reward_to_go_advantages

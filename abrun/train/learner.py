@@ -7,7 +7,7 @@ from torch import Tensor
 
 from abrun.backends import B, Backend, Objective, ValueModel
 from abrun.backends.pieces import Held
-from abrun.recipe import Optimizer
+from abrun.recipe.policy import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from abrun import progress
 from abrun.errors import RecipeError
 from abrun.models import Text
 from abrun.models.text import AT_ONCE
-from abrun.recipe import OwnRunConfig, PolicyGradientSettings
+from abrun.processes import progress
+from abrun.recipe.algorithms import PolicyGradientSettings
+from abrun.recipe.run import OwnRunConfig
 from abrun.seeds import derive
 from abrun.tasks import Example
 from abrun.tasks.problems import ProblemFile

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
-from abrun import progress
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.recipe import OwnRunConfig
-from abrun.store import RunDir, RunRecord, RunWriter, Sample
-from abrun.train import checkpoint, early
+from abrun.processes import progress
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
+from abrun.runs.samples import Sample
+from abrun.runs.writer import RunWriter
+from abrun.train import checkpoint, startup
 from abrun.train.branch import Origin, start_from
 from abrun.train.lengths import refuse_too_long
 from abrun.train.recorder import Recorder, prompts_sha256
@@ -86,7 +89,7 @@ def _train(
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
-            early.stay()
+            startup.stay()
         row = {**values, **_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from abrun import progress
+from abrun.processes import progress
 
 COMPILING = "compile"  # no phase: seconds inside of others
 

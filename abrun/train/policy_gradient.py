@@ -18,7 +18,7 @@ from torch import Tensor
 
 from abrun.backends.head import Entropies
 from abrun.metric_names import REWARD
-from abrun.recipe import Grpo, Ppo
+from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.batch import PolicyBatch, Sampled, Scored
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import (
@@ -33,7 +33,7 @@ from abrun.rl.losses import (
     weighted,
 )
 from abrun.rl.metrics import MetricParts, document_metrics, policy_metrics, together
-from abrun.store import Sample
+from abrun.runs.samples import Sample
 from abrun.train.batches import BatchSource
 from abrun.train.rollouts import Rollouts
 from abrun.train.samples import is_due, samples_of

@@ -6,7 +6,7 @@ from typing import Self
 from torch import Tensor
 
 from abrun.backends import ValueModel
-from abrun.recipe import Ppo
+from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, Scored
 from abrun.rl.losses import weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge

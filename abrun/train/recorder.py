@@ -16,8 +16,10 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.extras import installed_version
 from abrun.models import content_of, sketch_of, weights_hash
-from abrun.recipe import OwnRunConfig
-from abrun.store import RunDir, RunWriter, Sample
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.rundir import RunDir
+from abrun.runs.samples import Sample
+from abrun.runs.writer import RunWriter
 from abrun.train.wandb_mirror import WandbMirror
 
 RECORDED_PACKAGES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from abrun.errors import LaunchError
 from abrun.metric_names import OVERLONG_PENALTY, SIGNAL_SHARE
-from abrun.recipe import Grpo, Ppo
+from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.advantages import overlong_penalties
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from abrun.recipe import KeptSamples
+from abrun.recipe.run import KeptSamples
 from abrun.rl.batch import Sampled
-from abrun.store import Sample
+from abrun.runs.samples import Sample
 from abrun.train.setup import Setup
 
 MOST_CHARACTERS = 4000  # of a text that is kept

@@ -10,7 +10,8 @@ from abrun.backends import Backend, ValueModel, make_backend
 from abrun.backends.ranks import Ranks, make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_text
-from abrun.recipe import OwnRunConfig, Ppo, not_built
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.run import OwnRunConfig, not_built
 from abrun.rollout import make_engine
 from abrun.seeds import derive
 from abrun.train.data import Data, make_data

@@ -10,7 +10,7 @@ from abrun.backends.head import Entropies
 from abrun.rl.batch import Sequences
 from abrun.rl.losses import weighted
 from abrun.rl.metrics import MetricParts
-from abrun.store import Sample
+from abrun.runs.samples import Sample
 from abrun.tasks import Example
 from abrun.train.data import Ahead, Texts
 from abrun.train.setup import Setup

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from abrun import progress
-from abrun.recipe import Completions, Preferences, Validation
+from abrun.processes import progress
+from abrun.recipe.tasks import Completions, Preferences, Validation
 from abrun.rollout.draws import Draws
 from abrun.tasks import Example
 from abrun.train.data import check_length

@@ -11,13 +11,13 @@ from typing import IO
 from abrun.messages import sentence
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE, below, end_all, ending_of, oom_kills
-from abrun.store import RunDir
+from abrun.runs.rundir import RunDir
 
 FINISH_S = 60.0  # for wandb to take the rest of a run
 
 
 class WandbMirror:
-    """`python -m abrun.mirror` for a run directory; `poll` passes on what it says."""
+    """`python -m abrun.wandb_sync` for a run directory; `poll` passes on what it says."""
 
     def __init__(self, run: RunDir, say: Callable[[str], None], *, finish_s: float = FINISH_S) -> None:
         self._say, self._finish_s, self._path = say, finish_s, run.path
@@ -26,7 +26,7 @@ class WandbMirror:
         self._oom_kills = oom_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *MODULE, "abrun.mirror", str(run.path)],
+                [sys.executable, *MODULE, "abrun.wandb_sync", str(run.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

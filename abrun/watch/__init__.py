@@ -13,8 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from abrun import store
 from abrun.redaction import shown
+from abrun.runs.experiment import open_experiment
+from abrun.runs.lock import launcher_of
 from abrun.watch.log import log_of
 from abrun.watch.overview import status_json, status_of_experiments
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
@@ -127,12 +128,12 @@ def watch(
     judge_so_far: JudgeSoFar = lambda experiment_dir: [],
 ) -> None:
     """Follow an experiment until all its runs have ended, or nobody runs it any more."""
-    store.open_experiment(experiment_dir)
+    open_experiment(experiment_dir)
     with View(console, find_jobs, judge_so_far) as view:
         view.follow(experiment_dir)
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}
-            launched = store.launcher_of(experiment_dir)
+            launched = launcher_of(experiment_dir)
             if statuses <= set(OVER) or not (launched or statuses & {"running", "waiting", "stalled"}):
                 break
             time.sleep(REFRESH_S)

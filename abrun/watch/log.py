@@ -9,7 +9,11 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import open_regular
-from abrun.store import RunDir, RunState, is_experiment, launcher_of, planned_runs, read_error
+from abrun.runs.access import read_error
+from abrun.runs.experiment import is_experiment, planned_runs
+from abrun.runs.lock import launcher_of
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 from abrun.watch.reading import ExperimentReader, FindJobs
 
 POLL_S = 0.5

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from abrun import store
 from abrun.errors import StoreError
-from abrun.layout import RunName
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
-from abrun.store import RunState
+from abrun.runs.access import UnreadableError
+from abrun.runs.experiment import planned_runs, run_state, warm_start_states
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 READ_WHOLE = 1 << 16  # bytes of a run's metrics, at first
@@ -98,7 +100,7 @@ class _Follower:
     """
 
     def __init__(self, directory: Path, read_whole: int) -> None:
-        self._run = store.RunDir(directory)
+        self._run = RunDir(directory)
         self._read_whole = read_whole
         self._lines = self._run.rows()
         self._begun = False
@@ -177,13 +179,13 @@ class ExperimentReader:
 
     def read(self) -> list[WatchedRun]:
         """Raises StoreError for a corrupt file of the experiment itself; a run's own fault is its message."""
-        names = store.planned_runs(self.experiment_dir)
+        names = planned_runs(self.experiment_dir)
         self._read_whole = min(READ_WHOLE, READ_AT_FIRST // max(1, len(names)))
         left = [name for name in names if name not in self._finished]
-        runs = [self._read(state) for state in store.warm_start_states(self.experiment_dir, left)]
+        runs = [self._read(state) for state in warm_start_states(self.experiment_dir, left)]
         for name in names:
             if name not in self._finished:
-                run = self._read(store.run_state(self.experiment_dir, name))
+                run = self._read(run_state(self.experiment_dir, name))
                 if run.state.status == "finished":
                     self._finished[name] = run
                 runs.append(run)
@@ -196,7 +198,7 @@ class ExperimentReader:
         state = self._jobs.state_of(state) if self._jobs else state
         try:
             return follower.read(state)
-        except store.UnreadableError as error:
+        except UnreadableError as error:
             return WatchedRun(state=replace(state, status="unreadable", reason=error.reason))
         except StoreError as error:
             return WatchedRun(state=replace(state, reason=error.reason))

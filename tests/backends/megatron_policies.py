@@ -20,7 +20,7 @@ from transformers import (
 from abrun.backends.megatron import check
 from abrun.backends.ranks import make_ranks
 from abrun.models import published
-from abrun.recipe import Filters, Policy
+from abrun.recipe.policy import Filters, Policy
 from tests.backends.policies import CPU
 
 SIZES: dict[str, Any] = {

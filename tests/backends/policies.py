@@ -24,7 +24,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.fsdp import whole
 from abrun.backends.head import Entropies
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Filters, Policy
+from abrun.recipe.policy import Filters, Policy
 from abrun.rl.batch import Sequences, collate
 from abrun.rl.metrics import MetricParts
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from abrun.backends import make_backend
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.train.dpo import DpoAlgorithm
 from abrun.train.grpo import GrpoAlgorithm

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from abrun.recipe import merge
+from abrun.recipe.merging import merge
 from tests.backends.megatron_policies import network, weights_of
 from tests.backends.oracle import Oracle, Row
 from tests.backends.runs_of_rows import HEAD_SEED, config_of, steps_on_ranks

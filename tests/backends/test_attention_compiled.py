@@ -18,7 +18,7 @@ from abrun.backends import attention
 from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.packing import packing_of
 from abrun.models import load_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.policy import Model, Policy
 from tests.spawn import run_ranks
 
 KEYS = "model.layers.0.self_attn.k_proj.weight"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 from tests.backends.policies import (
     CPU,
     WeightedLoss,

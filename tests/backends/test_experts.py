@@ -18,7 +18,7 @@ from abrun.backends.dtensor.experts import Dispatched
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.policy import Model, Policy
 from abrun.rl.metrics import all_reduce
 from tests.backends.float64 import compute_in_float64, to_float64
 from tests.backends.policies import (

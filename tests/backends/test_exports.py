@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import open_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.policy import Model, Policy
 from tests.backends.megatron_policies import make_backend, network
 from tests.backends.policies import CPU
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends.head import Head
-from abrun.recipe import NO_FILTERS, Filters, Logprobs
+from abrun.recipe.policy import NO_FILTERS, Filters, Logprobs
 
 draw = torch.Generator().manual_seed(0)
 HIDDEN = torch.randn(6, 32, generator=draw).bfloat16()

@@ -12,7 +12,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from abrun.backends.dtensor import layers
 from abrun.models import load_network
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from tests.backends.policies import make_backend, some_batch
 
 

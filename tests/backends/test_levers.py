@@ -14,7 +14,7 @@ from abrun.backends import dtensor
 from abrun.backends.dtensor import value_model
 from abrun.backends.head import Entropies
 from abrun.backends.microbatches import Microbatches
-from abrun.recipe import Grpo
+from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import ActorCriticBatch
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.train.policy_gradient import PolicyObjective

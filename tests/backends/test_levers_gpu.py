@@ -16,7 +16,8 @@ from abrun.backends import dtensor
 from abrun.backends.dtensor import DtensorBackend, value_model
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Policy
 from abrun.train.ppo import ValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, tiny
 from tests.backends.test_levers import GROUPS, policy_step

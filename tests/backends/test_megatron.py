@@ -16,10 +16,11 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import takes_weight_decay
 from abrun.reasons import Code
-from abrun.recipe import Policy, megatron_refusal
+from abrun.recipe.megatron import megatron_refusal
+from abrun.recipe.policy import Policy
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
-from tests.test_implementations import verifier
+from tests.recipe.test_implementations import verifier
 from tests.train.runs import make_run, run_config, train_here
 
 LEARNING_RATES = (0.01, 0.02, 0.005)
@@ -275,7 +276,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case: str, group: None) -> Non
     with pytest.raises(RecipeError, match=r"^policy\.backend\." + message) as raised:
         from abrun.backends.megatron.network import make_network
         from abrun.models import facts_of
-        from abrun.recipe import Megatron, Policy
+        from abrun.recipe.policy import Megatron, Policy
 
         model = network(kind, **changes)
         settings = Megatron.model_validate({"type": "megatron", **cut})

@@ -12,7 +12,8 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import open_network
 from abrun.models.parts import Checkpoint
-from abrun.recipe import Model, Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Model, Policy
 from abrun.train.recorder import policy_hash
 from tests.backends.megatron_policies import make_backend, network, weights_of
 from tests.backends.policies import CPU, some_batch

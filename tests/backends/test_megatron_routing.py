@@ -11,7 +11,7 @@ from torch import Tensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import sequence_lengths
 from abrun.rl.metrics import all_reduce
 from tests.backends import policies

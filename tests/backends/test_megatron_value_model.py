@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from abrun.recipe import Ppo
+from abrun.recipe.algorithms import Ppo
 from tests.backends.megatron_policies import make_backend, network, plain_adamw
 from tests.backends.policies import Advised, WeightedLoss, plain_loss, some_batch
 from tests.backends.test_value_model import objective

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
-from abrun.recipe import Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
 from abrun.rl.sampling import packed
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend

@@ -21,7 +21,7 @@ from abrun.backends.microbatches import Microbatches, _dealt_rows, _Rows, dealt
 from abrun.backends.packing import Packing, packing_of, shared_prefixes
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences, collate, sequence_lengths
 from tests.backends.policies import (
     CPU,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 
-from abrun import progress
 from abrun.backends import ranks as ranks_module
 from abrun.backends.ranks import _meet, lost_ranks, make_ranks
+from abrun.processes import progress
 from abrun.reasons import Code, Reason
 from abrun.train.agent import is_in_torch
 from tests.spawn import run_ranks

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from abrun.backends.dtensor.fsdp import ShardedParameters, shard
-from abrun.recipe import Optimizer
+from abrun.recipe.policy import Optimizer
 from tests.models.architectures import tiny_network
 from tests.spawn import run_ranks
 

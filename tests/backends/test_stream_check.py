@@ -12,7 +12,7 @@ from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.packing import packing_of
 from abrun.errors import RecipeError
 from abrun.models import facts_of, open_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.policy import Model, Policy
 from tests.models.architectures import MAMBA_HEADS, tiny_network
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}

@@ -27,7 +27,8 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, content_of, open_network, published, weights_hash
 from abrun.models.parts import Checkpoint
-from abrun.recipe import Filters, Model, Policy, Ppo, Rollout
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Filters, Model, Policy, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.train.recorder import policy_hash

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.value_model import DtensorValueModel
-from abrun.recipe import Ppo
+from abrun.recipe.algorithms import Ppo
 from abrun.rl.metrics import MetricParts
 from tests.backends.policies import Advised, WeightedLoss, gradients, make_backend, rows, some_batch, tiny
 from tests.backends.test_dtensor import assert_same

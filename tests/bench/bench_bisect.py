@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from abrun.bisect.search import Answer, Design, looks, search
-from abrun.equivalence import paired_tost
-from abrun.looks import level_of_a_look
+from abrun.diagnose.bisect.search import Answer, Design, looks, search
+from abrun.stats.equivalence import paired_tost
+from abrun.stats.sequential import level_of_a_look
 
 MARGIN = 1.0
 SHARE_OF_CLAIMS = 0.8  # of the level of a mismatch; the guards have the rest

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from abrun.store import LineWriter
-from tests.compare.simulate import write_experiment
+from abrun.runs.lines import LineWriter
+from tests.verdict.simulate import write_experiment
 
 SHAPES = {  # runs, steps, metrics
     "long": (2, 1_500_000, 12),

@@ -23,19 +23,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from abrun.compare.judge.verdict_file import VerdictFile, read_verdict_file
 from abrun.errors import AbrunError
-from abrun.implementations import LAUNCHERS
+from abrun.experiment.plan import make_plan
+from abrun.experiment.preflight.requirements import find_gpus
 from abrun.launch import LaunchOptions, make_engine, run_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
-from abrun.launch.requirements import find_gpus
 from abrun.launch.supervisor import GRACE_S, Printed
-from abrun.plan import make_plan
 from abrun.processes import Popen
 from abrun.processes import start as start_tied
-from abrun.recipe import RunConfig, load_recipe
-from abrun.store import Locked, RunDir, run_state
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.run import RunConfig
+from abrun.runs.experiment import run_state
+from abrun.runs.lock import Locked
+from abrun.runs.rundir import RunDir
+from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from abrun.compare.judge.verdict_file import read_verdict_file  # noqa: E402
+from abrun.verdict.verdict_file import read_verdict_file  # noqa: E402
 from tests.logs.layouts import ARMS, LAYOUTS, SEEDS, every_run, rows  # noqa: E402
 
 MOST_S = 3.0

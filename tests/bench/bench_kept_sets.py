@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from abrun.recipe import Filters
+from abrun.recipe.policy import Filters
 from abrun.rl.sampling import filtered_logprobs, packed
 from abrun.rollout import Completion
 from abrun.rollout.vllm.kept import KeptSets

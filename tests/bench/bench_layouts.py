@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
-from abrun.implementations import BACKENDS
 from abrun.models import load_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.implementations import BACKENDS
+from abrun.recipe.policy import Model, Policy
 from abrun.rl.batch import Sequences
 from abrun.train.sft import SupervisedObjective
 

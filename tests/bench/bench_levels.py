@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.compare.judge.skewness import ARMS, DIFFERENCES, skew_warning
-from abrun.compare.judge.summaries import resolution
-from abrun.compare.read.experiment import RecordedRun
-from abrun.equivalence import paired_tost
-from abrun.layout import RunName
-from abrun.recipe import Primary
-from abrun.series import Series
+from abrun.recipe.claims import Primary
+from abrun.recorded.experiment import RecordedRun
+from abrun.runs.layout import RunName
+from abrun.stats.equivalence import paired_tost
+from abrun.stats.series import Series
+from abrun.verdict.skewness import ARMS, DIFFERENCES, skew_warning
+from abrun.verdict.summaries import resolution
 from tests.bench.bench_verdict import beyond, tost, welch_beyond, welch_equivalence
 
 PAIRS = (3, 5, 8, 10)

@@ -34,11 +34,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from abrun.launch.probe import probe_alone
+from abrun.experiment.probe import probe_alone
 from abrun.memory.cells import Cell, Longest, Point
 from abrun.memory.profile import MODULE, Bench
 from abrun.memory.search import SPARE, search
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 
 GIB = 2**30
 PATHS: dict[str, dict[str, Any]] = {

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import yaml
 
-from abrun import store
-from abrun.layout import RunName
-from abrun.mismatch.command import measure_run
-from abrun.mismatch.report import summary
+from abrun.diagnose.logprob_diff.command import measure_run
+from abrun.diagnose.logprob_diff.report import summary
 from abrun.present.terminal import terminal
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
 
 PRESET = "qwen2-tiny-128"
 PROMPTS = ("What is {n} + {n}?", "Count from {n} up.", "Write a line about the number {n}.")
@@ -70,13 +71,13 @@ def make_run(asked: argparse.Namespace, model: dict[str, str]) -> Path:
         """
     )
     directory = asked.output / "run"
-    record = store.RunRecord(
+    record = RunRecord(
         experiment="bench",
         name=RunName(arm="baseline", seed=0),
         initial_weights=None,
         config=OwnRunConfig.model_validate(config | {"model": model}).model_dump(mode="json"),
     )
-    store.RunDir(directory).write_record(record)
+    RunDir(directory).write_record(record)
     return directory
 
 

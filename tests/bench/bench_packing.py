@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import load_network
-from abrun.recipe import Model, Policy
+from abrun.recipe.policy import Model, Policy
 from abrun.rl.batch import Sequences, collate, sequence_lengths
 from abrun.train.sft import SupervisedObjective
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from abrun.launch.probe import probe_alone
+from abrun.experiment.probe import probe_alone
 from abrun.memory.sweep import Head
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 
 GIB, GB = 2**30, 10**9
 QWEN3: dict[str, Any] = {

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.equivalence import ALPHA
-from abrun.looks import level_of_a_look
+from abrun.stats.equivalence import ALPHA
+from abrun.stats.sequential import level_of_a_look
 
 EXPERIMENTS = 20_000
 MAX_ADDED = 7  # pairs after the first reading

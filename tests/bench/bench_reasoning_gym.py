@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=64)
     asked = parser.parse_args()
 
-    from abrun.recipe import OwnRunConfig, ReasoningGym
+    from abrun.recipe.run import OwnRunConfig
+    from abrun.recipe.tasks import ReasoningGym
     from abrun.rollout.draws import Draws
     from abrun.tasks import Task, make_task
     from abrun.train.setup import make_setup

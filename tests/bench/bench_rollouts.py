@@ -59,7 +59,7 @@ def make_network(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> An
     from transformers import AutoModelForCausalLM
 
     from abrun.models.presets import preset_config
-    from abrun.recipe import Model
+    from abrun.recipe.policy import Model
 
     torch.manual_seed(0)
     with device:
@@ -74,7 +74,7 @@ def ours(shapes: Shapes, device: torch.device, *, in_place: bool) -> Callable[[i
     from abrun.backends.dtensor import DtensorBackend
     from abrun.backends.ranks import make_ranks
     from abrun.models import Text, character_tokenizer
-    from abrun.recipe import Policy, Rollout
+    from abrun.recipe.policy import Policy, Rollout
     from abrun.rollout.draws import Draws
     from abrun.rollout.torch_engine import TorchEngine
 
@@ -123,7 +123,7 @@ def by_vllm(shapes: Shapes, device: torch.device) -> Callable[[int], int]:
     import vllm  # pyright: ignore[reportMissingImports]
 
     from abrun.models import config_of
-    from abrun.recipe import Model
+    from abrun.recipe.policy import Model
 
     prompts = [{"prompt_token_ids": prompt} for prompt in some_prompts(shapes)]
     length = shapes.prompt_length + shapes.max_new_tokens

@@ -19,11 +19,11 @@ from typing import Any
 
 from random_model import make_model  # pyright: ignore[reportMissingImports]
 
+from abrun.experiment.plan import make_plan
 from abrun.launch import LaunchOptions, make_engine, supervisor
-from abrun.plan import make_plan
 from abrun.processes.forks import Copy, ForkServer
-from abrun.recipe import stored_recipe
-from abrun.store import RunDir
+from abrun.recipe.experiment import stored_recipe
+from abrun.runs.rundir import RunDir
 
 SEEDS = {"first": [0], "again": [0], "copies": [0, 1, 2]}
 SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-tiny-128", 128, 8, 28, 128)}

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from abrun import store
 from abrun.launch import queued_jobs
-from abrun.layout import RunName
-from abrun.store import RunDir, RunRecord
+from abrun.runs.experiment import run_dir, write_experiment
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
 from abrun.watch import ExperimentReader
 
 METRICS = {f"train/metric_{number}": 0.125 * number for number in range(40)}
@@ -71,9 +72,9 @@ def write_finished(experiment_dir: Path, num_runs: int, num_steps: int, num_runn
         RunName(arm=arm, seed=seed) for seed in range(num_runs // 2) for arm in ("baseline", "treatment")
     ]
     listed = [{"arm": name.arm, "seed": name.seed, "rerun": 0} for name in names]
-    store.write_experiment(experiment_dir, {"experiment": "bench", "recipe": {}, "runs": listed})
+    write_experiment(experiment_dir, {"experiment": "bench", "recipe": {}, "runs": listed})
     for index, name in enumerate(names):
-        run = RunDir(store.run_dir(experiment_dir, name))
+        run = RunDir(run_dir(experiment_dir, name))
         config = {**CONFIG, "steps": num_steps}
         run.write_record(RunRecord(experiment="bench", name=name, initial_weights=None, config=config))
         run.begin_launch(["cpu"], None)

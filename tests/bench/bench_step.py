@@ -165,7 +165,8 @@ class Bench:
         (self.work / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
     def recipe(self, lever: str) -> dict[str, Any]:
-        from abrun.recipe import OwnRunConfig, overridden
+        from abrun.recipe.merging import overridden
+        from abrun.recipe.run import OwnRunConfig
 
         shapes, on_gpu, supervised = self.shapes, self.device == "cuda", self.algorithm == "sft"
         longest = shapes.length if supervised else shapes.prompt_words + shapes.completion_tokens
@@ -205,13 +206,14 @@ class Bench:
         return OwnRunConfig.model_validate(tree).model_dump(mode="json")
 
     def of_abrun(self, lever: str) -> dict[str, Any]:
-        from abrun import store
-        from abrun.layout import RunName
+        from abrun.runs.layout import RunName
+        from abrun.runs.records import RunRecord
+        from abrun.runs.rundir import RunDir
 
-        run = store.RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
+        run = RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
         name = RunName(arm="baseline", seed=0)
         run.write_record(
-            store.RunRecord(experiment="x", name=name, initial_weights=None, config=self.recipe(lever))
+            RunRecord(experiment="x", name=name, initial_weights=None, config=self.recipe(lever))
         )
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), str(HERE / "step_abrun.py")]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.crossed import crossed
+from abrun.stats.variance_components import crossed
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 5, 10)

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.equivalence import limit_test, paired_tost, welch_tost
-from abrun.looks import level_of_a_look
-from abrun.sigmas import _reach, _room, sigma_test, welch_sigma_test
+from abrun.stats.equivalence import limit_test, paired_tost, welch_tost
+from abrun.stats.sequential import level_of_a_look
+from abrun.stats.sigma_margin import _reach, _room, sigma_test, welch_sigma_test
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
@@ -119,7 +119,7 @@ WIDE: dict[str, Callable[..., Arms]] = {
 
 
 def tail(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """As in abrun.equivalence, over many experiments [N, P]."""
+    """As in abrun.stats.equivalence, over many experiments [N, P]."""
     sd = np.maximum(values.std(axis=1, ddof=1), 1e-300)
     return special.stdtr(values.shape[1] - 1, values.mean(axis=1) * np.sqrt(values.shape[1]) / sd)
 

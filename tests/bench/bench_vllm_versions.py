@@ -121,7 +121,9 @@ def make_checkpoint(shapes: Shapes, folder: Path) -> None:
 
 def make_config(device: str, folder: Path, **rollout: Any) -> Any:
     """Return the configuration of one GRPO run on the checkpoint, sampled by vLLM."""
-    from abrun.recipe import OwnRunConfig, load_recipe, merge
+    from abrun.recipe.experiment import load_recipe
+    from abrun.recipe.merging import merge
+    from abrun.recipe.run import OwnRunConfig
 
     shapes = SHAPES[device]
     tasks = folder / "task.jsonl"
@@ -309,12 +311,13 @@ def measure_sleep(bench: Bench, sequences: list[list[int]], before: list[float])
 
 def measure_step(device: str, folder: Path) -> dict[str, float]:
     """Return the median seconds of training steps and of their phases, and the largest error."""
-    from abrun import store
-    from abrun.layout import RunName
+    from abrun.runs.layout import RunName
+    from abrun.runs.records import RunRecord
+    from abrun.runs.rundir import RunDir
 
     config = make_config(device, folder)
-    run = store.RunDir(folder / "run")
-    record = store.RunRecord(
+    run = RunDir(folder / "run")
+    record = RunRecord(
         experiment="x",
         name=RunName(arm="baseline", seed=0),
         initial_weights=None,

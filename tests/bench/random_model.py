@@ -10,7 +10,7 @@ def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100)
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from abrun.models.presets import preset_config
-    from abrun.recipe import Model
+    from abrun.recipe.policy import Model
 
     torch.manual_seed(0)
     shape = preset_config(Model.model_validate({"preset": preset}))

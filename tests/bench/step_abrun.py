@@ -12,7 +12,7 @@ from typing import Any
 from step_parts import STEPS, Steps  # pyright: ignore[reportMissingImports]
 
 from abrun.train import __main__ as entry
-from abrun.train import early
+from abrun.train import startup
 
 PART_OF = {  # a phase; the others are parts of these, or hold them
     "generation": "generation",
@@ -45,13 +45,13 @@ class Watch:
         self._setup: Any = None
 
     def follow_imports(self) -> None:
-        finish = early.finish
+        finish = startup.finish
 
         def finished(driver: Any) -> None:
             self._follow_run()
             finish(driver)
 
-        early.finish = finished
+        startup.finish = finished
 
     def _follow_run(self) -> None:
         import torch

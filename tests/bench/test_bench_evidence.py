@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from abrun.compare.judge.verdict_file import as_json
-from abrun.recipe import OwnRunConfig, load_recipe
-from abrun.store import write_json
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import write_json
+from abrun.verdict.verdict_file import as_json
 from tests.bench import bench_evidence
 from tests.bench.bench_evidence import SAMPLE, Asked, SharedPlaces, done_mark, num_free, run_all
-from tests.compare.verdicts import VERDICT
+from tests.verdict.verdicts import VERDICT
 
 GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.bench.charts import chart
-from tests.compare.test_plots import ARMS, PHASES, misplaced
+from tests.report.test_plots import ARMS, PHASES, misplaced
 
 
 def test_names_of_many_parts_stay_in_the_figure_and_totals_stand_at_the_bars(

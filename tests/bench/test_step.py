@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from abrun.store import RunDir
+from abrun.runs.rundir import RunDir
 from tests.bench.step_parts import busy_seconds, shares
 
 SEQUENCES = 8  # a step's, on a CPU

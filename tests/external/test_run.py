@@ -15,27 +15,31 @@ from typing import Any
 import pytest
 import yaml
 
-from abrun import store
-from abrun.compare.judge.code import code_notes
-from abrun.compare.judge.validity import invalid_reasons
-from abrun.compare.read.sources import Reading, open_sources
-from abrun.compare.read.stored import load_experiment
 from abrun.errors import LaunchError
+from abrun.experiment.command import external
+from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import Follower
-from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome, supervisor
-from abrun.launch.command import external
-from abrun.launch.experiment import write_run
+from abrun.launch.ownership import write_run
 from abrun.memory.sweep import Variant
 from abrun.messages import sentence
-from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Awake, below, processes_of
 from abrun.reasons import Code, Reason
-from abrun.recipe import BASELINE, Compare, MetricsLog, load_recipe
-from abrun.recipe.claims import parse_primary
+from abrun.recipe.claims import Compare, parse_primary
+from abrun.recipe.command import MetricsLog
+from abrun.recipe.experiment import BASELINE, load_recipe
+from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.reading import Loader
-from abrun.store.records import recorded_reason
+from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.stored import load_experiment
+from abrun.runs.experiment import run_state
+from abrun.runs.files import read_json, write_json
+from abrun.runs.lines import read_lines
+from abrun.runs.records import recorded_reason
+from abrun.runs.rundir import RunDir
+from abrun.verdict.code import code_notes
+from abrun.verdict.validity import invalid_reasons
 from abrun.watch import ExperimentReader
 from tests.launch.fakes import FAKE, run_to_end
 from tests.snapshot import Snapshot
@@ -75,11 +79,11 @@ def start(directory: Path) -> "subprocess.Popen[bytes]":
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
-    return store.RunDir(directory).events()
+    return RunDir(directory).events()
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
-    return store.read_lines(directory / "metrics.jsonl")
+    return read_lines(directory / "metrics.jsonl")
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
@@ -122,10 +126,10 @@ def test_the_store_holds_what_the_command_logged_under_our_names(tmp_path: Path,
     assert found[3]["train/reward"] == pytest.approx(1 - math.exp(-0.3), abs=0.01)
     assert found[3]["train/loss"] == pytest.approx(1 - found[3]["train/reward"])
     assert [event["event"] for event in events(directory)] == ["started", "finished"]
-    assert store.read_json(directory / "result.json") == {"step": 4, "attempt": 1}
+    assert read_json(directory / "result.json") == {"step": 4, "attempt": 1}
     said = (directory / "stdout.log").read_text()
     assert "seed 1, treatment, attempt 1" in said
-    environment = store.read_json(directory / "environment.json")
+    environment = read_json(directory / "environment.json")
     assert environment["versions"]["numpy"] and environment["versions"]["not-a-package"] is None
     assert environment["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert len(environment["devices"]) == 1 and environment["prompts_sha256"] is None
@@ -143,7 +147,7 @@ def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
     process = start(directory)
     until(lambda: len(rows(directory)) > 2 and (directory / "heartbeat.json").exists())
     assert process.poll() is None and not (directory / "result.json").exists()
-    heartbeat = store.read_json(directory / "heartbeat.json")
+    heartbeat = read_json(directory / "heartbeat.json")
     assert heartbeat["pid"] == process.pid and heartbeat["step"] >= 0
     process.terminate()
     assert process.wait(30) == 3
@@ -154,7 +158,7 @@ def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
     directory = prepared(tmp_path, *slow)
     assert start(directory).wait(60) == 0
     assert len(rows(directory)) > 5  # no step was told before its late value came: the test shows nothing
-    metrics = store.RunDir(directory).metrics()
+    metrics = RunDir(directory).metrics()
     assert metrics["train/loss"].values[:3].tolist() == [-1.0] * 3
     assert (metrics["train/reward"].values[1:] > 0.3).all() and len(metrics["train/reward"]) == 5
 
@@ -184,7 +188,7 @@ def test_the_commit_of_run_folders_is_read(tmp_path: Path, snapshot: Snapshot) -
         for seed in (0, 1):
             directory = tmp_path / arm / f"seed-{seed}"
             write_run(directory, "by-hand", RunName(arm=arm, seed=seed), load_recipe(FOREIGN).run_config(arm))
-            run = store.RunDir(directory)
+            run = RunDir(directory)
             run.begin_launch([], {"sha": sha, "dirty": False, "diff": None})
             writer = run.begin_attempt()
             writer.metrics(1, {"train/reward": 0.1 + seed})
@@ -203,7 +207,7 @@ def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path
     slow = ("steps=2000", "trainer.parameters.step_s=0.05", "seeds=[0, 1, 2]")
     outcome = launch(tmp_path, "trainer.aliases={train/reward: scores, validation/reward: held}", *slow)
     assert outcome.exit_code == 1
-    run = store.RunDir(tmp_path / "foreign" / "baseline" / "seed-0")
+    run = RunDir(tmp_path / "foreign" / "baseline" / "seed-0")
     assert recorded_reason(run.attempt()) == Code.ALIAS_NOT_LOGGED(
         name="train/reward",
         metric="scores",
@@ -236,7 +240,7 @@ def test_memory_profile_refuses_a_command() -> None:
 def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:
     arms = ("arms.treatment={trainer.parameters.behaviour: torn}", "trainer.parameters.behaviour=nan")
     assert launch(tmp_path, *arms, "seeds=[0, 1]").exit_code == 0
-    metrics = store.RunDir(tmp_path / "foreign" / "baseline" / "seed-0").metrics()
+    metrics = RunDir(tmp_path / "foreign" / "baseline" / "seed-0").metrics()
     assert math.isnan(metrics["train/loss"].values[1]) and len(metrics["train/loss"]) == 5
     assert [row["step"] for row in rows(tmp_path / "foreign" / "treatment" / "seed-0")] == [1, 2, 3, 4, 5]
 
@@ -256,7 +260,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     outcome = run_to_end(plan, tmp_path / "runs", launcher="fake")
     assert outcome.exit_code == 0
     for arm in ("baseline", "foreign"):
-        assert len(store.RunDir(tmp_path / "runs" / "mixed" / arm / "seed-1").metrics()["train/reward"]) == 5
+        assert len(RunDir(tmp_path / "runs" / "mixed" / arm / "seed-1").metrics()["train/reward"]) == 5
 
 
 # --- runs that fail ---
@@ -277,7 +281,7 @@ def test_a_failure_says_why_in_one_line(
 ) -> None:
     outcome = launch(tmp_path, f"trainer.parameters.behaviour={behaviour}", "seeds=[0, 1]")
     assert outcome.exit_code == 1 and set(outcome.statuses.values()) == {"failed"}
-    state = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
+    state = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
     if ending:
         assert state.reason == Code.SEE_LOG(ending=ending, log=state.directory / "stdout.log")
     else:
@@ -291,7 +295,7 @@ def test_a_failure_says_why_in_one_line(
 
 def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
     launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
-    reason = store.run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
+    reason = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
     assert reason and (reason.code, reason["format"]) == (Code.NO_METRICS, "parquet")
     assert reason["problem"] and len(sentence(reason).splitlines()) == 1
 
@@ -301,11 +305,11 @@ def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
     directory = prepared(tmp_path)
-    record = store.read_json(directory / "config.json")
+    record = read_json(directory / "config.json")
     record["config"]["trainer"]["argv"][0] = str(script)
-    store.write_json(directory / "config.json", record)
+    write_json(directory / "config.json", record)
     assert external_run.run(directory) == 1
-    reason = recorded_reason(store.RunDir(directory).attempt())
+    reason = recorded_reason(RunDir(directory).attempt())
     assert reason and (reason.code, reason["command"]) == (Code.COMMAND_NOT_STARTED, str(script))
 
 
@@ -364,7 +368,7 @@ def test_a_command_that_only_prints_is_ended_and_its_log_is_cut(
     bounds = ["limits.log_mib=1", f"limits.{limit}=3"]
     directory = prepared(tmp_path, "trainer.parameters.behaviour=babbles", *bounds)
     assert start(directory).wait(60) == 124
-    attempt = store.RunDir(directory).attempt()
+    attempt = RunDir(directory).attempt()
     reason = recorded_reason(attempt)
     assert attempt.exit_code == 124 and reason
     if limit == "run_s":
@@ -444,7 +448,7 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=0.3", "steps=100")
     process = start(directory)
     until(lambda: rows(directory))
-    store.RunDir(directory).begin_attempt()
+    RunDir(directory).begin_attempt()
     assert process.wait(30) == 2
     fenced = Code.ATTEMPT_FENCED(path=directory, newest=2, attempt=1)
     assert f"error: {sentence(fenced)}" in (directory / "stdout.log").read_text()
@@ -492,7 +496,7 @@ def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
     until(lambda: rows(directory))
     spoil(directory / "logs" / "metrics.jsonl")
     assert command.wait(timeout=60) == 1
-    reason = store.run_state(tmp_path, RunName(arm=BASELINE, seed=0)).reason
+    reason = run_state(tmp_path, RunName(arm=BASELINE, seed=0)).reason
     assert reason and reason.code in (Code.METRICS_UNREADABLE, Code.NO_METRICS)
     message = sentence(reason)
     assert len(message.splitlines()) == 1 and "logs/metrics.jsonl" in message
@@ -501,7 +505,7 @@ def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
     if behaviour == "resumes":
         shutil.rmtree(directory / "logs")
     assert start(directory).wait(timeout=60) == 0
-    assert store.RunDir(directory).metrics()["train/reward"].steps.tolist() == list(range(1, 7))
+    assert RunDir(directory).metrics()["train/reward"].steps.tolist() == list(range(1, 7))
 
 
 @pytest.mark.parametrize("spoil", [remove, cut_short])
@@ -510,20 +514,20 @@ def test_a_finished_command_whose_rows_are_lost_is_run_again(
 ) -> None:
     assert launch(tmp_path, "seeds=[0]", "steps=3", "compare.primary=[]").exit_code == 0
     directory = tmp_path / "foreign" / "treatment" / "seed-0"
-    before = store.RunDir(directory).metrics()["train/reward"]
+    before = RunDir(directory).metrics()["train/reward"]
     spoil(directory / "metrics.jsonl")
     plan = plan_of("seeds=[0]", "steps=3", "compare.primary=[]")
     assert run_to_end(plan, tmp_path, resume=True).exit_code == 0
-    after = store.RunDir(directory).metrics()["train/reward"]
+    after = RunDir(directory).metrics()["train/reward"]
     assert after.steps.tolist() == [1, 2, 3] and after.values.tolist() == before.values.tolist()
-    attempts = [store.RunDir(tmp_path / "foreign" / str(run.name)).last_attempt for run in plan.runs]
+    attempts = [RunDir(tmp_path / "foreign" / str(run.name)).last_attempt for run in plan.runs]
     assert sorted(attempts) == [1, 2]  # the other stays as it is
 
 
 def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
     """Read as the command's metrics, abrun's own would be told again and again."""
     directory = prepared(tmp_path)
-    run = store.RunDir(directory)
+    run = RunDir(directory)
     run.begin_attempt().metrics(1, {"x": 1.0})
     (directory / "logs").mkdir()
     for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):

@@ -7,13 +7,14 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import RecipeError
+from abrun.experiment.plan import make_plan
 from abrun.launch.notes import notes
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
-from abrun.plan import make_plan
 from abrun.reasons import Code
-from abrun.recipe import CommandRecipe, MetricsLog, load_recipe
 from abrun.recipe import command as commands
+from abrun.recipe.command import MetricsLog
+from abrun.recipe.experiment import CommandRecipe, load_recipe
 
 FOREIGN = Path(__file__).parent / "foreign.yaml"
 FOLDER = Path(__file__).parent.parent.parent / "recipes" / "external"

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from abrun import store
+from abrun.runs.files import read_json
+from abrun.runs.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes" / "external" / "trl.yaml"
@@ -32,13 +33,13 @@ def test_two_learning_rates_are_a_mismatch(tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stdout + launched.stderr
     for arm in ("baseline", "treatment"):
         for seed in range(3):
-            metrics = store.RunDir(tmp_path / "trl" / arm / f"seed-{seed}").metrics()
+            metrics = RunDir(tmp_path / "trl" / arm / f"seed-{seed}").metrics()
             for metric in ("train/reward", "train/loss", "train/grad_norm", "timing/train/total_step_time_s"):
                 assert metrics[metric].steps.tolist() == list(range(1, 31)), metric
             assert np.unique(metrics["train/lr"].values).tolist() == pytest.approx(
                 [3e-3 if arm == "baseline" else 3e-4]
             )
-    environment = store.read_json(tmp_path / "trl" / "baseline" / "seed-0" / "environment.json")
+    environment = read_json(tmp_path / "trl" / "baseline" / "seed-0" / "environment.json")
     assert all(environment["versions"].values()), environment
     compared = abrun("compare", "trl", *runs)
     assert compared.returncode == 3, compared.stdout + compared.stderr

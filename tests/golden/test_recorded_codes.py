@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from abrun.compare.judge import verdict_file
 from abrun.messages import sentence
 from abrun.messages.records import reason_from_json
+from abrun.verdict import verdict_file
 
 RECORDED = Path(__file__).parent / "recorded"
 SCHEMA = json.loads(Path(verdict_file.__file__).with_name("verdict.schema.json").read_text())

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from abrun.launch import queued_jobs
-from abrun.layout import RunName
-from abrun.store import RunDir, RunState, run_state
+from abrun.runs.experiment import run_state
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("baseline", "treatment")

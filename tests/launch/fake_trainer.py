@@ -13,8 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from abrun import progress, store
+from abrun.processes import progress
 from abrun.reasons import Code
+from abrun.runs.rundir import RunDir
 
 ENGINE = "import time; time.sleep(600)  # engine"
 asked_to_stop = False
@@ -28,7 +29,7 @@ def stop(*_: object) -> None:
 def main(directory: Path) -> None:
     progress.join()
     asked = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
-    run = store.RunDir(directory)
+    run = RunDir(directory)
     record = run.record()
     label, num_steps = str(record.name), record.config["steps"]
     behaviour = asked.get("runs", {}).get(label, "")

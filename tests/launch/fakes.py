@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from abrun.experiment.plan import Plan
 from abrun.launch import LaunchOptions, Observer, Outcome, make_engine, run_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S
-from abrun.plan import Plan
-from abrun.recipe import OwnRunConfig, RunConfig
-from abrun.store import RunDir
+from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.runs.rundir import RunDir
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 FAKE = ("fake", "tests.launch.fakes:FakeEngine")  # to be set in LAUNCHERS

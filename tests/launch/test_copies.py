@@ -13,23 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from abrun import store
-from abrun.implementations import LAUNCHERS
+from abrun.experiment.plan import make_plan
 from abrun.launch import Outcome, local
-from abrun.plan import make_plan
 from abrun.processes import children, processes_of
 from abrun.processes.forks import Copy, ForkServer
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.runs.rundir import RunDir
 from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent, run_to_end
-from tests.test_forks import lives, until
+from tests.processes.test_forks import lives, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
 SMALL = Path(__file__).parent / "small.yaml"
 LAUNCHER = """
 import sys
 from pathlib import Path
-from abrun.implementations import LAUNCHERS
+from abrun.recipe.implementations import LAUNCHERS
 from tests.launch.fakes import FAKE_UNDER_AGENT
 from tests.launch.test_copies import launch
 LAUNCHERS.update([FAKE_UNDER_AGENT])
@@ -76,14 +76,14 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
     pids = {
         one.pid
         for path in (tmp_path / "copies").rglob("launch.json")
-        for one in store.RunDir(path.parent).launches()
+        for one in RunDir(path.parent).launches()
     }
     assert pids == set(copies) and len(copies) == 2
     monkeypatch.setattr(local, "FEWEST_LATER", math.inf)
     assert launch(tmp_path / "own", *overrides, launcher="local").exit_code == 0
     assert len(copies) == 2
     for arm in ("baseline", "treatment"):
-        own, copied = (store.RunDir(tmp_path / made / "small" / arm / "seed-0") for made in ("own", "copies"))
+        own, copied = (RunDir(tmp_path / made / "small" / arm / "seed-0") for made in ("own", "copies"))
         expected, found = own.metrics(), copied.metrics()
         assert found.keys() == expected.keys()
         # Seconds, and what of memory is garbage that nobody has looked for yet, are another in each process
@@ -101,7 +101,7 @@ def test_where_the_server_is_killed_its_runs_begin_again(
 ) -> None:
     monkeypatch.setitem(LAUNCHERS, *FAKE_UNDER_AGENT)
     monkeypatch.setenv("FAKE_TRAINER", '{"step_s": 0.05}')
-    second = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    second = RunDir(tmp_path / "small" / "treatment" / "seed-0")
 
     def kill() -> None:
         if second.exists and second.heartbeat().step > 3:
@@ -111,9 +111,9 @@ def test_where_the_server_is_killed_its_runs_begin_again(
     outcome = launch(tmp_path, "steps=20", launcher="fake-under-agent", tick=kill)
     assert outcome.exit_code == 0 and len(copies) == 2
     for name in outcome.statuses:
-        run = store.RunDir(tmp_path / "small" / str(name))
+        run = RunDir(tmp_path / "small" / str(name))
         assert list(run.metrics()["train/reward"].steps) == [*range(1, 21)]
-    assert [len(store.RunDir(tmp_path / "small" / str(name)).launches()) for name in outcome.statuses] == [
+    assert [len(RunDir(tmp_path / "small" / str(name)).launches()) for name in outcome.statuses] == [
         1,
         2,
         1,
@@ -147,7 +147,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
 
     def expected(*overrides: str) -> list[tuple[tuple[str, ...], str]]:
         plan = make_plan(load_recipe(SMALL, overrides))
-        runs = [(store.RunDir(tmp_path / str(run.name)), run.config) for run in plan.runs]
+        runs = [(RunDir(tmp_path / str(run.name)), run.config) for run in plan.runs]
         started.clear()
         with engine.expecting(runs):
             return [*started]

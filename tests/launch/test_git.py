@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from abrun.bisect import candidates
+from abrun.diagnose.bisect import candidates
 from abrun.launch.git import git_environment, git_output, record_checkout
 
 

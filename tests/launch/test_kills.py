@@ -16,17 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.experiment.plan import Plan, make_plan
 from abrun.external import run as external_run
-from abrun.implementations import LAUNCHERS
 from abrun.launch import Outcome
-from abrun.launch.experiment import write_run
 from abrun.launch.local import FORKED
-from abrun.plan import Plan, make_plan
+from abrun.launch.ownership import write_run
 from abrun.processes import Process, below, children, processes_of
-from abrun.recipe import load_recipe
-from abrun.store import LOCK, RunDir, RunState, is_experiment, owner_of, planned_runs, run_state
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.runs.experiment import is_experiment, planned_runs, run_state
+from abrun.runs.lock import LOCK, owner_of
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE_UNDER_AGENT, run_to_end
-from tests.store.faulty import killed_at
+from tests.runs.faulty import killed_at
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,21 +16,27 @@ from typing import Any
 
 import pytest
 
-from abrun import store
+from abrun import runs
 from abrun.errors import LaunchError, StoreError
-from abrun.implementations import LAUNCHERS
-from abrun.launch import Outcome, earlier, queue, requirements, supervisor
-from abrun.launch.command import environment
-from abrun.launch.experiment import owned_experiment
+from abrun.experiment.command import environment
+from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.preflight import requirements
+from abrun.launch import Outcome, earlier, queue, supervisor
+from abrun.launch.ownership import owned_experiment
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.plan import Plan, RunName, make_plan
 from abrun.processes import Process, processes_of
 from abrun.reasons import Code, Reason
-from abrun.recipe import load_recipe, stored_run
-from abrun.store import experiment, files, lock, rundir
-from abrun.store.endings import endings, write_ending
-from abrun.store.records import recorded_reason
+from abrun.recipe.experiment import load_recipe, stored_run
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.runs import experiment, files, lock, rundir
+from abrun.runs.endings import endings, write_ending
+from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, run_state
+from abrun.runs.files import fingerprint, read_json
+from abrun.runs.lines import read_lines
+from abrun.runs.lock import LOCK, Lease, Locked, TakenOverError, launcher_of
+from abrun.runs.records import Launch, RunState, recorded_reason
+from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
@@ -70,22 +76,22 @@ def at_work(runs_dir: Path) -> set[Process]:
     return set[Process]().union(*(processes_of(path.parent) for path in configs))
 
 
-def launches_of(experiment_dir: Path, run: str) -> list[store.Launch]:
-    return store.RunDir(experiment_dir / run).launches()
+def launches_of(experiment_dir: Path, run: str) -> list[Launch]:
+    return RunDir(experiment_dir / run).launches()
 
 
-def pid_of(launch: store.Launch) -> int:
+def pid_of(launch: Launch) -> int:
     assert launch.pid
     return launch.pid
 
 
-def ended(launch: store.Launch) -> float:
+def ended(launch: Launch) -> float:
     assert launch.ended_s
     return launch.ended_s
 
 
-def state_of(experiment_dir: Path, run: str) -> store.RunState:
-    return store.RunDir(experiment_dir / run).state(RunName(arm="any", seed=0))
+def state_of(experiment_dir: Path, run: str) -> RunState:
+    return RunDir(experiment_dir / run).state(RunName(arm="any", seed=0))
 
 
 @pytest.fixture(autouse=True)
@@ -120,24 +126,24 @@ def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
     ((first,), *_) = attempts
     assert first.exit_code == 0 and first.signal is None and first.devices == ("cpu",)
     assert first.host == socket.gethostname() and first.started_s < ended(first)
-    (itself,) = store.RunDir(tmp_path / "small" / names[0]).attempts()
+    (itself,) = RunDir(tmp_path / "small" / names[0]).attempts()
     assert itself.exit_code == 0 and itself.pid == first.pid
     # One at a time, in launch order
     assert all(ended(a[0]) <= b[0].started_s for a, b in itertools.pairwise(attempts))
-    git = store.RunDir(tmp_path / "small" / names[0]).git()
+    git = RunDir(tmp_path / "small" / names[0]).git()
     assert git is None or set(git) == {"sha", "dirty", "changes", "files", "diff"}
     assert "CUDA_VISIBLE_DEVICES=''" in (tmp_path / "small" / names[0] / "stdout.log").read_text()
 
 
 def test_the_experiment_is_described_as_agreed(tmp_path: Path) -> None:
     launch(tmp_path, name="mine")
-    described = store.open_experiment(tmp_path / "mine")
+    described = open_experiment(tmp_path / "mine")
     plan = plan_of()
     assert described["experiment"] == "mine"
     assert described["recipe"] == plan.recipe.model_dump(mode="json")
     assert described["runs"][1] == {"arm": "treatment", "seed": 0, "rerun": 0}
     assert described["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
-    config = store.read_json(tmp_path / "mine" / "treatment" / "seed-1" / "config.json")
+    config = read_json(tmp_path / "mine" / "treatment" / "seed-1" / "config.json")
     assert config.pop("config") == plan.runs[1].config.model_dump(mode="json")
     described = {"schema_version": 1, "experiment": "mine", "arm": "treatment", "seed": 1, "rerun": 0}
     assert config == {**described, "initial_weights": None}
@@ -155,15 +161,15 @@ def test_a_warm_start_comes_first_is_shared_and_is_cached(tmp_path: Path) -> Non
     assert launch(tmp_path, *warm).exit_code == 0
     (directory,) = (tmp_path / "warm-starts").iterdir()
     made = launches_of(directory, ".")
-    described = store.read_json(directory / "config.json")
+    described = read_json(directory / "config.json")
     assert (described["arm"], described["seed"], described["initial_weights"]) == ("warm-start", 0, None)
     assert described["config"]["algorithm"]["type"] == "sft"
     for run in ("baseline/seed-0", "treatment/seed-1"):
-        config = store.read_json(tmp_path / "small" / run / "config.json")
+        config = read_json(tmp_path / "small" / run / "config.json")
         expected = directory / "checkpoints" / "final"
         assert (tmp_path / "small" / run / config["initial_weights"]).resolve() == expected.resolve()
         assert launches_of(tmp_path / "small", run)[0].started_s >= ended(made[0])
-    assert store.read_json(tmp_path / "small" / "cold" / "seed-0" / "config.json")["initial_weights"] is None
+    assert read_json(tmp_path / "small" / "cold" / "seed-0" / "config.json")["initial_weights"] is None
     assert launch(tmp_path, *warm, name="again").exit_code == 0
     assert launches_of(directory, ".") == made
 
@@ -198,9 +204,9 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     (directory,) = (tmp_path / "warm-starts").iterdir()
     weights = directory / "checkpoints" / "final" / "model.safetensors"
     weights.write_bytes(b"weights")
-    result = store.read_json(directory / "result.json")
-    recorded = {"final_weights": {weights.name: store.fingerprint(weights)}}
-    store.write_json(directory / "result.json", result | recorded)
+    result = read_json(directory / "result.json")
+    recorded = {"final_weights": {weights.name: fingerprint(weights)}}
+    runs.write_json(directory / "result.json", result | recorded)
     observer = Silent()
     assert launch(tmp_path, *warm, name="whole", observer=observer).exit_code == 0
     assert len(launches_of(directory, ".")) == 1 and not observer.said
@@ -220,7 +226,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
         "rows": "metrics.jsonl lacks 1 of 2 steps, from step 2 on",
     }
     assert "trained again: " in said and expected[damage] in said
-    events = store.RunDir(directory).events()
+    events = RunDir(directory).events()
     assert [row["event"] for row in events][1:3] == ["finished", "repair"]
 
 
@@ -231,9 +237,9 @@ def test_a_warm_start_is_claimed_before_anything_is_asked_of_it(
     asked: list[bool] = []
 
     def processes_there(directory: Path) -> set[Process]:
-        if directory.parent.name == store.WARM_STARTS:
-            with pytest.raises(store.Locked):
-                store.Lease(directory).acquire()
+        if directory.parent.name == WARM_STARTS:
+            with pytest.raises(Locked):
+                Lease(directory).acquire()
             asked.append(True)
         return set()
 
@@ -356,7 +362,7 @@ def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
     assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
     assert sum("starting it again" in line for line in observer.said) == 1
     (directory,) = (tmp_path / "warm-starts").iterdir()
-    rows = store.RunDir(directory).rows().read()
+    rows = RunDir(directory).rows().read()
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
 
 
@@ -483,7 +489,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 
 
 def steps(runs_dir: Path, run: str) -> int:
-    return len(store.read_lines(runs_dir / "small" / run / "metrics.jsonl"))
+    return len(read_lines(runs_dir / "small" / run / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("limit", [10, 600])
@@ -533,14 +539,14 @@ def test_a_disk_that_fills_up_later_leaves_no_process_and_can_be_resumed(
 def test_a_run_that_could_not_be_noted_gives_its_place_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = store.RunDir.update_launch
+    update = RunDir.update_launch
 
-    def full(run: store.RunDir, **values: Any) -> None:
+    def full(run: RunDir, **values: Any) -> None:
         if "pid" in values and run.path.match("baseline/seed-0"):
             raise StoreError("no space")
         update(run, **values)
 
-    monkeypatch.setattr(store.RunDir, "update_launch", full)
+    monkeypatch.setattr(RunDir, "update_launch", full)
     outcome = launch(tmp_path, jobs=1)
     assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
 
@@ -576,16 +582,16 @@ def test_a_signal_stops_everything_cleanly_and_resume_continues(
     for run in ("baseline/seed-0", "treatment/seed-1"):
         assert state_of(tmp_path / "small", run).status == "interrupted"
         assert ended(launches_of(tmp_path / "small", run)[0])
-        assert store.RunDir(tmp_path / "small" / run).events()[-1]["event"] == "interrupted"
+        assert RunDir(tmp_path / "small" / run).events()[-1]["event"] == "interrupted"
     assert state_of(tmp_path / "small", "baseline/seed-2").status == "pending"
     before = steps(tmp_path, "baseline/seed-0")
     behave()
     outcome = launch(tmp_path, "steps=40", "seeds=[0, 1, 2]", resume=True, jobs=4)
     assert outcome.exit_code == 0
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 2
-    reward = store.RunDir(tmp_path / "small" / "baseline/seed-0").metrics()["train/reward"]
+    reward = RunDir(tmp_path / "small" / "baseline/seed-0").metrics()["train/reward"]
     assert reward.steps.tolist() == list(range(1, 41))
-    rows = store.read_lines(tmp_path / "small" / "baseline/seed-0/metrics.jsonl")
+    rows = read_lines(tmp_path / "small" / "baseline/seed-0/metrics.jsonl")
     assert [row["attempt"] for row in rows].count(1) == before
     # What is finished is left alone
     assert launch(tmp_path, "steps=40", "seeds=[0, 1, 2]", resume=True).exit_code == 0
@@ -632,7 +638,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     behave()
     assert launch(tmp_path, "steps=400", resume=True, jobs=4).exit_code == 0
     for run in plan_of().runs:
-        reward = store.RunDir(tmp_path / "small" / str(run.name)).metrics()["train/reward"]
+        reward = RunDir(tmp_path / "small" / str(run.name)).metrics()["train/reward"]
         assert reward.steps.tolist() == list(range(1, 401))
 
 
@@ -670,16 +676,16 @@ def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
 
 def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
     launch(tmp_path)
-    declared = store.open_experiment(tmp_path / "small")["compare_sha256"]
+    declared = open_experiment(tmp_path / "small")["compare_sha256"]
     more = ["seeds=[0, 1, 2]", "arms.other.steps=2", "controls.aa_reruns=1"]
     outcome = launch(
         tmp_path, *more, "compare.primary=[{metric: train/reward, margin: 9}]", resume=True, jobs=4
     )
     assert outcome.exit_code == 0 and len(outcome.statuses) == 10
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1
-    assert store.planned_runs(tmp_path / "small") == list(outcome.statuses)
+    assert planned_runs(tmp_path / "small") == list(outcome.statuses)
     # The comparison was declared at the first launch; what comes later must show as post hoc.
-    assert store.open_experiment(tmp_path / "small")["compare_sha256"] == declared
+    assert open_experiment(tmp_path / "small")["compare_sha256"] == declared
 
 
 def test_resume_says_of_which_other_code_the_earlier_runs_are(
@@ -700,7 +706,7 @@ def test_resume_says_of_which_other_code_the_earlier_runs_are(
     installed = {"torch": "2.11.0", "numpy": "2.2"}
     monkeypatch.setattr(earlier, "installed_version", installed.get)
     environment = tmp_path / "small" / "baseline" / "seed-0" / "environment.json"
-    store.write_json(environment, {"versions": versions})
+    runs.write_json(environment, {"versions": versions})
     packages = "made with numpy 2.1 so far, going on with 2.2"
     (said,) = said_by(1)
     assert said.startswith(f"small: {packages}: ")  # not of packages that its runs do not import
@@ -726,7 +732,7 @@ def test_a_launch_names_packages_in_untested_versions(
 
 def test_a_finished_run_that_lost_rows_is_repaired(tmp_path: Path) -> None:
     launch(tmp_path)
-    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    run = RunDir(tmp_path / "small" / "treatment" / "seed-0")
     first, *_ = (run.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_bytes(first)
     assert launch(tmp_path, resume=True).exit_code == 0
@@ -741,8 +747,8 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
     experiment_dir = tmp_path / "small"
     for run in ("treatment/seed-0", "treatment/seed-1"):  # as a version made it that hashed otherwise
         path = experiment_dir / run / "config.json"
-        config = store.read_json(path)
-        store.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
+        config = read_json(path)
+        runs.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
     assert launch(tmp_path, "warm_start={steps: 2}", resume=True).exit_code == 0
     shutil.rmtree(experiment_dir / "treatment" / "seed-1")
     with pytest.raises(LaunchError) as refusal:
@@ -764,12 +770,12 @@ def test_resume_refuses_another_experiment(
     tmp_path: Path, override: str, code: Code, snapshot: Snapshot
 ) -> None:
     launch(tmp_path)
-    before = store.read_json(tmp_path / "small" / "experiment.json")
+    before = read_json(tmp_path / "small" / "experiment.json")
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, override, resume=True)
     assert refusal.value.code is code
     snapshot(refusal.value)
-    assert store.read_json(tmp_path / "small" / "experiment.json") == before
+    assert read_json(tmp_path / "small" / "experiment.json") == before
 
 
 def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None:
@@ -796,7 +802,7 @@ def test_a_launcher_killed_before_its_experiment_was_written_leaves_the_name_fre
     tmp_path: Path, names: list[str]
 ) -> None:
     (tmp_path / "small").mkdir()
-    (tmp_path / "small" / store.LOCK).write_text('{"pid": 1')
+    (tmp_path / "small" / LOCK).write_text('{"pid": 1')
     for name in names:
         (tmp_path / "small" / name).write_text("{")
     assert launch(tmp_path).exit_code == 0
@@ -812,15 +818,15 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     def take_over() -> None:
         if steps(tmp_path, "baseline/seed-0") > 2:
             other = {"pid": 7, "host": "elsewhere", "boot_id": "another", "token": "theirs"}
-            (tmp_path / "small" / store.LOCK).write_text(json.dumps(other))
+            (tmp_path / "small" / LOCK).write_text(json.dumps(other))
 
-    with pytest.raises(store.TakenOverError) as taken_over:
+    with pytest.raises(TakenOverError) as taken_over:
         launch(tmp_path, "steps=400", tick=take_over, jobs=1)
     reason = taken_over.value.reason
     assert reason["owner"] == "process 7 on host elsewhere"
     assert not at_work(tmp_path)
     assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
-    assert store.launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
+    assert launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
     monkeypatch.setattr(lock, "LEASE_S", 600)
     observer = Silent()
     behave()
@@ -841,7 +847,7 @@ def test_a_corrupt_file_of_a_run_is_that_run_s_failure(tmp_path: Path) -> None:
     outcome = launch(tmp_path, resume=True)
     assert outcome.exit_code == 1
     assert list(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
-    message = store.run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).message
+    message = run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).message
     assert message and "config.json: not readable as JSON" in message and "\n" not in message
 
 
@@ -855,7 +861,7 @@ def test_a_corrupt_file_of_a_run_is_that_run_s_failure(tmp_path: Path) -> None:
 )
 def test_notes_that_do_not_read_are_written_anew(tmp_path: Path, name: str, content: str) -> None:
     launch(tmp_path)
-    run = store.RunDir(tmp_path / "small" / "baseline" / "seed-0")
+    run = RunDir(tmp_path / "small" / "baseline" / "seed-0")
     (run.path / "result.json").unlink()
     (run.path / name).write_text(content)
     assert launch(tmp_path, resume=True).exit_code == 0
@@ -863,7 +869,7 @@ def test_notes_that_do_not_read_are_written_anew(tmp_path: Path, name: str, cont
 
 def test_a_repair_that_cannot_be_made_fails_one_run(tmp_path: Path) -> None:
     launch(tmp_path)
-    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    run = RunDir(tmp_path / "small" / "treatment" / "seed-0")
     (run.path / "metrics.jsonl").write_bytes(b"")
     (run.path / "events.jsonl").unlink()
     (run.path / "events.jsonl").mkdir()
@@ -875,7 +881,7 @@ def test_a_repair_that_cannot_be_made_fails_one_run(tmp_path: Path) -> None:
 def test_limits_may_change_between_launches(tmp_path: Path) -> None:
     """What ended a run must not be what it can never get rid of; nor does it make another warm start."""
     launch(tmp_path, "warm_start={steps: 2}", "limits.run_s=5")
-    run = store.RunDir(tmp_path / "small" / "treatment" / "seed-0")
+    run = RunDir(tmp_path / "small" / "treatment" / "seed-0")
     (run.path / "result.json").unlink()
     assert launch(tmp_path, "warm_start={steps: 2}", "limits.run_s=50", resume=True).exit_code == 0
     assert run.record().config["limits"]["run_s"] == 50
@@ -893,7 +899,7 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
     sent: list[int] = []
 
     def tick() -> None:
-        killed = store.run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).status == "failed"
+        killed = run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).status == "failed"
         if not sent and killed and steps(tmp_path, "treatment/seed-0") > 3:
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
@@ -903,7 +909,7 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
     (failed,) = launches_of(tmp_path / "small", "baseline/seed-0")
     assert (failed.exit_code, failed.signal) == (None, "SIGKILL")
     assert state_of(tmp_path / "small", "treatment/seed-0").status == "interrupted"
-    assert store.read_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
+    assert read_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
 
 
 # --- runs of foreign trainers ---
@@ -937,7 +943,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
 ) -> None:
     """Between the word of a run and its end lie seconds in which Ctrl-C may come."""
     run = make_run(tmp_path / "run", run_config())
-    run_dir = store.RunDir(run)
+    run_dir = RunDir(run)
     run_dir.begin_launch((), None)
     failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
     run_dir.begin_attempt().fail(failure, exit_code=2)
@@ -949,7 +955,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
 
 def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path) -> None:
     """Of what is printed beside notes, reasons count, of a node that does not see the run directory."""
-    run = store.RunDir(make_run(tmp_path / "run", run_config()))
+    run = RunDir(make_run(tmp_path / "run", run_config()))
     run.begin_launch((), None)
     lost = Code.RANKS_LOST(waited_s=9.0, doing="logprobs", error="timed out")
     effect = Code.EXCEPTION(kind="LaunchError", error=lost, origin=None)

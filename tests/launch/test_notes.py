@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.launch.experiment import owned_experiment
+from abrun.experiment.plan import make_plan
 from abrun.launch.notes import notes
+from abrun.launch.ownership import owned_experiment
 from abrun.messages import sentence
-from abrun.plan import make_plan
 from abrun.reasons import Code, Reason
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
 from tests.snapshot import Snapshot
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"

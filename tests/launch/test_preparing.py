@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
 from abrun.errors import StoreError
-from abrun.launch.experiment import owned_experiment
-from abrun.plan import Plan, make_plan
-from abrun.recipe import load_recipe
-from tests.store.faulty import Disk, Faults, PowerLoss
+from abrun.experiment.plan import Plan, make_plan
+from abrun.launch.ownership import owned_experiment
+from abrun.recipe.experiment import load_recipe
+from abrun.runs.experiment import is_experiment, planned_runs, run_dir
+from abrun.runs.lock import launcher_of
+from abrun.runs.rundir import RunDir
+from tests.runs.faulty import Disk, Faults, PowerLoss
 
 SMALL = Path(__file__).parent / "small.yaml"
 
@@ -22,16 +24,16 @@ def plan() -> Plan:
 
 def prepare(plan: Plan, experiment_dir: Path) -> None:
     """As a user would: launch, or resume where there is something to be resumed."""
-    with owned_experiment(plan, experiment_dir, resume=store.is_experiment(experiment_dir)):
+    with owned_experiment(plan, experiment_dir, resume=is_experiment(experiment_dir)):
         pass
 
 
 def check(plan: Plan, experiment_dir: Path) -> None:
     prepare(plan, experiment_dir)
-    assert store.planned_runs(experiment_dir) == [run.name for run in plan.runs]
+    assert planned_runs(experiment_dir) == [run.name for run in plan.runs]
     for run in plan.runs:
-        assert store.RunDir(store.run_dir(experiment_dir, run.name)).record().name == run.name
-    assert not store.launcher_of(experiment_dir)
+        assert RunDir(run_dir(experiment_dir, run.name)).record().name == run.name
+    assert not launcher_of(experiment_dir)
 
 
 def num_calls(plan: Plan, root: Path) -> int:

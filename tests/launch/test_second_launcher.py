@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.implementations import LAUNCHERS
+from abrun.experiment.plan import Plan, make_plan
 from abrun.launch.engine import Place
-from abrun.plan import Plan, make_plan
-from abrun.recipe import RunConfig, load_recipe
-from abrun.store import RunDir
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.run import RunConfig
+from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE_TRAINER, run_to_end
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.recipe import FAULTS
+from abrun.recipe.faults import FAULTS
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart-faults.yaml")
 PPO = {"value_unshifted", "critic_mask_of_other_rows"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import abrun
-from abrun import store
+from abrun.runs.rundir import RunDir
 
 SMALL = Path(__file__).with_name("small.yaml")
 NAMES = (
@@ -84,7 +84,7 @@ def test_a_command_runs_in_a_folder_of_shadows(tmp_path: Path) -> None:
     trainer.with_name("mine.py").write_text("REWARD = 0.5\n")
     (tmp_path / "r.yaml").write_text(RECIPE.replace("trainer.py", "trainer/trainer.py"))
     launch(tmp_path, "r.yaml")
-    run = store.RunDir(tmp_path / "runs" / "shadowed" / "baseline" / "seed-0")
+    run = RunDir(tmp_path / "runs" / "shadowed" / "baseline" / "seed-0")
     assert [row["train/reward"] for row in run.rows().read()] == [0.5] * 3
     seen = json.loads((run.path / "out" / "seen.json").read_text())
     assert seen["path"][0] == str(trainer.parent) and not seen["safe"]
@@ -101,7 +101,7 @@ def test_the_own_trainer_runs_in_a_folder_of_shadows(tmp_path: Path, jobs: str) 
     task = "task={type: jsonl, path: prompts.jsonl, verifier: 'my_verifier:judge'}"
     settings = ["steps=2", "seeds=[0, 1]", "compare.primary=[]", task]
     launch(tmp_path, str(SMALL), "--jobs", jobs, *(word for text in settings for word in ("--set", text)))
-    run = store.RunDir(tmp_path / "runs" / "small" / "baseline" / "seed-1")
+    run = RunDir(tmp_path / "runs" / "small" / "baseline" / "seed-1")
     assert [row["train/reward"] for row in run.rows().read()] == [0.5] * 2
 
 

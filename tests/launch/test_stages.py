@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from abrun import cli, store
+from abrun import cli
 from abrun.api import launching
-from abrun.compare import compare_sources
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.plan import compare_hash
 from abrun.launch.stages import refuse_other_looks, until_decided
-from abrun.plan import compare_hash
 from abrun.reasons import Code
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.report.comparing import compare_sources
+from abrun.runs.experiment import planned_runs, run_state, write_experiment
 from tests.snapshot import Snapshot
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -63,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
-    monkeypatch.setattr("abrun.compare.compare_sources", in_json)
+    monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
     (tmp_path / "arm.py").write_text(ARM)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("SCRIPT", str(tmp_path / "arm.py")))
 
@@ -84,7 +85,7 @@ STAGED = ("--until-decided", "--max-seeds", "5")
 def begun() -> set[int]:
     """The seeds of which a run was begun."""
     experiment_dir = Path("runs/staged")
-    states = [store.run_state(experiment_dir, name) for name in store.planned_runs(experiment_dir)]
+    states = [run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 
@@ -207,9 +208,9 @@ def test_a_resumed_launch_keeps_the_looks_that_it_declared(
     run: Run, tmp_path: Path, looks: list[int], said: str, snapshot: Snapshot
 ) -> None:
     recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
-    store.write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
+    write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
     refuse_other_looks(recipe, tmp_path / "same")
-    store.write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
+    write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
     with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(recipe, tmp_path / "mine")
     assert refusal.value.code is Code.RESUME_OTHER_LOOKS
@@ -222,7 +223,7 @@ def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
     plain = load_recipe(Path("recipe.yaml"))
     recipe = until_decided(plain, 4)
     content = {"recipe": plain.model_dump(mode="json"), "compare_sha256": compare_hash(recipe.compare)}
-    store.write_experiment(tmp_path / "same", content)
+    write_experiment(tmp_path / "same", content)
     refuse_other_looks(recipe, tmp_path / "same")
     with pytest.raises(LaunchError) as refusal:
         refuse_other_looks(until_decided(plain, 6), tmp_path / "same")

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.compare.read.samples import samples_in
 from abrun.errors import StoreError
 from abrun.logs.completions import read_completions
+from abrun.recorded.samples import samples_in
 
 
 def verl(folder, step, answers):

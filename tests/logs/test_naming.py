@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
-from abrun.layout import RunName
 from abrun.logs import Log
 from abrun.logs.aliases import FRAMEWORKS, TOLD_BY, apply, apply_to_all, parse
 from abrun.logs.guessing import guess_baseline, guess_runs
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
-from abrun.series import Series
+from abrun.runs.layout import RunName
+from abrun.stats.series import Series
 from tests.snapshot import Snapshot
 
 

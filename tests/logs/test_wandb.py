@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.layout import RunName
 from abrun.logs import read_log, read_logs
 from abrun.logs.naming import name_runs
+from abrun.runs.layout import RunName
 from tests.logs import server
 from tests.logs.test_fuzz import messages, wandb_file
 from tests.snapshot import Snapshot

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.launch.command import environment
-from abrun.launch.probe import TURN, WAITS, await_turn
-from abrun.launch.probe import _run as run_probe
+from abrun.experiment.command import environment
+from abrun.experiment.probe import TURN, WAITS, await_turn
+from abrun.experiment.probe import _run as run_probe
 from abrun.memory.devices import AHEAD, Devices
 from abrun.processes import processes_of
-from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.run import OwnRunConfig
 from tests.snapshot import Snapshot
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"

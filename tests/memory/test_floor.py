@@ -6,7 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from abrun.memory.floor import floor_of, known_shape, num_parameters
 from abrun.models.presets import preset_config
-from abrun.recipe import ARCHITECTURES, Model, OwnRunConfig
+from abrun.recipe.policy import Model
+from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.run import OwnRunConfig
 
 PRESETS = sorted(ARCHITECTURES)
 

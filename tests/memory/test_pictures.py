@@ -7,7 +7,7 @@ from abrun.memory import pictures
 from abrun.memory.attribution import BEFORE, REST
 from abrun.memory.cells import Cell, MemoryProfile, Point
 from abrun.present.figures import style
-from tests.compare.test_plots import ARMS, misplaced
+from tests.report.test_plots import ARMS, misplaced
 
 GIB = 2**30
 PHASES = (

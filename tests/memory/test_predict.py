@@ -18,18 +18,11 @@ from abrun.backends import dtensor
 from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.probe import probe_alone
-from abrun.memory import heads, hollow, predict
+from abrun.experiment.probe import probe_alone
+from abrun.memory import fake_device, heads, predict
 from abrun.memory.cells import Point
 from abrun.memory.floor import floor_of
-from abrun.memory.predict import (
-    Predicted,
-    Prediction,
-    _predicted,
-    device_memory,
-    fit_of,
-    predict_recipe,
-)
+from abrun.memory.predict import Predicted, Prediction, _predicted, device_memory, fit_of, predict_recipe
 from abrun.memory.profile import measure_recipe
 from abrun.memory.step import num_rows, of_size
 from abrun.memory.sweep import Plan, Variant
@@ -37,7 +30,8 @@ from abrun.memory.trace import trace
 from abrun.messages.records import coded
 from abrun.models import load_network
 from abrun.reasons import Code
-from abrun.recipe import OwnRunConfig, load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.train.batches import RandomBatches
 from abrun.train.loop import make_algorithm
@@ -62,7 +56,7 @@ def config_of(*sets: str) -> OwnRunConfig:
 def seen_by_the_tracker(by_phase: dict[str, dict[str, int]]) -> dict[str, int]:
     """Bytes by phase without what it does not count: what a GPU's libraries take."""
     return {
-        phase: sum(size for kind, size in kinds.items() if kind != hollow.LIBRARIES)
+        phase: sum(size for kind, size in kinds.items() if kind != fake_device.LIBRARIES)
         for phase, kinds in by_phase.items()
     }
 
@@ -364,7 +358,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
-    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: None)  # only its trainer can tell
+    monkeypatch.setattr("abrun.experiment.probe.hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
@@ -384,7 +378,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    monkeypatch.setattr("abrun.launch.probe.hub_refusal", lambda name: "the hub sleeps")
+    monkeypatch.setattr("abrun.experiment.probe.hub_refusal", lambda name: "the hub sleeps")
     recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
     with pytest.raises(LaunchError) as refusal:
         predict_recipe(plan(recipe, [64]), tmp_path)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.launch.command import environment
-from abrun.launch.probe import _run as run_probe
+from abrun.experiment.command import environment
+from abrun.experiment.probe import _run as run_probe
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
 from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_head, measure_recipe
@@ -20,7 +20,8 @@ from abrun.memory.show import page, tables, told
 from abrun.memory.sweep import Head, Plan, Variant, head_of, variants_of
 from abrun.processes import Popen, processes_of
 from abrun.reasons import Code
-from abrun.recipe import Declared, OwnRunConfig, load_recipe
+from abrun.recipe.experiment import Declared, load_recipe
+from abrun.recipe.run import OwnRunConfig
 from tests.snapshot import Snapshot
 from tests.train.runs import single_rank
 

@@ -8,10 +8,10 @@ import torch
 
 from abrun.memory.attribution import BEFORE
 from abrun.memory.cells import Cell
-from abrun.memory.hollow import CUBLAS_WORKSPACE_BYTES
+from abrun.memory.fake_device import CUBLAS_WORKSPACE_BYTES
 from abrun.memory.profile import measure_head, measure_recipe
 from abrun.memory.sweep import Head, Plan, Variant
-from abrun.recipe import load_recipe
+from abrun.recipe.experiment import load_recipe
 
 pytestmark = pytest.mark.gpu
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

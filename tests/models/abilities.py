@@ -11,7 +11,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import check_decoding, check_network, facts_of
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import collate
 from tests.backends.megatron_policies import make_backend
 from tests.backends.policies import CPU, Advised, WeightedLoss, plain_logprobs

@@ -16,8 +16,17 @@ from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.models import check_network, facts_of
 from abrun.reasons import Code
-from abrun.recipe import Policy, family_refusal, stream_misfit
-from abrun.recipe.families import BIASED_HEADS, MIXED, MULTIMODAL, SHARED_LAYERS, STREAMLESS, WINDOWED
+from abrun.recipe.families import (
+    BIASED_HEADS,
+    MIXED,
+    MULTIMODAL,
+    SHARED_LAYERS,
+    STREAMLESS,
+    WINDOWED,
+    family_refusal,
+    stream_misfit,
+)
+from abrun.recipe.policy import Policy
 from tests.models.architectures import tiny_config, tiny_network
 from tests.snapshot import Snapshot
 

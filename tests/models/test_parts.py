@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from abrun.models import load_network, open_network, parts, save_network
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from tests.models.architectures import tiny_network
 from tests.models.conftest import TINY
 

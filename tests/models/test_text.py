@@ -16,7 +16,7 @@ from abrun.models import Text, character_tokenizer, load_text
 from abrun.models import text as of_texts
 from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from tests.models.architectures import tiny_config, tiny_network
 from tests.snapshot import Snapshot
 

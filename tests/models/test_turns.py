@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from abrun.models import Text, load_text
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from abrun.rl.batch import collate
 
 CHATML = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from abrun.models import load_network, open_network, save_network, unread
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from tests.models.architectures import tiny_config, tiny_network
 from tests.snapshot import Snapshot
 

@@ -17,7 +17,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_network, load_text, open_network, persistent_buffers, save_network, weights
 from abrun.models.checks import check_network
 from abrun.models.families import facts_of
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from tests.models.architectures import tiny_network
 from tests.snapshot import Snapshot
 

@@ -8,8 +8,8 @@ import pytest
 
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.metric_names import METRICS
-from abrun.recipe import Dpo, Grpo, Ppo, Section
-from abrun.recipe.algorithms import ImportanceCorrection, OverlongPunishment
+from abrun.recipe.algorithms import Dpo, Grpo, ImportanceCorrection, OverlongPunishment, Ppo
+from abrun.recipe.section import Section
 from abrun.rl import losses
 from abrun.rl.advantages import STD_EPSILON, Baseline, NormalizeOver
 from abrun.rl.importance import Correction

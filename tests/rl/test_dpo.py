@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from abrun.recipe import Dpo
+from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs
 from abrun.rl.dpo import dpo_loss, over_tokens
 from abrun.rl.metrics import merge

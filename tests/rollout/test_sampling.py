@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from abrun.recipe import Filters
+from abrun.recipe.policy import Filters
 from abrun.rl.sampling import filtered_logprobs, keep, keep_top_p, most_likely, sample
 
 IGNORED = -100

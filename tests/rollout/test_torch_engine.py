@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
-from abrun.recipe import Logprobs, Model, Policy, Rollout
+from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rl.sampling import keep, unpacked
 from abrun.rollout import Completion, torch_engine

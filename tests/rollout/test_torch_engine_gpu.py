@@ -9,7 +9,7 @@ import torch
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, open_network
-from abrun.recipe import Model, Policy, Rollout
+from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine

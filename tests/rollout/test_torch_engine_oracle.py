@@ -25,7 +25,7 @@ from abrun.models import (
     facts_of,
     open_network,
 )
-from abrun.recipe import Model, Policy, Rollout
+from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
 from tests.models.architectures import tiny_network

@@ -15,10 +15,11 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.models.presets import preset_config
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.rollout.vllm import transfer
 from abrun.rollout.vllm.starting import cache_bytes
+from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import (
     PATIENCE_S,
     PROMPTS,
@@ -33,7 +34,6 @@ from tests.rollout.vllm_sampling import (
     tokens,
     with_vllm,
 )
-from tests.test_implementations import verifier
 from tests.train.runs import Trainer, make_run, metrics_by_step, run_config, single_rank
 
 pytestmark = [pytest.mark.gpu, *with_vllm]

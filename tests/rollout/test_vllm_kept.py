@@ -16,7 +16,7 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.messages import sentence
-from abrun.recipe import Rollout
+from abrun.recipe.policy import Rollout
 from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.rl.sampling import packed, unpacked
 from abrun.rollout.vllm import instance

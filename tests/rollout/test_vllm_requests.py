@@ -12,7 +12,7 @@ from transformers import Gemma4TextConfig, GPT2Config, Qwen3NextConfig
 from abrun.backends.ranks import make_ranks
 from abrun.errors import LaunchError
 from abrun.models.presets import preset_config
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm import instance
 from abrun.rollout.vllm.colocated import Colocated

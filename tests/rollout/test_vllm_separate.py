@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from abrun import progress
 from abrun.errors import LaunchError
+from abrun.processes import progress
 from abrun.rollout.vllm import transfer
 from tests.rollout.vllm_sampling import (
     PARITY,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from abrun.models import load_network
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import support_on_completions
 from abrun.rl.sampling import unpacked
 from abrun.rollout import Completion

@@ -20,7 +20,8 @@ from torch import Tensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, load_network
-from abrun.recipe import Model, OwnRunConfig
+from abrun.recipe.policy import Model
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws

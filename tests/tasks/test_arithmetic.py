@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from abrun.recipe import Arithmetic, Validation
+from abrun.recipe.tasks import Arithmetic, Validation
 from abrun.tasks import Example, hold_out, make_task
 from abrun.tasks.arithmetic import value
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe import Gsm8k, Jsonl
+from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task
 from abrun.tasks.final_answers import last_box, last_number, number
 from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from abrun.errors import RecipeError
-from abrun.recipe import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
+from abrun.recipe.tasks import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
 from abrun.tasks import Example, Task, hold_out, make_task
 from abrun.tasks.generated import Generated
 from tests.snapshot import Snapshot

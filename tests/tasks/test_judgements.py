@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe import Gsm8k, Jsonl
+from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task, values
 from abrun.tasks.expressions import final_answer
 from abrun.tasks.verifiers import by_reference, mathematically

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe import Completions, Gsm8k, Jsonl, Preferences, Validation
+from abrun.recipe.tasks import Completions, Gsm8k, Jsonl, Preferences, Validation
 from abrun.tasks import Example, Task, hold_out, make_task
 from tests.snapshot import Snapshot
 

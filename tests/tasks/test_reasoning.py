@@ -6,7 +6,7 @@ import pytest
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe import ReasoningGym
+from abrun.recipe.tasks import ReasoningGym
 from abrun.tasks import Task, make_task
 
 pytest.importorskip("reasoning_gym")

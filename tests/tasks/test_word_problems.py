@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abrun.models import UNKNOWN, character_tokenizer
-from abrun.recipe import WordProblems
+from abrun.recipe.tasks import WordProblems
 from abrun.tasks import Example, Task, make_task
 from abrun.tasks.word_problems import TOPICS
 from tests.snapshot import Snapshot

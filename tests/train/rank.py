@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from abrun import progress
-from abrun.store import RunDir
+from abrun.processes import progress
+from abrun.runs.rundir import RunDir
 
 WATCHDOG = (
     "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"  # as torch says it

@@ -17,10 +17,14 @@ import torch.distributed as dist
 import yaml
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from abrun import store
-from abrun.layout import RunName
 from abrun.metric_names import find
-from abrun.recipe import OwnRunConfig, load_recipe, merge, nested
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.merging import merge
+from abrun.recipe.reading import nested
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
 from tests.spawn import processes
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -42,19 +46,19 @@ def make_run(
 ) -> Path:
     """Write what a launcher tells a job; returns the directory."""
     weights = os.path.relpath(initial_weights, directory) if initial_weights else None
-    record = store.RunRecord(
+    record = RunRecord(
         experiment="x",
         name=RunName(arm="baseline", seed=seed),
         initial_weights=weights,
         config=config.model_dump(mode="json"),
     )
-    store.RunDir(directory).write_record(record)
+    RunDir(directory).write_record(record)
     return directory
 
 
 def metric_values(directory: Path) -> dict[str, list[str]]:
     """Every metric that does not depend on the clock: its values over the steps, exact to the last bit."""
-    metrics = store.RunDir(directory).metrics()
+    metrics = RunDir(directory).metrics()
     return {
         key: [f"{step} {value.hex()}" for step, value in zip(one.steps, one.values.tolist(), strict=True)]
         for key, one in metrics.items()
@@ -63,7 +67,7 @@ def metric_values(directory: Path) -> dict[str, list[str]]:
 
 
 def events(directory: Path) -> list[str]:
-    return [row["event"] for row in store.RunDir(directory).events()]
+    return [row["event"] for row in RunDir(directory).events()]
 
 
 # --- in this process ---
@@ -96,14 +100,14 @@ def train_here(directory: Path) -> dict[int, dict[str, float]]:
     """Train a run to its end in this process, which is in a process group; returns its metrics by step."""
     from abrun.train.loop import train
 
-    run = store.RunDir(directory)
+    run = RunDir(directory)
     train(run, run.record(), run.begin_attempt(), torch.device("cpu"))
     return metrics_by_step(directory)
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
-    for key, series in store.RunDir(directory).metrics().items():
+    for key, series in RunDir(directory).metrics().items():
         assert find(key), f"{key}: recorded, and not in abrun.metric_names"
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             rows.setdefault(step, {})[key] = value

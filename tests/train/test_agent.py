@@ -18,16 +18,15 @@ from unittest.mock import ANY
 
 import pytest
 
-from abrun import progress
 from abrun.errors import LaunchError
-from abrun.layout import RunName
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of
+from abrun.processes import processes_of, progress
 from abrun.reasons import Code, Reason
-from abrun.store import Node, RunDir, RunRecord
-from abrun.store.endings import endings
-from abrun.store.records import recorded_reason
+from abrun.runs.endings import endings
+from abrun.runs.layout import RunName
+from abrun.runs.records import Node, RunRecord, recorded_reason
+from abrun.runs.rundir import RunDir
 from abrun.train import agent as agents
 from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude

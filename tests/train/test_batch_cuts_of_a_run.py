@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from tests.conftest import TRITON_ON_CPU
 from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
 

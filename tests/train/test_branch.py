@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from abrun import store
 from abrun.backends.pieces import Held
 from abrun.errors import RecipeError
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import fingerprint
+from abrun.runs.rundir import RunDir
 from abrun.train import checkpoint
 from abrun.train.branch import start_from
 from abrun.train.setup import make_setup
@@ -76,20 +77,20 @@ def test_the_same_layout_goes_on_bit_for_bit(
     assert metric_values(run) == expected and len(expected["train/grad_norm"]) == 3
     left, right = (load_file(Path(checkpoint_of(each, 5)) / "rank-0.safetensors") for each in (run, trunk))
     assert all(torch.equal(left[name], right[name]) for name in right if not name.startswith("rng/"))
-    origin = (store.RunDir(run).environment() or {})["started_from"]
+    origin = (RunDir(run).environment() or {})["started_from"]
     state = Path(checkpoint_of(trunk, 2)) / "state.json"
     assert origin == {
-        "run": store.RunDir(trunk).identity(),
+        "run": RunDir(trunk).identity(),
         "step": 2,
-        "sha256": store.fingerprint(state)["sha256"],
+        "sha256": fingerprint(state)["sha256"],
     }
-    assert store.RunDir(run).missing_steps(5) is None  # its first is step 3
+    assert RunDir(run).missing_steps(5) is None  # its first is step 3
 
 
 def test_a_stopped_branch_goes_on_from_its_own_checkpoint(
     tmp_path: Path, trunk: Path, warm_weights: Path, group: None
 ) -> None:
-    run = store.RunDir(branch(tmp_path / "branch", trunk, 2, weights=warm_weights))
+    run = RunDir(branch(tmp_path / "branch", trunk, 2, weights=warm_weights))
     train_here(run.path)
     whole = metric_values(run.path)
     run.reopen("a test")
@@ -151,7 +152,7 @@ def taken_and_saved(
     """What a rank has after it began there, and of which parts that is made; saved once more."""
     setup = make_setup(config, 0, None, torch.device("cpu"))
     start_from(folder, setup.learner, setup.ranks, 99)
-    run = store.RunDir(path)
+    run = RunDir(path)
     writer = run.begin_attempt() if rank == 0 else None
     checkpoint.save(run.checkpoints, setup.learner, setup.ranks, step=2, keep=1, writer=writer)
     state, pieces = setup.learner.local_state(), setup.learner.pieces()

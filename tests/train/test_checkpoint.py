@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from abrun import store
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
 from abrun.errors import StoreError
-from abrun.plan import RunName
-from abrun.store import FencedError, RunDir, RunWriter
+from abrun.experiment.plan import RunName
+from abrun.runs.files import fingerprint, read_json, write_json
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
+from abrun.runs.writer import FencedError, RunWriter
 from abrun.train import checkpoint
 from tests.spawn import run_ranks
 from tests.train.runs import Trainer, events, make_run, metric_values, run_config, train_here
@@ -125,7 +127,7 @@ def test_a_save_that_is_cut_short_leaves_the_older_one_in_charge(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, OneTensor(1.0), 1)
-    for broken in ("abrun.train.checkpoint.save_file", "abrun.store.write_json"):
+    for broken in ("abrun.train.checkpoint.save_file", "abrun.runs.write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(broken, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -178,9 +180,9 @@ def test_the_newest_is_the_one_of_the_highest_step(run: RunDir, monkeypatch: pyt
 def test_another_number_of_ranks_is_refused(run: RunDir) -> None:
     save(run, OneTensor(1.0), 7)
     path = run.checkpoints / "step-000007" / "state.json"
-    state = store.read_json(path)
+    state = read_json(path)
     files = {f"rank-{rank}.safetensors": state["files"]["rank-0.safetensors"] for rank in range(2)}
-    store.write_json(path, {**state, "num_ranks": 2, "files": files})
+    write_json(path, {**state, "num_ranks": 2, "files": files})
     expected = r"written by 2 ranks .* has 1; .*resume with"
     with pytest.raises(StoreError, match=expected) as raised:
         restore(run, OneTensor(0.0))
@@ -195,7 +197,7 @@ def rank_file(checkpoint: Path) -> Path:
 
 
 def edit_state(checkpoint: Path, **values: object) -> None:
-    store.write_json(checkpoint / "state.json", store.read_json(checkpoint / "state.json") | values)
+    write_json(checkpoint / "state.json", read_json(checkpoint / "state.json") | values)
 
 
 def rewrite(checkpoint: Path, **tensors: torch.Tensor | None) -> None:
@@ -206,7 +208,7 @@ def rewrite(checkpoint: Path, **tensors: torch.Tensor | None) -> None:
         if tensor is not None:
             content[key.replace("__", "/")] = tensor
     save_file(content, rank_file(checkpoint))
-    edit_state(checkpoint, files={"rank-0.safetensors": store.fingerprint(rank_file(checkpoint))})
+    edit_state(checkpoint, files={"rank-0.safetensors": fingerprint(rank_file(checkpoint))})
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
@@ -222,7 +224,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda path: (path / "state.json").unlink(), "state.json no such file"),
     "half a state": (lambda path: (path / "state.json").write_text("{"), "state.json: not readable as JSON"),
     "an older form": (
-        lambda path: store.write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
+        lambda path: write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
         "run: missing",
     ),
     "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; a mapping"),
@@ -268,7 +270,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Run
 def configured(path: Path, seed: int, **config: Any) -> RunDir:
     run = RunDir(path)
     name = RunName(arm="baseline", seed=seed)
-    run.write_record(store.RunRecord(experiment="x", name=name, initial_weights=None, config=config))
+    run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
     return run
 
 
@@ -407,7 +409,7 @@ def test_what_a_failed_save_wrote_is_removed(
         if attempt_at == "final":
             checkpoint.save_final(run.final_weights, ranks, write, writer)
         elif attempt_at == "state":
-            monkeypatch.setattr(checkpoint.store, "write_json", fill_disk)
+            monkeypatch.setattr(checkpoint, "write_json", fill_disk)
             save(run, OneTensor(2.0), 2, writer)
         else:
             monkeypatch.setattr(checkpoint, "_synced", fill_disk)  # the shard is there
@@ -482,5 +484,5 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert trainer.wait() == 0, trainer.stderr
     assert events(directory)[:3] == ["started", "checkpoint_damaged", "resumed"]
     assert metric_values(directory) == metric_values(finished)
-    recorded = store.read_json(finished / "result.json")["final_weights"]
+    recorded = read_json(finished / "result.json")["final_weights"]
     assert "model.safetensors" in recorded and RunDir(finished).final_weights_damage() is None

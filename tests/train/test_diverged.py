@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError
-from abrun.recipe import Filters
+from abrun.recipe.policy import Filters
 from abrun.rl.sampling import sample
+from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
-from tests.test_implementations import verifier
 from tests.train.runs import make_run, run_config, train_here
 
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from abrun import store
-from abrun.recipe import Dpo, OwnRunConfig
+from abrun.recipe.algorithms import Dpo
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Pairs
+from abrun.runs.rundir import RunDir
 from abrun.train.dpo import PreferenceObjective
 from abrun.train.sft import SupervisedObjective
 from tests.backends.policies import gradients, make_backend, plain_logprobs, rows, some_batch, tiny
@@ -227,7 +228,7 @@ def test_dpo_is_validated_by_loss_and_accuracy_on_held_out_pairs(
         "algorithm={type: dpo, batch_size: 8}", "policy.optimizer.warmup_steps=0", *of_files, "steps=3"
     )
     directory = make_run(tmp_path / "run", config, initial_weights=warm_weights)
-    metrics, found = train_here(directory), store.RunDir(directory).validations()
+    metrics, found = train_here(directory), RunDir(directory).validations()
     assert [step for step, row in metrics.items() if "validation/loss" in row] == [0, 2, 3] == list(found)
     assert (metrics[0]["validation/loss"], metrics[0]["validation/accuracy"]) == (math.log(2), 0.0)
     assert not found[0].rewards.any() and found[0].lengths.tolist() == [3.0] * 4  # two digits and the end
@@ -243,11 +244,11 @@ def test_sft_is_validated_by_its_loss_on_held_out_completions(
 ) -> None:
     """On preferences, of the chosen completion; the loss is that of transformers on the same texts."""
     from abrun.models import load_network, load_text
-    from abrun.recipe import Model
+    from abrun.recipe.policy import Model
 
     config = run_config("algorithm={type: sft, batch_size: 8}", *of_files, "steps=1")
     directory = make_run(tmp_path / "run", config, initial_weights=warm_weights)
-    metrics, found = train_here(directory), store.RunDir(directory).validations()
+    metrics, found = train_here(directory), RunDir(directory).validations()
     model = Model(path=str(warm_weights))
     text = load_text(model, weights=None)
     network: Any = load_network(model, weights=None, seed=0)

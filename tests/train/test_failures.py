@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from abrun import progress, store
 from abrun.messages import sentence
+from abrun.processes import progress
 from abrun.reasons import Code
-from abrun.store.records import recorded_reason
+from abrun.runs.records import recorded_reason
+from abrun.runs.rundir import RunDir
 from abrun.train.__main__ import ran_out
 from tests.train.runs import Trainer, events, make_run, run_config
 
@@ -36,7 +37,7 @@ def expect_failure(directory: Path, part: str, **options: object) -> str:
 
 
 def expect_failed_event(directory: Path, message: str) -> None:
-    last = store.RunDir(directory).events()[-1]
+    last = RunDir(directory).events()[-1]
     assert (last["event"], last["message"], last["attempt"]) == ("failed", message, 1)
 
 
@@ -140,7 +141,7 @@ def test_a_rank_without_memory_says_so_and_during_what(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    reason = recorded_reason(store.RunDir(directory).attempt())
+    reason = recorded_reason(RunDir(directory).attempt())
     assert reason and (reason.code, reason["on_gpu"], reason["doing"]) == (Code.MEMORY_RAN_OUT, False, "")
     assert done.stderr.splitlines()[-1] == f"error: {sentence(reason)}"
     expect_failed_event(directory, sentence(reason))

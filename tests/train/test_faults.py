@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 from abrun.models import sketch_of
 from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, PlantedFault
-from abrun.store import RunDir
+from abrun.runs.rundir import RunDir
 from abrun.train.faults import BY_SEAM
 from tests.models.conftest import bpe, checkpoint
+from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
-from tests.test_implementations import verifier
 from tests.train.runs import (
     VOLATILE,
     group,

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
 from abrun.errors import StoreError
-from abrun.plan import RunName
-from abrun.store import RunDir
+from abrun.experiment.plan import RunName
+from abrun.runs.rundir import RunDir
 from abrun.train import checkpoint
+from tests.runs.faulty import Disk, Faults, PowerLoss
 from tests.snapshot import Snapshot
-from tests.store.faulty import Disk, Faults, PowerLoss
 
 NUM_STEPS, EVERY = 7, 2
 ROUNDS = int(os.environ.get("ABRUN_FUZZ_ROUNDS", "500"))

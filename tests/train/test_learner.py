@@ -5,7 +5,7 @@ import math
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe import Optimizer
+from abrun.recipe.policy import Optimizer
 from abrun.recipe.refusals import validated
 from abrun.train.learner import learning_rate_at
 

@@ -12,7 +12,7 @@ import torch
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_text
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from abrun.train.data import make_data
 from abrun.train.lengths import refuse_too_long
 from tests.snapshot import Snapshot

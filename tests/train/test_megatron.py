@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from abrun import store
-from abrun.recipe import OwnRunConfig
-from tests.test_implementations import verifier
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.rundir import RunDir
+from tests.recipe.test_implementations import verifier
 from tests.train.runs import Trainer, make_run, metric_values, metrics_by_step, run_config, run_to_end
 
 PPO = "algorithm={type: ppo, prompts_per_step: 8, value_optimizer: {learning_rate: 1.0e-3}}"
@@ -49,7 +49,7 @@ def test_two_ranks_take_the_steps_of_one_of_dtensor(cut: str, tmp_path: Path) ->
             if not key.startswith(("timing/", "performance/", "memory/")):
                 assert found[step][key] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, key)
     assert all(row["train/grad_norm"] > 0 for row in expected.values())
-    weights = [load_file(store.RunDir(run).final_weights / "model.safetensors") for run in (alone, together)]
+    weights = [load_file(RunDir(run).final_weights / "model.safetensors") for run in (alone, together)]
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-4)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from abrun import store
 from abrun.backends.dtensor import DtensorBackend
-from abrun.recipe import Grpo
+from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import PolicyBatch, Sampled, Scored
 from abrun.rl.losses import loss_weights
+from abrun.runs.lines import read_lines
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.policy_gradient import PolicyObjective
@@ -622,7 +622,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(
     (tmp_path / "halves" / "result.json").unlink()
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-000004")
     halves = train_here(tmp_path / "halves")
-    assert [row["step"] for row in store.read_lines(tmp_path / "halves" / "metrics.jsonl")] == [
+    assert [row["step"] for row in read_lines(tmp_path / "halves" / "metrics.jsonl")] == [
         1,
         2,
         3,

@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from abrun import store
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import content_of, load_network, sketch_of, weights_hash
-from abrun.recipe import Grpo, Model
+from abrun.recipe.algorithms import Grpo
+from abrun.recipe.policy import Model
 from abrun.rl.batch import PolicyBatch
 from abrun.rl.losses import loss_weights
 from abrun.rl.sampling import filtered_logprobs
+from abrun.runs.files import read_json
+from abrun.runs.rundir import RunDir
 from abrun.train import policy_gradient
 from abrun.train.policy_gradient import PolicyObjective
 from tests.train.runs import make_run, run_config, train_here
@@ -99,19 +101,19 @@ def test_the_row_tells_what_the_clock_and_the_files_say(
         assert row["performance/tokens_per_sec_per_gpu"] == pytest.approx(tokens / step_time_s)
         assert tokens == pytest.approx(32 * row["train/mean_gen_tokens_per_sample"])
         assert row["timing/train/generation_s"] < step_time_s
-    environment = store.read_json(tmp_path / "run" / "environment.json")
+    environment = read_json(tmp_path / "run" / "environment.json")
     assert environment["versions"]["torch"] == torch.__version__ and len(environment["prompts_sha256"]) == 64
     precision = {"projection": "float32", "logits": "float32", "engine": "float32"}
     precision["float32_products"] = "ieee"
     assert environment["precision"] == precision
-    heartbeat = store.read_json(tmp_path / "run" / "heartbeat.json")
+    heartbeat = read_json(tmp_path / "run" / "heartbeat.json")
     assert heartbeat["step"] == 2 and heartbeat["attempt"] == 1
     network = load_network(Model(path=str(warm_weights)), weights=None, seed=0)
     initial = weights_hash(content_of(name, weight) for name, weight in network.named_parameters())
     assert environment["initial_weights_hash"] == initial
-    result = store.read_json(tmp_path / "run" / "result.json")
+    result = read_json(tmp_path / "run" / "result.json")
     assert len(result.pop("final_weights_hash")) == 16 and result == {"step": 2, "attempt": 1}
-    sketch = store.RunDir(tmp_path / "run").final_sketch()
+    sketch = RunDir(tmp_path / "run").final_sketch()
     before = {name: sketch_of(name, weight).numpy() for name, weight in network.named_parameters()}
     sizes = {name: weight.numel() for name, weight in network.named_parameters()}
     moved = [float(np.square(sketch[name] - before[name]).sum() / sizes[name]) ** 0.5 for name in before]
@@ -126,7 +128,7 @@ def test_both_arms_and_other_seeds_get_their_own_prompts(
         config = run_config("steps=1", arm=arm)
         directory = make_run(tmp_path / name, config, seed=seed, initial_weights=warm_weights)
         train_here(directory)
-        digests[name] = store.read_json(directory / "environment.json")["prompts_sha256"]
+        digests[name] = read_json(directory / "environment.json")["prompts_sha256"]
     assert digests["a"] == digests["b"] != digests["c"]
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from abrun.recipe import Ppo
+from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, Sampled, Scored
 from abrun.rl.values import generalized_advantages, right_shifted, token_rewards
 from abrun.train.policy_gradient import PolicyObjective

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from abrun import store
 from abrun.backends.ranks import make_ranks
+from abrun.runs.rundir import RunDir
 from abrun.train.recorder import Recorder
 from tests.train.runs import make_run, run_config
 
@@ -52,7 +52,7 @@ def test_float32_products_are_as_torch_is_set_for_the_device(
 def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str, Any]:
     config = run_config(*overrides)
     run = make_run(directory / "run", config)
-    here = store.RunDir(run)
+    here = RunDir(run)
     ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
     policy: Any = SimpleNamespace(ranks=ranks, weights=lambda: iter([("weight", torch.ones(2, 3))]))
     Recorder(here.begin_attempt(), config).environment(config, policy, [], None)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
 from abrun.errors import RecipeError
+from abrun.runs.rundir import RunDir
 from tests.snapshot import Snapshot
 from tests.train.runs import (
     Trainer,
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, warm_weights: Path) -> Path:
     directory = make_run(tmp_path_factory.mktemp("whole"), run_config(), initial_weights=warm_weights)
     run_to_end(directory)
     assert last_step(directory) == 12
-    values = store.RunDir(directory).metrics()
+    values = RunDir(directory).metrics()
     assert values["train/grad_norm"].values.min() > 0 and len(set(values["train/reward"].values.tolist())) > 5
     return directory
 
@@ -123,7 +123,7 @@ def test_sigterm_leaves_a_checkpoint_and_resumes(tmp_path: Path, warm_weights: P
     assert trainer.stderr.count("\n") == 1 and "--resume" in trainer.stderr
     assert not (directory / "result.json").exists()
     run_to_end(directory)
-    resumed = [row for row in store.RunDir(directory).events() if row["event"] == "resumed"]
+    resumed = [row for row in RunDir(directory).events() if row["event"] == "resumed"]
     assert [row["step"] for row in resumed] == [stopped_at]
     assert metric_values(directory) == metric_values(whole)
 
@@ -146,7 +146,7 @@ def test_a_superseded_attempt_stops_and_writes_nothing_more(
     directory = make_run(tmp_path / "run", run_config("steps=500"), initial_weights=warm_weights)
     trainer = Trainer(directory)
     trainer.wait_for_step(2)
-    store.RunDir(directory).begin_attempt()
+    RunDir(directory).begin_attempt()
     before = {
         name: (directory / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl", "heartbeat.json")
     }

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from abrun import layout, store
 from abrun.cli import app
-from abrun.compare.read.samples import side_by_side
 from abrun.errors import StoreError
-from abrun.store import RunDir, Sample
+from abrun.recorded.samples import side_by_side
+from abrun.runs import layout
+from abrun.runs.lines import LineWriter, read_lines
+from abrun.runs.rundir import RunDir
+from abrun.runs.samples import Sample
 from abrun.train.samples import MOST_CHARACTERS, _shortened
 from tests.snapshot import Snapshot
 from tests.train.runs import group, make_run, metric_values, run_config, train_here
@@ -44,7 +46,7 @@ def test_a_run_keeps_the_first_completions_of_some_steps(
             file.unlink()
         folder.rmdir()
     train_here(run.path)
-    rows = store.read_lines(run.path / layout.SAMPLES)
+    rows = read_lines(run.path / layout.SAMPLES)
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (3, 1), (3, 2)]
     assert run.samples() == kept
 
@@ -71,7 +73,7 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, snapshot: Snapshot) -> Non
     assert run.samples() == {}
     said = CliRunner().invoke(app, ["samples", str(run.path)])
     assert isinstance(said.exception, StoreError) and "kept: none" in str(said.exception)
-    writer = store.LineWriter(run.path / layout.SAMPLES)
+    writer = LineWriter(run.path / layout.SAMPLES)
     writer.write(row)
     with pytest.raises(StoreError) as refusal:
         run.samples()
@@ -85,7 +87,7 @@ def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = RunDir(make_run(tmp_path / "run", run_config()))
     writer = run.begin_attempt()
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)
-    monkeypatch.setattr("abrun.store.writer.MOST_BYTES", 200)
+    monkeypatch.setattr("abrun.runs.writer.MOST_BYTES", 200)
     for step in range(1, 9):
         writer.samples(step, [one])
     assert list(run.samples()) == [1, 2]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_network, load_text
-from abrun.recipe import Model
+from abrun.recipe.policy import Model
 from abrun.rl.batch import Sequences
 from abrun.train.data import Ahead, Data, Texts, make_data
 from abrun.train.sft import SupervisedObjective

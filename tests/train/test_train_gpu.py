@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
 
 pytestmark = pytest.mark.gpu

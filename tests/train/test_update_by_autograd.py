@@ -16,7 +16,7 @@ from torch import Tensor
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import load_network
-from abrun.recipe import Grpo
+from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import Sampled, collate, on_completions
 from abrun.seeds import derive
 from abrun.train.grpo import GrpoAlgorithm

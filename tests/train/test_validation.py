@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from abrun import store
 from abrun.models import load_network, load_text
-from abrun.recipe import Model, OwnRunConfig
+from abrun.recipe.policy import Model
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import read_json
+from abrun.runs.lines import read_lines
+from abrun.runs.rundir import RunDir
 from abrun.tasks import hold_out
 from abrun.train.recorder import prompts_sha256
 from tests.train.runs import (
@@ -31,7 +34,7 @@ def validated(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
 
 
 def rewards(directory: Path) -> dict[int, list[float]]:
-    return {step: row.rewards.tolist() for step, row in store.RunDir(directory).validations().items()}
+    return {step: row.rewards.tolist() for step, row in RunDir(directory).validations().items()}
 
 
 def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: None) -> None:
@@ -43,7 +46,7 @@ def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: 
         assert has == (METRICS if step in (0, 2, 4, 5) else set())
         assert ("train/reward" in row) == (step > 0)
         assert ("timing/validation/total_s" in row) == bool(has)
-    found = store.RunDir(tmp_path / "run").validations()
+    found = RunDir(tmp_path / "run").validations()
     assert list(found) == [0, 2, 4, 5]
     assert config.validation is not None
     prompts = [example.prompt for example in hold_out(config.task, config.validation)[1]]
@@ -52,7 +55,7 @@ def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: 
         assert len(row.rewards) == len(row.lengths) == 8 and set(row.lengths.tolist()) <= {1.0, 2.0}
         assert rows[step]["validation/accuracy"] == row.rewards.mean()
         assert rows[step]["validation/avg_length"] == row.lengths.mean()
-    lines = store.read_lines(tmp_path / "run" / "validation.jsonl")
+    lines = read_lines(tmp_path / "run" / "validation.jsonl")
     assert [(line["step"], line["attempt"]) for line in lines] == [(0, 1), (2, 1), (4, 1), (5, 1)]
 
 
@@ -74,7 +77,7 @@ def test_the_initial_policys_rewards_are_those_of_transformers_greedy_search(
         expected.append(float(decoded == example.answer))
         lengths.append(len(completion))
         num_truncated += completion[-1] not in text.end_ids
-    found = store.RunDir(tmp_path / "run").validations()[0]
+    found = RunDir(tmp_path / "run").validations()[0]
     assert found.rewards.tolist() == expected and found.lengths.tolist() == lengths
     assert 0 < sum(expected) < 8  # the example should have right and wrong answers
     assert rows[0]["validation/truncation_rate"] == num_truncated / 8
@@ -95,7 +98,7 @@ def test_training_does_not_feel_it(
         directory = make_run(tmp_path / name, config, initial_weights=warm_weights)
         train_here(directory)
         values[name] = {k: v for k, v in metric_values(directory).items() if not k.startswith("validation/")}
-        values[name]["prompts"] = [store.read_json(directory / "environment.json")["prompts_sha256"]]
+        values[name]["prompts"] = [read_json(directory / "environment.json")["prompts_sha256"]]
     assert values["with"] == values["without"]
 
 
@@ -109,7 +112,7 @@ def test_arms_and_seeds_share_the_prompts_and_arms_the_draws(
         )
         directory = make_run(tmp_path / name, config.model_copy(update={"steps": 1}), seed=seed)
         train_here(directory)
-        first = store.RunDir(directory).validations()[0]
+        first = RunDir(directory).validations()[0]
         digests.add(first.prompts_sha256)
         found[name] = first.lengths.tolist()
     assert len(digests) == 1
@@ -124,7 +127,7 @@ def test_sampled_validation_differs_by_seed_and_step(tmp_path: Path, warm_weight
         config = validated(*overrides, "rollout.max_new_tokens=30")
         directory = make_run(tmp_path / str(seed), config, seed=seed, initial_weights=warm_weights)
         train_here(directory)
-        lengths += [tuple(row.lengths.tolist()) for row in store.RunDir(directory).validations().values()]
+        lengths += [tuple(row.lengths.tolist()) for row in RunDir(directory).validations().values()]
     assert len(set(lengths)) > 4
 
 
@@ -144,7 +147,7 @@ def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: 
                 row.prompts_sha256,
                 rows[step]["validation/accuracy"],
             )
-            for step, row in store.RunDir(directory).validations().items()
+            for step, row in RunDir(directory).validations().items()
         ]
     assert found[1] == found[2] and len(found[1]) == 2
 
@@ -160,7 +163,7 @@ def test_a_resumed_run_validates_as_one_that_never_stopped(tmp_path: Path, warm_
     run_to_end(directory)
     assert rewards(directory) == rewards(whole) and list(rewards(whole)) == [0, 2, 4, 6, 8, 9]
     assert metric_values(directory) == metric_values(whole)
-    attempts = [row["attempt"] for row in store.read_lines(directory / "validation.jsonl")]
+    attempts = [row["attempt"] for row in read_lines(directory / "validation.jsonl")]
     assert attempts == sorted(attempts) and set(attempts) == {1, 2}
 
 
@@ -204,7 +207,7 @@ def test_a_verifier_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -
     trainer = Trainer(directory, ranks=2, path=tmp_path)
     assert trainer.wait() == 2
     assert [process.exitcode for process in trainer.processes] == [2, 2]
-    last = store.RunDir(directory).events()[-1]
+    last = RunDir(directory).events()[-1]
     assert last["event"] == "failed"
     assert "'verifiers_of_a_test:on_rank_one' raised ZeroDivisionError" in last["message"]
     assert f"{tmp_path / 'problems.jsonl'}, line 2;" in last["message"]

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
+from abrun.runs.rundir import RunDir
+from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import PRESET, needs_vllm
-from tests.test_implementations import verifier
-from tests.train.runs import (
-    Trainer,
-    events,
-    make_run,
-    metric_values,
-    metrics_by_step,
-    run_config,
-    run_to_end,
-)
+from tests.train.runs import Trainer, events, make_run, metric_values, metrics_by_step, run_config, run_to_end
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 
 pytestmark = needs_vllm
@@ -98,7 +90,8 @@ def test_a_prefix_cache_that_is_never_reset_is_seen_from_step_two(tmp_path: Path
     (tmp_path / "long.jsonl").write_text(
         "".join(f'{{"prompt": "{n}: {asked}", "answer": "1"}}\n' for n in range(4))
     )
-    task = f"task={{type: jsonl, path: {tmp_path}/long.jsonl, verifier: 'tests.test_implementations:digits'}}"
+    verifier = "tests.recipe.test_implementations:digits"
+    task = f"task={{type: jsonl, path: {tmp_path}/long.jsonl, verifier: '{verifier}'}}"
     errors = {}
     for fault in ("null", "stale_prefix_cache", "{name: stale_prefix_cache, size: 1}"):
         folder = tmp_path / f"run-{len(errors)}"
@@ -151,6 +144,6 @@ def test_an_engine_that_fails_ends_the_run_in_a_line(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("rollout.engine=vllm", "steps=2"))  # heads of 24
     trainer = Trainer(directory)
     assert trainer.wait(280) == 2, trainer.stderr
-    last = store.RunDir(directory).events()[-1]
+    last = RunDir(directory).events()[-1]
     assert last["event"] == "failed" and "head_dim=24" in last["message"], json.dumps(last)
     assert "rollout.engine: vllm failed" in last["message"]

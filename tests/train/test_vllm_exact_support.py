@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import PRESET
-from tests.test_implementations import verifier
 from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.triton_interpreted import environment, needs_interpreter

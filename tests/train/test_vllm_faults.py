@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
 from abrun.processes import RUN_DIR, Process, below, processes_of
+from abrun.runs.rundir import RunDir
 from tests.rollout.vllm_sampling import needs_vllm
 from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
@@ -64,7 +64,7 @@ def test_an_engine_killed_as_it_samples_ends_the_run_which_resumes(tmp_path: Pat
     began_s = time.monotonic()
     assert trainer.wait(60) == 2
     print(f"ended after {time.monotonic() - began_s:.1f} s")
-    last = store.RunDir(directory).events()[-1]
+    last = RunDir(directory).events()[-1]
     print(last["message"])
     assert last["event"] == "failed" and "killed by SIGKILL; last in" in last["message"]
     assert "\n" not in last["message"] and "engine-0.log" in last["message"]

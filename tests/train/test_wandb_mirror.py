@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun import store
+from abrun.runs.rundir import RunDir
 from tests.train.runs import Trainer, last_step, make_run, run_config
 
 FAKE = """
@@ -38,7 +38,7 @@ def train(directory: Path, env: dict[str, str], path: Path | None = None) -> lis
     trainer = Trainer(directory, env=clean | env)
     assert trainer.wait() == 0, trainer.stderr
     assert last_step(directory) == 2 and (directory / "result.json").exists()
-    rows = store.RunDir(directory).events()
+    rows = RunDir(directory).events()
     return [row["message"] for row in rows if row["event"] == "wandb"]
 
 

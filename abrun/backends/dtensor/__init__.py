@@ -48,7 +48,9 @@ from abrun.models import (
     published,
     save_network,
 )
-from abrun.recipe import NO_FILTERS, Filters, OwnRunConfig, Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import NO_FILTERS, Filters, Policy
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, sequence_lengths
 from abrun.rl.metrics import MetricParts, merge, together
 

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from abrun.backends.pieces import Held, Piece, of_optimizer
 from abrun.models import takes_weight_decay
-from abrun.recipe import Dtensor, Optimizer, Policy
+from abrun.recipe.policy import Dtensor, Optimizer, Policy
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
 from abrun.errors import RecipeError
-from abrun.recipe import Policy
+from abrun.recipe.policy import Policy
 
 STOCK_ROTATION = llama.apply_rotary_pos_emb
 

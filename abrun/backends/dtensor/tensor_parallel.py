@@ -26,7 +26,7 @@ from abrun.backends.collectives import gathered, scattered, summed
 from abrun.backends.head import padded_shard
 from abrun.errors import RecipeError
 from abrun.models import Facts
-from abrun.recipe import PLAIN_DECODERS, heads_misfit
+from abrun.recipe.dtensor import PLAIN_DECODERS, heads_misfit
 
 FIELD = "policy.backend.tensor_parallel"
 # Says of each parameter that is gathered over two meshes that it takes two collectives.

@@ -27,7 +27,8 @@ from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
-from abrun.recipe import Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge
 from abrun.rl.values import right_shifted

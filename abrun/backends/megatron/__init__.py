@@ -10,7 +10,7 @@ from typing import Any
 
 from abrun.backends.megatron.library import check, quiet
 from abrun.backends.ranks import Ranks
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 
 
 def make_backend(

@@ -28,7 +28,9 @@ from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
 from abrun.kernels import TokenLoss
 from abrun.models import facts_of, open_network, published, save_network
-from abrun.recipe import NO_FILTERS, Filters, Megatron, OwnRunConfig, Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
+from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, together
 

@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
-from abrun.recipe import Megatron
+from abrun.recipe.policy import Megatron
 
 _joined: tuple[Any, Megatron] | None = None  # the process group that was cut, and how
 

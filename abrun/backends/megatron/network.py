@@ -24,7 +24,8 @@ from abrun.backends.megatron.routing import Routed
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts, attends_to_all
-from abrun.recipe import MEGATRON_FAMILIES, Megatron, Policy, megatron_misfit
+from abrun.recipe.megatron import MEGATRON_FAMILIES, megatron_misfit
+from abrun.recipe.policy import Megatron, Policy
 
 
 def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:

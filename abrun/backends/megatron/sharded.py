@@ -22,7 +22,7 @@ from torch import Tensor
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.library import quiet
 from abrun.backends.pieces import Held, of_optimizer
-from abrun.recipe import Optimizer
+from abrun.recipe.policy import Optimizer
 
 
 class Sharded:

@@ -27,7 +27,7 @@ from abrun.backends.megatron.routing import Routed
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.ranks import Ranks
-from abrun.recipe import Megatron
+from abrun.recipe.policy import Megatron
 from abrun.rl.batch import sequence_lengths
 from abrun.rl.metrics import MetricParts
 

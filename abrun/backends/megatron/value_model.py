@@ -20,7 +20,8 @@ from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held, Piece
 from abrun.backends.ranks import Ranks
-from abrun.recipe import Megatron, Policy, Ppo
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import Megatron, Policy
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge
 from abrun.rl.values import right_shifted

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun import store
 from abrun.errors import LaunchError
+from abrun.experiment.plan import Plan
+from abrun.experiment.preflight.requirements import anywhere_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.parts import Export, as_yaml
 from abrun.launch.export.schema import refuse_invalid
-from abrun.launch.requirements import anywhere_refusals
 from abrun.launch.supervisor import refuse_impossible
-from abrun.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe import CommandRunConfig, launcher_settings
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.launcher import launcher_settings
 from abrun.regular_files import exists, is_directory
+from abrun.runs.files import write_file
 
 ENGINES: dict[str, Any] = {"jobset": jobset, "skypilot": skypilot}
 AGAINST = {
@@ -62,10 +63,10 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
 def _write(asked: Export, engine: str, documents: Mapping[str, Any], folder: Path) -> None:
     note = f"# Written by abrun export: {NEVER}."
     for file, document in documents.items():
-        store.write_file(folder / f"{file}.yaml", f"{note}\n{as_yaml(document)}".encode(), mode=0o644)
+        write_file(folder / f"{file}.yaml", f"{note}\n{as_yaml(document)}".encode(), mode=0o644)
     lines = ["#!/bin/sh", note, "set -e", 'cd "$(dirname "$0")"']
     lines += ENGINES[engine].submission(asked, documents)
-    store.write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
+    write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
 
 
 def _commands(plan: Plan) -> list[Reason]:

@@ -11,17 +11,19 @@ import sys
 import time
 from pathlib import Path
 
-from abrun import store
+from abrun import runs
 from abrun.errors import AbrunError, LaunchError
-from abrun.launch.command import Meeting
-from abrun.launch.experiment import owned_experiment, warm_start_dir, write_run
+from abrun.experiment.command import Meeting
+from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
+from abrun.launch.ownership import owned_experiment, warm_start_dir, write_run
 from abrun.launch.slurm.jobs import WARM_START
-from abrun.plan import Plan, RunName, make_plan
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code
-from abrun.store import WARM_STARTS, Locked, RunDir
+from abrun.runs.experiment import WARM_STARTS, is_experiment
+from abrun.runs.lock import Locked
+from abrun.runs.rundir import RunDir
 
 WAIT_S = 300.0  # for another run that makes the directory, and for the file system to show it
 POLL_S = 1.0
@@ -55,7 +57,7 @@ def main() -> int:
 
 def run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
     """Where a run of the plan lives. Raises LaunchError for a name that it has not."""
-    places = {str(run.name): store.run_dir(experiment_dir, run.name) for run in plan.runs}
+    places = {str(run.name): runs.run_dir(experiment_dir, run.name) for run in plan.runs}
     places |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
     if name not in places:
         raise LaunchError(Code.EXPORT_WITHOUT_RUN(run=name, recipe=plan.recipe.name))
@@ -80,12 +82,12 @@ def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
     """Write the experiment's directory, or find that it holds the same; runs take turns."""
     until = time.monotonic() + WAIT_S
     while True:
-        here = store.is_experiment(experiment_dir)
+        here = is_experiment(experiment_dir)
         try:
             with owned_experiment(plan, experiment_dir, resume=here, say=print):
                 return
         except (LaunchError, Locked) as error:
-            faster = not here and store.is_experiment(experiment_dir)
+            faster = not here and is_experiment(experiment_dir)
             if not (faster or isinstance(error, Locked)) or time.monotonic() > until:
                 raise
             time.sleep(POLL_S)

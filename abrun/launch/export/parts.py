@@ -11,11 +11,13 @@ from typing import Any
 import yaml
 
 from abrun.errors import RecipeError
+from abrun.experiment.plan import Plan
 from abrun.launch.slurm.jobs import WARM_START, pairs
-from abrun.plan import Plan
 from abrun.processes import MODULE
 from abrun.reasons import Code
-from abrun.recipe import Declared, Exported, RunConfig, stored_recipe
+from abrun.recipe.experiment import Declared, stored_recipe
+from abrun.recipe.exported import Exported
+from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
 
 RECIPE = "ABRUN_RECIPE"  # the environment variable that holds it

@@ -9,7 +9,8 @@ from typing import Any
 
 from abrun.launch.export.parts import RECIPE, Export, dns_label
 from abrun.reasons import Code, Reason
-from abrun.recipe import RunConfig, SkyPilot
+from abrun.recipe.exported import SkyPilot
+from abrun.recipe.run import RunConfig
 
 MOST_NAME = 50
 NODE, FIRST = '"$SKYPILOT_NODE_RANK"', "${SKYPILOT_NODE_IPS%%[[:space:]]*}"

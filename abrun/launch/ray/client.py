@@ -1,7 +1,6 @@
 """The jobs of a Ray cluster, through Ray's own client. What it refuses is a LaunchError of one line."""
 
 import contextlib
-import importlib.util
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
-from abrun.reasons import Code, Reason
+from abrun.experiment.preflight.ray import ray_refusal
+from abrun.reasons import Code
 from abrun.redaction import shortened
 
 ANSWER_S = 5.0  # for a connection
@@ -32,18 +32,9 @@ class Known:
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
-def refusal() -> Reason | None:
-    """Return why this environment cannot ask Ray; None where it can."""
-    if importlib.util.find_spec("ray") is None:
-        return Code.SETTING_NEEDS_PACKAGE(
-            field="launcher.type", got="ray", package="ray", install="pip install 'abrun[ray]'", instead=None
-        )
-    return None
-
-
 def dashboard(address: str) -> str:
     """The URL at which a cluster takes jobs. Raises LaunchError where no Ray answers there."""
-    wrong = refusal()
+    wrong = ray_refusal()
     if wrong:
         raise LaunchError(wrong)
     named = None if address == "auto" else address
@@ -111,7 +102,7 @@ def _refuse_silent(address: str) -> None:
 
 @contextlib.contextmanager
 def _in_words(address: str) -> Iterator[None]:
-    if missing := refusal():
+    if missing := ray_refusal():
         raise LaunchError(missing)
     try:
         yield

@@ -17,19 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from abrun import store
 from abrun.errors import AbrunError, LaunchError, StoreError
+from abrun.experiment.plan import make_plan
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
 from abrun.messages.records import print_reason
-from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code
-from abrun.recipe import Ray, stored_recipe, validated
+from abrun.recipe.experiment import stored_recipe
+from abrun.recipe.launcher import Ray
+from abrun.recipe.refusals import validated
 from abrun.regular_files import is_directory
-from abrun.store import Lease, Locked, open_log
+from abrun.runs.experiment import open_experiment
+from abrun.runs.files import open_log
+from abrun.runs.lock import Lease, Locked
 
 HANDOVER_S = 60.0  # that a job before this one may take to end
 
@@ -75,7 +78,7 @@ def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
     lease = _lease(experiment_dir)
     try:
         engine_of = _cluster()
-        plan = make_plan(stored_recipe(store.open_experiment(experiment_dir)["recipe"]))
+        plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
         queue = Queue(plan, experiment_dir)
 
         engine = engine_of(

@@ -26,16 +26,18 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from abrun.errors import StoreError
+from abrun.experiment.plan import Plan, pairs
 from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
-from abrun.plan import Plan, pairs
 from abrun.processes import MODULE
 from abrun.reasons import Code, Reason
-from abrun.recipe import Ray, RunConfig
-from abrun.store import RunDir, run_dir
-from abrun.store.endings import write_ending
+from abrun.recipe.launcher import Ray
+from abrun.recipe.run import RunConfig
+from abrun.runs.endings import write_ending
+from abrun.runs.experiment import run_dir
+from abrun.runs.rundir import RunDir
 
 ASK_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
+from abrun.experiment.plan import Plan
+from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.ray import client, record
-from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.messages.records import printed_reason
-from abrun.plan import Plan
 from abrun.processes import MODULE
 from abrun.reasons import Code, Reason
-from abrun.recipe import Ray
+from abrun.recipe.launcher import Ray
 from abrun.regular_files import read_tail
-from abrun.store import RunState
+from abrun.runs.records import RunState
 
 ASK_EVERY_S = 2.0
 AT_WORK = ("running", "stalled", "pending")

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from abrun import store
+from abrun.runs.files import read_json_or_empty, write_json
+from abrun.runs.records import Git
+from abrun.runs.schemas import Count, Flag, Seconds, checked
 
 FOLDER = "_ray"  # of an experiment; no arm can be called so
 JOB, DRIVER, LOG, COMPARED = "job.json", "driver.json", "driver.log", "compare.log"
@@ -23,13 +25,13 @@ class _LastName:
 
     job: str = ""
     name: str = ""
-    attempt: store.Count = 0
+    attempt: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    restarts: store.Count
-    save_s: store.Seconds
+    restarts: Count
+    save_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +40,16 @@ class _Job:
 
     job: str
     name: str
-    attempt: store.Count
+    attempt: Count
     url: str
     settings: _Settings
     cwd: str
     python: str
     env: Mapping[str, str]
-    num_jobs: store.Count | None = None
-    compare: store.Flag = False
-    git: store.Git | None = None
-    cancelled: store.Flag = False
+    num_jobs: Count | None = None
+    compare: Flag = False
+    git: Git | None = None
+    cancelled: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +62,25 @@ class _Driver:
 
 
 def write_job(experiment_dir: Path, content: Mapping[str, Any]) -> None:
-    store.write_json(experiment_dir / FOLDER / JOB, content)
+    write_json(experiment_dir / FOLDER / JOB, content)
 
 
 def read_job(experiment_dir: Path) -> dict[str, Any]:
     """Empty where nothing was submitted. Raises StoreError where it does not read."""
     path = experiment_dir / FOLDER / JOB
-    content = store.read_json_or_empty(path)
-    store.checked(_Job if content.get("job") else _LastName, content, path)
+    content = read_json_or_empty(path)
+    checked(_Job if content.get("job") else _LastName, content, path)
     return content
 
 
 def write_driver(experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None) -> None:
     content = {"job": job, "waiting": waiting, "ended": ended}
-    store.write_json(experiment_dir / FOLDER / DRIVER, content)
+    write_json(experiment_dir / FOLDER / DRIVER, content)
 
 
 def read_driver(experiment_dir: Path, job: str) -> dict[str, Any]:
     """What the driver of a job says; empty where it has said nothing yet."""
     path = experiment_dir / FOLDER / DRIVER
-    content = store.read_json_or_empty(path)
-    store.checked(_Driver, content, path)
+    content = read_json_or_empty(path)
+    checked(_Driver, content, path)
     return content if content.get("job") == job else {}

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from abrun import store
 from abrun.errors import AbrunError, LaunchError
+from abrun.experiment.plan import make_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.node import free_port
@@ -27,12 +27,17 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Printed, Supervisor
-from abrun.plan import make_plan
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code, Reason
-from abrun.recipe import RunConfig, Slurm, stored_recipe, validated
-from abrun.store import Lease, RunDir
+from abrun.recipe.experiment import stored_recipe
+from abrun.recipe.launcher import Slurm
+from abrun.recipe.refusals import validated
+from abrun.recipe.run import RunConfig
+from abrun.runs.experiment import open_experiment
+from abrun.runs.lock import Lease
+from abrun.runs.records import Status
+from abrun.runs.rundir import RunDir
 
 AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 RELEASE_S = 30.0
@@ -137,7 +142,7 @@ def main() -> int:
 
 def _queue(experiment_dir: Path, names: list[str]) -> Queue:
     """The jobs of these runs; a warm start has a job of Slurm's of its own, which has ended by now."""
-    plan = make_plan(stored_recipe(store.open_experiment(experiment_dir)["recipe"]))
+    plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
     keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
     queue = Queue(replace(plan, runs=tuple(runs)), experiment_dir)
@@ -150,7 +155,7 @@ def _queue(experiment_dir: Path, names: list[str]) -> Queue:
     return queue
 
 
-def _ended(job: Job) -> store.Status:
+def _ended(job: Job) -> Status:
     status = job.run.state(WARM_START).status
     return status if status == "interrupted" else "failed"
 

@@ -10,10 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from abrun import store
-from abrun.plan import PlannedRun, pairs
+from abrun.experiment.plan import PlannedRun, pairs
 from abrun.processes import MODULE
-from abrun.recipe import RunConfig, Slurm
+from abrun.recipe.launcher import Slurm
+from abrun.recipe.run import RunConfig
+from abrun.runs.files import read_json_or_empty, write_json
+from abrun.runs.records import Git
+from abrun.runs.schemas import Flag, Items, Texts, checked
 
 FOLDER = "_slurm"  # of an experiment; no arm can be called so
 RECORD = "jobs.json"
@@ -151,7 +154,7 @@ def script_path(experiment_dir: Path, name: str) -> str:
 
 
 JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # which is no option of scancel
-Tasks = store.Items[store.Texts]
+Tasks = Items[Texts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +165,13 @@ class _Submitted:
     submitting: Mapping[str, Tasks] = field(default_factory=dict)
     compare: JobId | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    git: store.Git | None = None
+    git: Git | None = None
     user: str = ""
-    cancelled: store.Flag = False
+    cancelled: Flag = False
 
 
 def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
-    store.write_json(experiment_dir / FOLDER / RECORD, content)
+    write_json(experiment_dir / FOLDER / RECORD, content)
 
 
 def read_record(experiment_dir: Path) -> dict[str, Any]:
@@ -178,6 +181,6 @@ def read_record(experiment_dir: Path) -> dict[str, Any]:
     Empty where nothing was submitted. Raises StoreError where it does not read.
     """
     path = experiment_dir / FOLDER / RECORD
-    content = store.read_json_or_empty(path)
-    store.checked(_Submitted, content, path)
+    content = read_json_or_empty(path)
+    checked(_Submitted, content, path)
     return content

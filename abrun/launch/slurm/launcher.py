@@ -8,18 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from abrun import store
 from abrun.errors import LaunchError
+from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.engine import LeftInQueueError
 from abrun.launch.queue import Queue
-from abrun.launch.requirements import anywhere_refusals, foreign_refusals
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
-from abrun.plan import Plan, pairs
 from abrun.reasons import Code, Reason
-from abrun.recipe import Slurm, limit_s
+from abrun.recipe.launcher import Slurm, limit_s
 from abrun.regular_files import read_tail
-from abrun.store import RunDir, RunState
+from abrun.runs.files import write_file
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 
 ASK_EVERY_S = 5.0
 RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
@@ -58,7 +59,7 @@ class SlurmLauncher:
         """
         folder, scripts = experiment_dir / jobs.FOLDER, self._scripts(plan, experiment_dir)
         for name, text in self.scripts(plan, experiment_dir, compare=compare).items():
-            store.write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
+            write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
         # Before there is a job: should this process be killed, those that it could not record are found by it

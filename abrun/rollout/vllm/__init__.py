@@ -2,7 +2,7 @@
 
 from abrun.backends import Backend
 from abrun.models import Text
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import RolloutEngine
 
 

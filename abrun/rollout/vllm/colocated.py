@@ -11,7 +11,7 @@ from torch import Tensor
 from abrun.backends import Backend
 from abrun.backends.ranks import gathered
 from abrun.models import Text
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.instance import Instance

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
-from abrun import progress
-from abrun.recipe import OwnRunConfig
+from abrun.processes import progress
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.vllm.kept import KeptSets
 from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start

@@ -21,20 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun import progress
 from abrun.backends import Backend
 from abrun.errors import LaunchError
-from abrun.layout import engine_log
 from abrun.messages import sentence
 from abrun.models import Text
-from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, start
-from abrun.recipe import OwnRunConfig
+from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, progress, start
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
 from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
-from abrun.store import open_log
+from abrun.runs.files import open_log
+from abrun.runs.layout import engine_log
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself

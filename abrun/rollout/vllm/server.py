@@ -23,7 +23,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT
 from abrun.errors import AbrunError
-from abrun.recipe import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.instance import Instance
 from abrun.rollout.vllm.transfer import Transfer
 

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
-from abrun import progress
 from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import positions_of
-from abrun.recipe import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, OwnRunConfig, vllm_refusal
+from abrun.processes import progress
+from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.vllm import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, vllm_refusal
 from abrun.recipe.vllm_versions import installed_release
 from abrun.redaction import told
 from abrun.rollout.vllm import kept

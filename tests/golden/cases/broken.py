@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.compare.simulate import edit, edit_rows, fail, write, write_experiment, write_rows
 from tests.golden.case import add_case, case, compare_in_short
+from tests.verdict.simulate import edit, edit_rows, fail, write, write_experiment, write_rows
 
 Commands = Iterator[Sequence[str]]
 Break = Callable[[Path], object]

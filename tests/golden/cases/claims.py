@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.compare.simulate import edit, edit_rows, write_experiment
 from tests.golden.case import add_case, case, compare_command, compare_in_short
+from tests.verdict.simulate import edit, edit_rows, write_experiment
 
 Commands = Iterator[Sequence[str]]
 CLAIMS = {

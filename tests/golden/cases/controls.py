@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.compare.simulate import edit, edit_rows, write_experiment
-from tests.compare.test_by_prompt import RECIPE as BY_PROMPT
-from tests.compare.test_by_prompt import validated
-from tests.compare.test_final_weights import WEIGHTS, changed, ended_with, everywhere
-from tests.compare.test_planted import FAULTS, LATE
 from tests.golden.case import case, compare_command
+from tests.verdict.simulate import edit, edit_rows, write_experiment
+from tests.verdict.test_by_prompt import RECIPE as BY_PROMPT
+from tests.verdict.test_by_prompt import validated
+from tests.verdict.test_final_weights import WEIGHTS, changed, ended_with, everywhere
+from tests.verdict.test_planted import FAULTS, LATE
 
 Commands = Iterator[Sequence[str]]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from abrun.recipe import nested
-from tests.compare.simulate import write, write_rows
+from abrun.recipe.reading import nested
 from tests.golden.case import add_case, compare_in_short
+from tests.verdict.simulate import write, write_rows
 
 Commands = Iterator[Sequence[str]]
 ROOT = Path(__file__).parents[3]

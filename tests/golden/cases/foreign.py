@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.compare.test_unpaired import write as write_independent
 from tests.golden.case import add_case, case, compare_command
 from tests.logs import layouts
 from tests.logs.layouts import ARMS, Rows, every_run, rows, write_csv, write_jsonl
+from tests.verdict.test_unpaired import write as write_independent
 
 Commands = Iterator[Sequence[str]]
 CLAIM = ["--primary", "train/reward:last 20%:0.05"]

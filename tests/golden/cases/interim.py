@@ -5,10 +5,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.compare.simulate import RECIPE, edit, edit_rows, fail, write_experiment
-from tests.compare.test_looks import LOOKS, to_come, unfinished
 from tests.golden.case import case, compare_command
 from tests.golden.cases.verdicts import THREE_ARMS
+from tests.verdict.simulate import RECIPE, edit, edit_rows, fail, write_experiment
+from tests.verdict.test_sequential import LOOKS, to_come, unfinished
 
 Commands = Iterator[Sequence[str]]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.compare.simulate import RECIPE, write_experiment
 from tests.golden.case import case
+from tests.verdict.simulate import RECIPE, write_experiment
 
 Commands = Iterator[Sequence[str]]
 TRAINER = """\

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.compare.simulate import edit_rows, fail, write_experiment
 from tests.golden.case import case, compare_command
+from tests.verdict.simulate import edit_rows, fail, write_experiment
 
 Commands = Iterator[Sequence[str]]
 TWO_CLAIMS = [

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from abrun.experiment.plan import make_plan
 from abrun.launch.export import export
 from abrun.launch.export.parts import PORT
-from abrun.plan import make_plan
-from abrun.recipe import load_recipe
-from abrun.store import RunDir
+from abrun.recipe.experiment import load_recipe
+from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
 
 pytestmark = pytest.mark.slow

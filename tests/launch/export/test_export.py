@@ -14,16 +14,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from abrun import cli, store
+from abrun import cli
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.plan import make_plan
 from abrun.launch.export import command as exporting
 from abrun.launch.export import export, jobset, member
 from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.launch.export.schema import refuse_invalid
-from abrun.plan import make_plan
 from abrun.reasons import Code
-from abrun.recipe import launcher_settings, load_recipe
-from abrun.store import RunDir
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.launcher import launcher_settings
+from abrun.runs.experiment import planned_runs, run_state
+from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
 
@@ -386,8 +388,8 @@ def test_a_node_that_lacks_something_says_so_in_the_run(tmp_path: Path, node: An
     code, _, errors = node("baseline/seed-1", "cluster.gpus_per_node=8")
     assert code == 2 and "cluster.gpus_per_node: got 8" in errors
     experiment = tmp_path / "runs" / "small"
-    assert len(store.planned_runs(experiment)) == 4
-    state = store.run_state(experiment, store.planned_runs(experiment)[2])
+    assert len(planned_runs(experiment)) == 4
+    state = run_state(experiment, planned_runs(experiment)[2])
     assert state.status == "failed" and state.message and state.message in errors
 
 
@@ -416,7 +418,7 @@ def test_nodes_that_begin_at_once_make_one_directory(tmp_path: Path) -> None:
     plan = make_plan(load_recipe(SMALL))
     code = (
         "import sys; from pathlib import Path\n"
-        "from abrun.launch.export import member; from abrun.plan import make_plan\n"
+        "from abrun.launch.export import member; from abrun.experiment.plan import make_plan\n"
         "from abrun.recipe import load_recipe\n"
         "member._make_experiment(make_plan(load_recipe(Path(sys.argv[1]))), Path(sys.argv[2]))"
     )
@@ -424,7 +426,7 @@ def test_nodes_that_begin_at_once_make_one_directory(tmp_path: Path) -> None:
     started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in started:
         assert process.wait(60) == 0, process.communicate()[1]
-    assert store.planned_runs(tmp_path / "runs" / "small") == [run.name for run in plan.runs]
+    assert planned_runs(tmp_path / "runs" / "small") == [run.name for run in plan.runs]
 
 
 def test_a_recipe_that_does_not_read_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

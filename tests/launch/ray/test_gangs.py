@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from abrun.launch.experiment import owned_experiment
+from abrun.experiment.plan import make_plan
+from abrun.launch.ownership import owned_experiment
 from abrun.launch.queue import Job, Queue
-from abrun.plan import make_plan
-from abrun.recipe import Ray, load_recipe
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.launcher import Ray
 from tests.launch.test_local import SMALL
 
 

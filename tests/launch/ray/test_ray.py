@@ -1,5 +1,6 @@
 """Ray without one: what is submitted, refused, cancelled, submitted again, with a fake of its client."""
 
+import importlib.util
 import json
 import socket
 import sys
@@ -13,16 +14,19 @@ import requests
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, queued_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
-from abrun.layout import RunName
 from abrun.messages.records import coded
-from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
-from abrun.recipe import launcher_settings, load_recipe
-from abrun.store import RunDir, RunState, run_state
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.launcher import launcher_settings
+from abrun.runs.experiment import run_state
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
@@ -140,7 +144,7 @@ def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
-    monkeypatch.setattr(client.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError) as refused:
         submit(planned(), tmp_path / "runs")
     assert refused.value.code is Code.SETTING_NEEDS_PACKAGE
@@ -290,7 +294,7 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
 
 
 def cli_launchers() -> dict[str, str]:
-    from abrun.implementations import LAUNCHERS
+    from abrun.recipe.implementations import LAUNCHERS
 
     return LAUNCHERS
 

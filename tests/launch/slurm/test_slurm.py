@@ -13,18 +13,22 @@ from typing import Any
 
 import pytest
 
-from abrun import cli, store
+from abrun import cli, runs
 from abrun.errors import LaunchError, RecipeError
-from abrun.implementations import LAUNCHERS
+from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node, queued_jobs
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
-from abrun.layout import RunName
 from abrun.messages import sentence
-from abrun.plan import Plan, make_plan
 from abrun.reasons import Code
-from abrun.recipe import launcher_settings, limit_s, load_recipe
-from abrun.store import RunDir, RunState, run_state
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.launcher import launcher_settings, limit_s
+from abrun.runs.experiment import run_state
+from abrun.runs.layout import RunName
+from abrun.runs.lock import launcher_lock
+from abrun.runs.records import RunState
+from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, Silent
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
@@ -218,14 +222,14 @@ def test_of_two_that_resume_at_once_one_submits(
     """The second has found nothing in the queue, and waits for the lock until the first has handed over."""
     experiment_dir = submit(planned(), tmp_path)
     cancel(experiment_dir)
-    lock = store.launcher_lock
+    lock = launcher_lock
 
     def later(directory: Path, **options: Any) -> Any:
-        monkeypatch.setattr(store, "launcher_lock", lock)
+        monkeypatch.setattr(runs, "launcher_lock", lock)
         submit(planned(), tmp_path, resume=True)
         return lock(directory, **options)
 
-    monkeypatch.setattr(store, "launcher_lock", later)
+    monkeypatch.setattr(runs, "launcher_lock", later)
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.code is Code.JOBS_QUEUED

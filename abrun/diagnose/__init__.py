@@ -1,0 +1,1 @@
+"""Tools around a comparison, each behind one command."""

@@ -1,0 +1,335 @@
+"""From a recipe to the runs it asks for: which, in which order, and what exactly differs between the arms."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from abrun.errors import RecipeError
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
+from abrun.reasons import Code
+from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
+from abrun.recipe.claims import Compare, Guards
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.experiment import BASELINE, OPEN, Declared
+from abrun.recipe.faults import ONE_ULP
+from abrun.recipe.merging import TYPES, defaults_of_type
+from abrun.recipe.policy import PRESET_EXPERTS
+from abrun.recipe.reading import dotted
+from abrun.recipe.refusals import shortened
+from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.tasks import Completions, Preferences
+from abrun.runs.layout import RunName
+
+OF_VALIDATION: tuple[Need, ...] = (
+    "validation",
+    "validation by completions",
+    "validation by loss",
+    "validation by answers or pairs",
+)
+MOST_RUNS = 100_000  # each is a folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run to launch."""
+
+    name: RunName
+    config: OwnRunConfig | CommandRunConfig
+    warm_start: str | None  # key into Plan.warm_starts
+    is_control: bool = False  # compared with its baseline, and no verdict is about it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
+
+    recipe: Declared
+    runs: tuple[PlannedRun, ...]
+    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
+    # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
+    treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
+    # dotted key -> what was decided of what the recipe left open, and why; see abrun.launch.auto
+    decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of_first_seeds(self, num_seeds: int) -> set[RunName]:
+        """The runs of its first seeds: all arms of them, reruns and controls."""
+        seeds = self.recipe.seeds[:num_seeds]
+        return {run.name for run in self.runs if run.name.seed in seeds}
+
+
+def decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for what was decided together, of `Plan.decided`."""
+    keys: dict[str, list[str]] = {}
+    for key, one in decided.items():
+        keys.setdefault(one["why"], []).append(key)
+    return [f"{', '.join(of_one)}: {why}" for why, of_one in keys.items()]
+
+
+def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """The runs that are compared seed by seed, then each rerun and control alone: in launch order."""
+    groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
+    for run in runs:
+        alone = run.name.arm if run.name.rerun or run.is_control else ""
+        groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
+    return list(groups.values())
+
+
+def make_plan(recipe: Declared) -> Plan:
+    """The plan of a recipe.
+
+    Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
+    """
+    controls = recipe.controls
+    num_arms = len(recipe.arms) + len(controls.faults)
+    num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
+    if num_runs > MOST_RUNS:
+        raise RecipeError(
+            Code.NOT_ALLOWED(
+                field=recipe.name,
+                got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
+                allowed=f"at most {MOST_RUNS} an experiment: leave some out, or make it several",
+            )
+        )
+    configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
+    _check_claims(recipe, configs)
+    treatments = [arm for arm in configs if arm != BASELINE]
+    base = _resolved(configs[BASELINE])
+    treatment_diff = {arm: _difference(base, _resolved(configs[arm])) for arm in treatments}
+    for arm, diff in treatment_diff.items():
+        if not diff:
+            raise RecipeError(Code.ARM_CHANGES_NOTHING(recipe=recipe.name, arm=arm, changes=recipe.arms[arm]))
+        if any(key.split(".")[0] == "validation" for key in diff):
+            raise RecipeError(Code.ARM_VALIDATION_DIFFERS(recipe=recipe.name, arm=arm))
+    for arm in recipe.control_arms:
+        configs[arm] = recipe.control_config(arm)
+        treatment_diff[arm] = _difference(base, _resolved(configs[arm]))
+    warm_starts: dict[str, OwnRunConfig] = {}
+    warm_start_of: dict[str, str | None] = {}
+    for arm, config in configs.items():
+        warm_start_of[arm] = None
+        if isinstance(config, OwnRunConfig) and config.warm_start:
+            shared = _warm_start_run(configs[BASELINE], config)
+            # How long it may take does not make another one
+            key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
+            warm_starts[key] = shared
+            warm_start_of[arm] = key
+    return Plan(
+        recipe=recipe,
+        runs=tuple(
+            PlannedRun(
+                name=name,
+                config=configs[name.arm],
+                warm_start=warm_start_of[name.arm],
+                is_control=name.arm in recipe.control_arms,
+            )
+            for name in _names(recipe)
+        ),
+        warm_starts=warm_starts,
+        treatment_diff=treatment_diff,
+    )
+
+
+def make_draft(recipe: Declared) -> Plan:
+    """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
+    try:
+        return make_plan(recipe.closed())
+    except RecipeError:
+        if not recipe.open_keys:
+            raise
+        last = {key: OPEN[key].values[-1] for key in recipe.open_keys}
+        return make_plan(recipe.closed(last))  # an arm that states the first ones would be the baseline
+
+
+def _names(recipe: Declared) -> list[RunName]:
+    """In launch order: pair by pair with their reruns, then the controls seed by seed."""
+    treatments = [arm for arm in recipe.arms if arm != BASELINE]
+    names = [
+        RunName(arm=arm, seed=seed, rerun=rerun)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, rerun in [
+            *((arm, 0) for arm in (BASELINE, *treatments)),
+            *((BASELINE, 1 + j) for j in range(_around(index, recipe.controls.aa_reruns, recipe))),
+        ]
+    ]
+    return names + [
+        RunName(arm=arm, seed=seed)
+        for index, seed in enumerate(recipe.seeds)
+        for arm, planted in recipe.control_arms.items()
+        if planted.name != ONE_ULP or planted.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+    ]
+
+
+def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
+    """Refuse what would be found after all runs: a metric that none records, a window past the last step.
+
+    Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
+    """
+    tolerance = recipe.compare.step_one_tolerance
+    if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
+        why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
+        raise RecipeError(Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=why))
+    base = configs[BASELINE]
+    tolerances = tolerance if isinstance(tolerance, dict) else {}
+    usual = Guards().finite  # not all of which every algorithm records
+    read = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
+    read += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
+    for key, metric in read:
+        if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
+            raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
+    claims = recipe.compare.primary
+    for index, claim in enumerate(claims):
+        if claim in claims[:index]:
+            raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
+        for config in configs.values():
+            field, problem = "window", _window_problem(claim.window, config.steps)
+            if not problem and isinstance(config, OwnRunConfig):
+                field, problem = "metric", _unrecorded(claim.metric, config)
+            elif not problem and claim.metric == FINAL_WEIGHTS:
+                field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
+            if problem:
+                raise RecipeError(
+                    Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
+                )
+
+
+def _window_problem(window: str, num_steps: int) -> str | None:
+    """Why a claim's window cannot be read on runs of `num_steps` steps; None: it can."""
+    if not window.startswith("steps") or int(window.split("-")[1]) <= num_steps:
+        return None
+    return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
+
+
+def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:
+    """Why a run of our own trainer does not record a metric; None: it does."""
+    if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
+        return None
+    if problem := unknown_metric(metric, config.algorithm.type):
+        return problem
+    found = find(metric)
+    assert found is not None
+    option = _missing_option(found.needs, config)
+    return option and f"got {shortened(metric)} of {option}"
+
+
+def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
+    """What a run lacks of what a metric needs, and how it gets it; None: nothing."""
+    settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
+    level = settings.metrics if settings else "basic"
+    penalised = settings is not None and settings.kl_coefficient > 0
+    in_reward = settings is not None and settings.kl_in != "loss"
+    by_loss = isinstance(config.task, Completions | Preferences)
+    lacking: dict[str, tuple[bool, str]] = {
+        "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
+        "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
+        "metrics full of GSPO": (
+            level != "full" or getattr(settings, "loss", None) != "gspo",
+            f"runs of algorithm.metrics {level!r} and loss {getattr(settings, 'loss', None)!r}; set metrics: "
+            "full and loss: gspo",
+        ),
+        "an overlong punishment": (
+            settings is None or settings.overlong_punishment is None,
+            "runs without it; set algorithm.overlong_punishment",
+        ),
+        "a KL penalty": (not penalised, "runs without a KL penalty; set algorithm.kl_coefficient"),
+        "a KL penalty in the reward": (
+            not (penalised and in_reward),
+            "runs whose reward has no KL penalty; set algorithm.kl_coefficient and kl_in: reward",
+        ),
+        "dynamic sampling": (
+            getattr(settings, "dynamic_sampling", None) is None,
+            "runs without it; set algorithm.dynamic_sampling",
+        ),
+        "experts": (
+            config.model.preset is not None and config.model.preset not in PRESET_EXPERTS,
+            f"runs of model.preset {config.model.preset!r}, which has no experts; use another model",
+        ),
+        "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),
+        "validation by loss": (not by_loss, f"runs of task.type {config.task.type!r}, which has a verifier"),
+        "validation by answers or pairs": (
+            by_loss and not isinstance(config.algorithm, Dpo),
+            f"runs of task.type {config.task.type!r}, which has no verifier; claim validation/loss",
+        ),
+        "GPUs": (config.cluster.gpus_per_node == 0, "runs on CPU cores; claim peak_live_tensor_bytes"),
+        "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
+    }
+    if need in OF_VALIDATION and config.validation is None:
+        return "runs that do not validate; set validation.every"
+    lacks, said = lacking.get(need or "", (False, ""))
+    return said if lacks else None
+
+
+def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key whose resolved value differs, with both values."""
+    return _difference(_resolved(base), _resolved(other))
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    """Every dotted key of a configuration with its value."""
+    return dotted(config.model_dump(mode="json"))
+
+
+def _difference(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ, without defaults that only one of two types of a section has."""
+    implied: dict[str, Any] = {}
+    for key in TYPES:
+        tags = [side.get(f"{key}.type") for side in (left, right)]
+        if None not in tags and tags[0] != tags[1]:
+            implied |= defaults_of_type(key, tags[0]) | defaults_of_type(key, tags[1])
+    of_one = left.keys() ^ right.keys()
+    return {
+        key: (left.get(key), right.get(key))
+        for key in (*left, *(key for key in right if key not in left))
+        if left.get(key) != right.get(key)
+        and not (key in of_one and key in implied and implied[key] == (left | right)[key])
+    }
+
+
+def compare_hash(compare: Compare) -> str:
+    """Identifies the declared comparison, so that a later change can be called post hoc.
+
+    Defaults are left out: a field that abrun gains does not change what was declared before.
+    """
+    return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
+
+
+def _around(index: int, num_reruns: int, recipe: Declared) -> int:
+    """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
+    rounds, rest = divmod(num_reruns, len(recipe.seeds))
+    return rounds + (index < rest)
+
+
+def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
+    """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
+    warm_start, validation = config.warm_start, config.validation
+    assert warm_start is not None
+    if not isinstance(baseline, OwnRunConfig):  # a foreign trainer's, which has none to share
+        baseline = config
+    # The schedule is the runs': it ends with their last step, and its floor may be above this learning rate.
+    optimizer = baseline.policy.optimizer.model_copy(
+        update={
+            "learning_rate": warm_start.learning_rate,
+            "schedule": "constant",
+            "min_learning_rate": 0.0,
+        }
+    )
+    return baseline.model_copy(
+        update={
+            "algorithm": Sft(type="sft", batch_size=warm_start.batch_size),
+            "model": config.model,
+            "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
+            "task": config.task,
+            # At its start and its end alone: how often the runs validate does not make another warm start.
+            "validation": validation and validation.model_copy(update={"every": warm_start.steps}),
+            "warm_start": None,
+            "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True, "start_from": None}),
+            "steps": warm_start.steps,
+            "wandb": None,
+            "planted_fault": None,
+        }
+    )
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,173 @@
+"""What a claim can expect before its runs: the chance of a match, and the pairs that it takes.
+
+Pulls in scipy: import it where it is needed.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from abrun.recipe.claims import Compare, Primary
+from abrun.regular_files import MAX_FILE_BYTES, read_regular
+from abrun.stats.equivalence import (
+    ALPHA,
+    matches_at,
+    pairs_needed,
+    power_at,
+    runs_needed,
+    sd_interval,
+    sd_of_difference,
+    sd_upper_bound,
+    tost_power,
+)
+from abrun.stats.sigma_margin import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
+
+ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNoise:
+    """The variance of a window's mean difference that its steps explain, as a share of that over pairs."""
+
+    share: float
+    interval: tuple[float, float]  # 90 %
+    worth_pairs: tuple[float, float, float]  # more pairs for twice the steps, at the share and at both ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How much a claim's metric varies over seeds: assumed in the recipe, or measured earlier."""
+
+    sigma: float | None  # of one arm; None: in units of itself, for a margin in sigmas
+    correlation: float  # of the paired arms
+    sd_difference: float  # of the paired difference
+    num_pairs: int | None = None  # or runs of each arm, that it was measured over; None: assumed
+    source: str = "assumed"
+    level: float | None = None  # of the baseline in the window, where measured
+    step_noise: StepNoise | None = None  # where that is known
+    climb: float | None = None  # of the baseline up to the window's end, where measured
+
+    @property
+    def law(self) -> Law:
+        """For a margin in sigmas. Of the ratios of both arms' sigmas that give the sd of the difference, the
+        larger one.
+        """
+        spread, rho = self.sd_difference / (self.sigma or 1.0), self.correlation
+        ratio = rho + math.sqrt(max(0.0, rho**2 - 1 + spread**2))
+        widened = self.planned_sd / self.sd_difference if self.sd_difference else 1.0
+        return Law(correlation=rho, ratio=ratio, widened=widened)
+
+    @property
+    def planned_sd(self) -> float:
+        """What to plan with: of a measured sd, often too small, its upper 80 % bound (assurance)."""
+        if not self.num_pairs or self.num_pairs < 2:
+            return self.sd_difference
+        return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
+
+
+def assumed_spread(claim: Primary, has_reference: bool, *, paired: bool = True) -> Spread | None:
+    """From the recipe; None where the margin is absolute and sigma unknown. Unpaired, nothing correlates."""
+    if not paired:
+        claim = claim.model_copy(update={"correlation": 0.0})
+    if claim.sigmas is not None and has_reference:  # everything in units of the reference's sigma
+        return Spread(
+            sigma=None, correlation=claim.correlation, sd_difference=sd_of_difference(1, claim.correlation)
+        )
+    if claim.sigma is None:
+        return None
+    difference = sd_of_difference(claim.sigma, claim.correlation)
+    return Spread(sigma=claim.sigma, correlation=claim.correlation, sd_difference=difference)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPower:
+    """P(match) of one claim if the arms are truly equal, and the pairs for 80 %; with the sd to plan with."""
+
+    power: Callable[[int], float]
+    pairs_needed: int | None  # None: more than 1000
+    pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
+    # Simulated, at looks [L] and their levels, of experiments [N]
+    matches_at: Callable[[Sequence[int], Sequence[float]], NDArray[np.bool_]]
+
+    def of_looks(self, looks: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
+        """The expected number of pairs of an experiment that stops at a match, and P(match at any look)."""
+        passes = self.matches_at(looks, levels)
+        matched = passes.any(axis=0)
+        stopped = np.where(matched, np.array(looks)[passes.argmax(axis=0)], looks[-1])
+        return float(stopped.mean()), float(matched.mean())
+
+
+def claim_power(
+    claim: Primary, compare: Compare, spread: Spread | None, alpha: float = ALPHA
+) -> ClaimPower | None:
+    """Of the test that the verdict will use (see abrun.verdict.claims); None where sigma is unknown,
+    and for what is no claim of equivalence.
+    """
+    if claim.margin is None:
+        return None
+    if claim.sigmas is not None and not compare.reference:
+        correlation = claim.correlation if compare.paired else 0.0
+        sigmas, law = claim.sigmas, spread.law if spread else Law(correlation=correlation)
+        ends = None
+        if spread and spread.num_pairs:
+            low, high = (replace(law, widened=end) for end in sd_interval(1.0, spread.num_pairs))
+            ends = sigma_pairs_needed(sigmas, low, alpha=alpha), sigma_pairs_needed(sigmas, high, alpha=alpha)
+        return ClaimPower(
+            power=lambda pairs: sigma_power(sigmas, pairs, law, alpha),
+            pairs_needed=sigma_pairs_needed(sigmas, law, alpha=alpha),
+            pairs_needed_range=ends,
+            matches_at=lambda counts, levels: sigma_matches(sigmas, counts, law, levels),
+        )
+    margin = _margin(claim, compare, spread)
+    if spread is None or margin is None:
+        return None
+    low_high, sd = None, spread.planned_sd
+    needed, power_of = (pairs_needed, power_at) if compare.paired else (_runs_needed, _power_of_runs)
+    if spread.num_pairs:
+        low, high = sd_interval(spread.sd_difference, spread.num_pairs)
+        low_high = needed(margin, low, alpha=alpha), needed(margin, high, alpha=alpha)
+    return ClaimPower(
+        power=lambda pairs: power_of(margin, sd, pairs, alpha),
+        pairs_needed=needed(margin, sd, alpha=alpha),
+        pairs_needed_range=low_high,
+        matches_at=lambda counts, levels: matches_at(margin, sd, counts, levels),
+    )
+
+
+def _runs_needed(margin: float, sd_difference: float, *, alpha: float) -> int | None:
+    """Of each of two arms that vary alike, by the sd of the difference of a run of each."""
+    sd = sd_difference / math.sqrt(2)
+    return runs_needed(margin, (sd, sd), alpha=alpha)
+
+
+def _power_of_runs(margin: float, sd_difference: float, num_runs: int, alpha: float) -> float:
+    if num_runs < 2:
+        return 0.0
+    return tost_power(margin, sd_difference / math.sqrt(num_runs), 2 * (num_runs - 1), alpha)
+
+
+def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | None:
+    """A claim's margin in units of its metric; None where what it is a share of is not known."""
+    number, unit = claim.margin_in
+    if unit == "sigma":  # of a reference: the verdict takes the lower bound of its sigma
+        known = _share_of_sigma(compare.reference)
+        return known and number * known * ((spread.sigma if spread else None) or 1.0)
+    if unit in ("level", "climb"):
+        size = (spread.level if unit == "level" else spread.climb) if spread else None
+        return number * abs(size) if size else None
+    return number
+
+
+def _share_of_sigma(reference: str | None) -> float | None:
+    """What the lower bound of a reference's sigma is of it, by its seeds; None: there is no such file."""
+    try:
+        runs = json.loads(read_regular(Path(reference or "").expanduser(), MAX_FILE_BYTES))["runs"]
+        num_seeds = len({run["seed"] for run in runs})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # a launch refuses it, and says why
+    return sigma_lower_bound(1.0, num_seeds) if num_seeds > 1 else None

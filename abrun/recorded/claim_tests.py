@@ -1,0 +1,83 @@
+"""Earlier comparisons of the same runs, from the stamps that reports leave in their folders.
+
+A stamp is data that anyone may have written or deleted: what cannot be read counts as no comparison.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import StoreError
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.regular_files import is_directory
+from abrun.runs.files import read_json
+
+STAMP = ".report.json"  # in a report's folder: what was asked for, and the readings it was written for
+MAX_FOLDERS = 2000  # beside a report that are searched for stamps
+MAX_TESTS = 500
+MAX_BYTES = 4_000_000  # of a stamp
+HASH_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimTest:
+    """One test of a treatment's claims."""
+
+    question: str  # hash of the claims and of how they are tested
+    pairs: frozenset[str]  # hashes of what each pair recorded; of unpaired runs the treated ones
+
+    def as_json(self) -> dict[str, Any]:
+        return {"question": self.question, "pairs": sorted(self.pairs)}
+
+
+def earlier_claim_tests(output: Path) -> set[ClaimTest]:
+    """Return the tests that the stamps in a report's folder, and in the folders beside it, hold."""
+    found = set(claim_tests_in(output))
+    with suppress(OSError), os.scandir(output.parent) as entries:
+        for entry in islice(entries, MAX_FOLDERS):
+            if len(found) < MAX_TESTS and is_directory(entry):
+                found |= set(claim_tests_in(Path(entry.path)))
+    return found
+
+
+def claim_tests_in(folder: Path) -> Iterator[ClaimTest]:
+    """Yield the tests that the stamp of a folder holds; none where it is missing or is not a stamp."""
+    content: Mapping[str, Any] = {}
+    with suppress(StoreError, OSError):
+        content = read_json(folder / STAMP, MAX_BYTES)
+    entries = content.get("readings")
+    for entry in entries[:MAX_TESTS] if isinstance(entries, list) else ():
+        if not isinstance(entry, dict):
+            continue
+        question, pairs = entry.get("question"), entry.get("pairs")
+        if isinstance(question, str) and isinstance(pairs, list) and all(isinstance(p, str) for p in pairs):
+            yield ClaimTest(question=question, pairs=frozenset(pairs))
+
+
+def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
+    """Return the test of a treatment that is made now."""
+    compare = experiment.compare
+    claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.primary)
+    sides = experiment.sides(arm).finished
+    treated = [_recorded_hash(run) for run in sides.treatments]
+    pairs = (
+        [_hash(_recorded_hash(run), other) for run, other in zip(sides.baselines, treated, strict=True)]
+        if compare.paired
+        else treated
+    )
+    question = _hash(*claims, str(compare.paired), str(compare.looks))
+    return ClaimTest(question=question, pairs=frozenset(pairs))
+
+
+def _recorded_hash(run: RecordedRun) -> str:
+    """Identify a run by the values it recorded, whatever its metrics are called and wherever it lies."""
+    return _hash(*sorted(hashlib.sha256(one.values.tobytes()).hexdigest() for one in run.metrics.values()))
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:HASH_LENGTH]

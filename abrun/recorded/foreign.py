@@ -1,0 +1,434 @@
+"""Runs that other trainers made, as an experiment to compare."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from abrun.errors import ComparisonError
+from abrun.logs import Log, read_logs
+from abrun.logs.aliases import Aliases, Renamed, apply_to_all, parse, recognised
+from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
+from abrun.logs.log import listed, printable
+from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Compare
+from abrun.recipe.experiment import BASELINE
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.selection import Reading, restarted
+from abrun.regular_files import exists, is_directory
+from abrun.runs.layout import RunName
+
+T = TypeVar("T")
+NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Sources of a comparison, the logs that each holds, and what names and selects their runs."""
+
+    named: Sequence[tuple[str | None, str]]  # arm, source
+    logs_of: Sequence[Sequence[Log]]
+    pattern: str | None
+    selects: Selects
+
+    @property
+    def logs(self) -> list[Log]:
+        return [log for logs in self.logs_of for log in logs]
+
+    @property
+    def has_arms(self) -> bool:
+        return any(arm for arm, _ in self.named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignLogs:
+    """The logs that some sources hold, read and not yet told apart."""
+
+    sources: Sequence[str]
+    named: Sequence[tuple[str | None, str]]  # arm, source
+    logs_of: Sequence[Sequence[Log]]
+    aliases: Aliases
+
+
+def read_foreign(sources: Sequence[str], reading: Reading) -> ForeignLogs:
+    """Read what sources hold. Raises ComparisonError or StoreError, one line, where that cannot be done."""
+    aliases = parse(reading.aliases)
+    named = [_named_source(source) for source in sources]
+    logs_of = [read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named]
+    _refuse_twice(sources, logs_of)
+    return ForeignLogs(sources=sources, named=named, logs_of=logs_of, aliases=aliases)
+
+
+def foreign_experiment(logs: ForeignLogs, reading: Reading) -> Experiment:
+    """The runs of some sources, paired by seed unless `reading` says otherwise.
+
+    Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
+    say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
+    else the first source's. What follows from neither is guessed, and `guessed` says so. Runs that `seeds`
+    and `exclude` do not take are left out first: nothing is refused for them. `alone` guesses no seeds.
+    Raises ComparisonError, one line, where that cannot be told.
+    """
+    selection, paired, alone = reading.selection, not reading.unpaired, reading.alone
+    logs_of, excluded = selection.without_excluded(logs.logs_of)
+    read = Sources(named=logs.named, logs_of=logs_of, pattern=reading.pattern, selects=selection.selects)
+    if read.pattern is None:
+        _refuse_experiments_as_arms(read)
+    if alone:
+        read = replace(read, named=_as_one_arm(read))
+    found = _identified(read, paired=paired, may_guess=not alone)
+    if paired and not (found.paired or reading.may_unpair):
+        found = _identified(read, paired=True, may_guess=False)
+    paired = paired and found.paired
+    named = list(zip(found.names, read.logs, strict=True))
+    selected, left_out = selection.apply(named, excluded, paired=paired and not alone)
+    renamed = apply_to_all([log.metrics for log in selected.values()], logs.aliases)
+    by_name = _by_our_names(selected, renamed)
+    arms, of_baseline = _arms(by_name, reading, several=len(logs.sources) > 1)
+    _refuse_without_numbers(by_name, arms)
+    _refuse_other_reruns(by_name, arms[0])
+    ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
+    read_as = [guess for log in by_name.values() for guess in log.guesses]
+    guessed = [
+        *(Code.LOG_READ_AS(guess=guess) for guess in read_as),
+        *found.guessed,
+        *of_baseline,
+        *(Code.LOG_READ_AS(guess=guess) for guess in renamed.guessed),
+    ]
+    return Experiment(
+        name=_experiment_name(read.named, arms),
+        arms=arms,
+        compare=Compare(paired=paired),
+        runs={run: _run(run, by_name[run], numbered=not found.seeds_known) for run in ordered},
+        seeds_known=found.seeds_known,
+        guessed=tuple(dict.fromkeys(guessed)),
+        renamed=renamed.names,
+        left_out=(*left_out, *restarted(by_name)),
+        versions_differ=reading.versions_differ,
+    )
+
+
+def _by_our_names(logs: Mapping[RunName, Log], renamed: Renamed) -> dict[RunName, Log]:
+    return {
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_renamed(log.unread, renamed.names),
+            dropped=_renamed(log.dropped, renamed.names),
+        )
+        for (run, log), metrics in zip(logs.items(), renamed.metrics, strict=True)
+    }
+
+
+def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    """Return values by our names too: those that other runs gave them or, without numbers, would have."""
+    _, found = recognised(unread)
+    ours = {**{theirs: name for name, theirs in found.items()}, **names}
+    return {**unread, **{ours[name]: where for name, where in unread.items() if name in ours}}
+
+
+def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
+    identity = log.identity if log.identity == name else None  # else it was given another name by hand
+    return RecordedRun(
+        name=name,
+        place=log.place,
+        status=log.status,
+        failure=log.failure,
+        identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
+        config=log.config,
+        environment=log.environment,
+        metrics=log.metrics,
+        code=log.code,
+        notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if numbered else log.notes,
+        unread=log.unread,
+        dropped=log.dropped,
+    )
+
+
+# --- names ---
+
+
+def _named_source(source: str) -> tuple[str | None, str]:
+    named = re.fullmatch(NAMED_SOURCE, source, re.DOTALL)
+    if named and not exists(Path(source)):
+        return printable(named[1]), named[2]
+    return None, source
+
+
+def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
+    """Which run each log is: as `_names` says, or else as guessed."""
+    may_guess = may_guess and sources.pattern is None
+    try:
+        names = _names(sources, unpaired=not paired, may_guess=may_guess)
+        known = paired or names == _names_by_seed(sources)
+        found = Guess(names=names, paired=paired, seeds_known=known, guessed=[])
+    except ComparisonError:
+        guess = _guessed(sources) if may_guess else None
+        if guess is None:
+            if len(sources.named) == 1 and len(sources.logs) > 1 and sources.pattern is None:
+                _refuse_one_arm(sources)
+            raise
+        return guess
+    selected = [run for run in names if sources.selects(run)]
+    arms = dict.fromkeys(run.arm for run in selected)
+    seeds = [{run.seed for run in selected if run.arm == arm} for arm in arms]
+    if paired and may_guess and len(seeds) > 1 and not set.intersection(*seeds):
+        return replace(found, paired=False, guessed=[Code.ARMS_SHARE_NO_SEED()])
+    by_themselves = all(log.identity for log in sources.logs)
+    if by_themselves or sources.pattern is not None or len(names) == len(seeds):
+        return found
+    first, log = names[0], sources.logs[0]
+    how = f"names such as '{printable(log.name)}'"
+    named = Code.SEEDS_FROM(how=how, arm=printable(first.arm), seed=first.seed)
+    return replace(found, guessed=[named] if known else [])
+
+
+def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
+    """A folder, or files of one, whose runs name their seeds and no arms: the arm of the folder's name.
+
+    Raises ComparisonError where more than numbers tells its runs apart: two arms are not to pass as one.
+    """
+    logs, named = sources.logs, sources.named
+    folders = {source if len(named) == 1 else str(Path(source).parent) for _, source in named}
+    if sources.has_arms or len(folders) > 1 or len(named) not in (1, len(logs)):
+        return named
+    try:
+        name_runs(logs, sources.pattern, selects=sources.selects)
+        return named
+    except ComparisonError:
+        try:
+            name_seeds(logs, "one", sources.pattern, selects=sources.selects)
+        except ComparisonError:
+            return named
+    (folder,) = folders
+    if len(logs) > 1 and not told_by_numbers(logs):
+        names = listed([log.name for log in logs])
+        raise ComparisonError(
+            Code.MORE_THAN_SEEDS_DIFFERS(folder=printable(folder), num_runs=len(logs), names=names)
+        )
+    return [(_arm_of(folder), source) for _, source in named]
+
+
+def _refuse_one_arm(sources: Sources) -> None:
+    """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
+    try:
+        names = name_seeds(sources.logs, "one", selects=sources.selects)
+    except ComparisonError:
+        return
+    runs = {run for run in names if sources.selects(run) and not run.rerun}
+    source = printable(sources.named[0][1])
+    raise ComparisonError(Code.SOURCE_OF_ONE_ARM(source=source, num_seeds=len(runs)))
+
+
+def _guessed(sources: Sources) -> Guess | None:
+    logs, num_sources = sources.logs, len(sources.named)
+    if num_sources == 1:
+        return guess_runs(logs, selects=sources.selects)
+    if len(logs) == num_sources > 2 and not sources.has_arms:
+        guess = guess_runs(_named_from_common_folder(sources), selects=sources.selects)
+        if guess is not None and guess.seeds_known:  # a run each, as `runs/*.csv` is
+            return guess
+    _refuse_several_arms(sources)
+    arms = _arms_of(sources)
+    arm_of_logs = [arm for arm, of in zip(arms, sources.logs_of, strict=True) for _ in of]
+    guess = guess_runs(logs, arm_of_logs, sources.selects)
+    if guess is not None and len(logs) == num_sources and not sources.has_arms:
+        guess = replace(guess, guessed=[Code.SOURCES_ARE_ARMS(num_sources=num_sources), *guess.guessed])
+    return guess
+
+
+def _names_by_seed(sources: Sources) -> list[RunName] | None:
+    """Return `_names` of runs to pair; None where they do not say their seeds."""
+    try:
+        return _names(sources, unpaired=False)
+    except ComparisonError:
+        return None
+
+
+def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list[RunName]:
+    """The run that each log is, in the order of the sources and their logs."""
+    logs, pattern, selects = sources.logs, sources.pattern, sources.selects
+    says_both = pattern is not None and names_both(pattern)
+    if says_both and sources.has_arms:
+        raise ComparisonError(Code.ARM_NAMED_TWICE(pattern=pattern))
+    by_runs = all(log.identity for log in logs) or says_both or len(sources.named) == 1
+    if by_runs and not sources.has_arms:
+        return name_runs(logs, pattern, unpaired=unpaired, selects=selects)
+    if pattern is None and not sources.has_arms and all(len(of) == 1 for of in sources.logs_of):
+        try:  # as `runs/*.csv` is: a run each
+            return name_runs(_named_from_common_folder(sources), selects=selects)
+        except ComparisonError:
+            if may_guess and len(logs) > 2:
+                raise
+            pass  # an arm each
+    of_arm: dict[str, list[Log]] = {}
+    for arm, of in zip(_arms_of(sources), sources.logs_of, strict=True):
+        of_arm.setdefault(arm, []).extend(of)
+    found = {
+        id(log): run
+        for arm, of in of_arm.items()
+        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired, selects=selects), strict=True)
+    }
+    return [found[id(log)] for log in logs]
+
+
+def _named_from_common_folder(sources: Sources) -> list[Log]:
+    logs, paths = sources.logs, [Path(source).resolve() for _, source in sources.named]
+    if not all(exists(path) for path in paths):
+        return logs
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    return [
+        log
+        if log.run_id
+        else replace(log, name=printable(path.relative_to(common).as_posix().replace("\\", "/")))
+        for path, log in zip(paths, logs, strict=True)
+    ]
+
+
+def _arms_of(sources: Sources) -> list[str]:
+    """An arm for each source; one without a name goes by its folder or file, or what sets the paths apart.
+
+    Raises ComparisonError where a name that was given is another source's too.
+    """
+    arms = [arm or _arm_of(source) for arm, source in sources.named]
+    given = [arm for arm, _ in sources.named]
+    twice = next((arm for arm in arms if 1 < arms.count(arm) != given.count(arm)), None)
+    if twice is None:
+        return arms
+    parts = [list(Path(source).resolve().parts) for _, source in sources.named]
+    if not sources.has_arms and all(exists(Path(source)) for _, source in sources.named):
+        while len({of[-1] for of in parts}) == 1:
+            parts = [of[:-1] for of in parts]
+        apart = [printable(stem(of[-1])) for of in parts]
+        if len(set(apart)) == len(apart):
+            return apart
+    both = [source for arm, (_, source) in zip(arms, sources.named, strict=True) if arm == twice]
+    raise ComparisonError(Code.SOURCES_OF_ONE_NAME(sources=listed(both), arm=twice, first=printable(both[0])))
+
+
+def _arm_of(source: str) -> str:
+    """The arm that a source without a name is: its folder or file, or the last part of a wandb path."""
+    path = (
+        source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
+    )
+    name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
+    return printable(stem(name.rpartition("\\")[2]))
+
+
+def _arms(
+    runs: Mapping[RunName, Log], reading: Reading, *, several: bool
+) -> tuple[tuple[str, ...], list[Reason]]:
+    """The arms, the baseline first, and what of that is guessed."""
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    baseline = reading.baseline
+    if len(arms) < 2 and not reading.alone:
+        raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=listed(arms), num_runs=len(runs)))
+    guessed = []
+    if baseline is not None:
+        if baseline not in arms:
+            raise ComparisonError(
+                Code.NOT_ALLOWED(field="--baseline", got=f"'{printable(baseline)}'", allowed=listed(arms))
+            )
+        first = baseline
+    elif BASELINE in arms:
+        first = BASELINE
+    elif several or len(arms) == 1:
+        first = arms[0]
+    else:
+        first = guess_baseline(arms)
+        others = listed([arm for arm in arms if arm != first])
+        guessed = [Code.BASELINE_GUESSED(baseline=first, others=others)]
+    return (first, *(arm for arm in arms if arm != first)), guessed
+
+
+def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> None:
+    """A run that two sources hold would be compared with itself."""
+    held: dict[tuple[object, str | None], tuple[int, str]] = {}
+    for number, (source, logs) in enumerate(zip(sources, logs_of, strict=True)):
+        for log in logs:
+            first, place = held.setdefault((_file_of(log.place), log.run_id), (number, log.place))
+            if (first, place) != (number, log.place):
+                if first == number:
+                    places = f"{printable(place)} and {printable(log.place)}"
+                    raise ComparisonError(Code.RUN_GIVEN_TWICE(places=places))
+                both = listed([sources[first], source])
+                raise ComparisonError(Code.RUN_IN_TWO_SOURCES(sources=both, place=printable(log.place)))
+
+
+def _refuse_experiments_as_arms(sources: Sources) -> None:
+    """A source is to be one arm, and its runs themselves say that they are of several."""
+    runs = [log.identity for log in sources.logs]
+    by_runs = None not in runs and len(set(runs)) == len(runs) and not sources.has_arms
+    if len(sources.named) == 1 or by_runs:
+        return
+    for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
+        arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
+        if len(arms) > 1 and all(log.identity for log in logs):
+            folder = Path(logs[0].place).parent
+            one = f"the folder of one, such as {folder}" if is_directory(Path(source)) else "the runs of one"
+            raise ComparisonError(
+                Code.SOURCE_OF_SEVERAL_ARMS(
+                    source=printable(source), arms=listed(arms), example=printable(one)
+                )
+            )
+
+
+def _refuse_several_arms(sources: Sources) -> None:
+    """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
+    for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
+        try:
+            names = name_runs(logs, selects=sources.selects)
+        except ComparisonError:
+            continue
+        names_of: dict[str, list[str]] = {}
+        for run, log in zip(names, logs, strict=True):
+            names_of.setdefault(run.arm, []).append(log.name)
+        if len(names_of) > 1 and len({run.seed for run in names}) < len(set(names)):
+            *_, last = names_of.values()
+            first, end = min(last), max(last)
+            shared = next(
+                (at for at, both in enumerate(zip(first, end, strict=False)) if len({*both}) > 1), 0
+            )
+            raise ComparisonError(
+                Code.SOURCE_OF_ARMS_AND_SEEDS(
+                    source=printable(source),
+                    arms=listed(list(names_of)),
+                    pattern=shlex.quote(f"{first[:shared]}*"),
+                )
+            )
+
+
+def _file_of(place: str) -> object:
+    """What stays the same under every name and link of a file."""
+    try:
+        status = os.stat(place)
+    except (OSError, ValueError):
+        return place
+    return status.st_dev, status.st_ino
+
+
+def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) -> None:
+    """An arm without any number is the wrong files; one such run of several is data, and one that failed."""
+    for arm in arms:
+        logs = [log for run, log in runs.items() if run.arm == arm]
+        if any(log.metrics or log.status != "unknown" for log in logs):
+            continue
+        first = logs[0]
+        note = first.notes[0] if first.notes else Code.NOTHING_NUMERIC()
+        why = next(iter(first.unread.values()), Code.NO_NUMBERS(place=first.place, note=note))
+        raise ComparisonError(Code.ARM_WITHOUT_NUMBERS(arm=arm, num_runs=len(logs), why=why))
+
+
+def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
+    other = next((run for run in runs if run.rerun and run.arm != baseline), None)
+    if other is not None:
+        raise ComparisonError(Code.RERUN_OF_TREATMENT(run=str(other), baseline=baseline))
+
+
+def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
+    """A name that can be a folder's."""
+    text = _arm_of(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"

@@ -1,0 +1,87 @@
+"""Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import ComparisonError
+from abrun.reasons import Code
+from abrun.recipe.claims import Primary, can_be_looks
+from abrun.recorded.experiment import Experiment, claims_on_recorded
+from abrun.recorded.foreign import ForeignLogs, foreign_experiment, read_foreign
+from abrun.recorded.selection import Reading
+from abrun.recorded.stored import load_experiment
+from abrun.regular_files import exists
+from abrun.runs.experiment import find_experiment, is_experiment
+
+
+def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
+    """The directory of an experiment of the store, where that is what the sources name."""
+    if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
+        return None
+    directory = find_experiment(sources[0], runs_dir)
+    return directory if is_experiment(directory) or not exists(Path(sources[0])) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceContents:
+    """What sources hold, read once: each comparison takes the runs out of it as it needs them."""
+
+    sources: Sequence[str]
+    reading: Reading
+    directory: Path | None  # of an experiment of the store
+    recorded: Experiment | ForeignLogs
+
+    def experiment(self, **changes: Any) -> Experiment:
+        """Return the runs; `changes` are of what the reading says, but for what it takes from the logs.
+
+        Raises ComparisonError where logs do not say which run is which.
+        """
+        if isinstance(self.recorded, Experiment):
+            return self.recorded
+        reading = replace(self.reading, **changes)
+        experiment = foreign_experiment(self.recorded, reading)
+        return _with_looks(experiment, reading) if reading.looks else experiment
+
+
+def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
+    """Read the runs that sources name. Raises StoreError or ComparisonError for what cannot be read."""
+    directory = stored_in(sources, reading.runs_dir)
+    if directory is not None:
+        reading.refuse_for_stored(directory)
+    recorded = read_foreign(sources, reading) if directory is None else load_experiment(directory)
+    return SourceContents(sources=sources, reading=reading, directory=directory, recorded=recorded)
+
+
+def open_sources(
+    sources: Sequence[str], reading: Reading, primaries: Sequence[Primary] | None = None
+) -> Experiment:
+    """The runs that sources name; `primaries` replace the declared claims.
+
+    Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
+    """
+    experiment = read_sources(sources, reading).experiment()
+    if primaries is None:
+        return experiment
+    primaries = claims_on_recorded(experiment, primaries)
+    compare = experiment.compare.model_copy(update={"primary": primaries})
+    return replace(experiment, compare=compare)
+
+
+def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
+    """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
+    given, looks = reading.given["--looks"], reading.looks
+    if not can_be_looks(looks):
+        raise ComparisonError(Code.LOOKS_REFUSED(looks=given))
+    if reading.alone:
+        raise ComparisonError(Code.LOOKS_AT_REFERENCE(looks=given))
+    if not experiment.compare.paired:
+        raise ComparisonError(Code.LOOKS_UNPAIRED(looks=given))
+    num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
+    if num_pairs < looks[0]:
+        raise ComparisonError(Code.LOOKS_TOO_LATE(looks=given, num_pairs=num_pairs))
+    if num_pairs > looks[-1]:
+        raise ComparisonError(Code.LOOKS_TOO_EARLY(looks=given, num_pairs=num_pairs))
+    compare = experiment.compare.model_copy(update={"looks": list(looks)})
+    return replace(experiment, compare=compare)

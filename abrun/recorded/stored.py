@@ -1,0 +1,156 @@
+"""An experiment of the run store, ready to compare."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import RecipeError, StoreError
+from abrun.experiment.plan import decisions
+from abrun.reasons import Code
+from abrun.recipe.experiment import BASELINE, stored_recipe, stored_run
+from abrun.recipe.reading import dotted
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.reference import load_reference
+from abrun.redaction import printable, shown, shown_tree
+from abrun.regular_files import is_directory
+from abrun.runs.access import UnreadableError
+from abrun.runs.experiment import EXPERIMENT, REFERENCE, metrics_of, open_experiment, planned_runs, run_dir
+from abrun.runs.files import readable
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunRecord, RunState
+from abrun.runs.rundir import RunDir
+from abrun.stats.series import Series
+
+ADDRESS = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
+
+
+def load_experiment(experiment_dir: Path) -> Experiment:
+    """Raises StoreError where a file is missing, corrupt or not abrun's."""
+    path = experiment_dir / EXPERIMENT
+    content = open_experiment(experiment_dir)
+    missing = [
+        key
+        for key in ("experiment", "recipe", "runs", "treatment_diff", "compare_sha256")
+        if key not in content
+    ]
+    if missing:
+        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
+    try:
+        recipe = stored_recipe(content["recipe"])
+    except RecipeError as error:
+        raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
+    names = planned_runs(experiment_dir)
+    runs = [RunDir(run_dir(experiment_dir, name)) for name in names]
+    loaded = {
+        name: _load_run(run, name, metrics)
+        for name, run, metrics in zip(names, runs, metrics_of(runs), strict=True)
+    }
+    planted = recipe.control_arms
+    return Experiment(
+        name=printable(str(content["experiment"])),
+        directory=experiment_dir,
+        arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
+        compare=recipe.compare,
+        treatment_diff=shown_tree(content["treatment_diff"]),
+        launched_compare_sha256=content["compare_sha256"],
+        launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
+        decided=tuple(
+            Code.DECIDED_AT_LAUNCH(decision=shown(line)) for line in decisions(content.get("decided", {}))
+        ),
+        reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
+        runs={name: run for name, run in loaded.items() if name.arm not in planted},
+        planted=planted,
+        controls={name: run for name, run in loaded.items() if name.arm in planted},
+    )
+
+
+def _load_run(run: RunDir, name: RunName, metrics: Mapping[str, Series] | StoreError) -> RecordedRun:
+    """A run whose files cannot be read is unreadable: the verdict says which and why."""
+    try:
+        if isinstance(metrics, StoreError):
+            raise metrics
+        with readable(run.path):
+            return _read_run(run, name, metrics)
+    except StoreError as error:
+        return RecordedRun(
+            name=name,
+            place=str(run.path),
+            status="unreadable",
+            failure=shown(str(error)),
+            forbidden=isinstance(error, UnreadableError),
+            metrics={},
+        )
+
+
+def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> RecordedRun:
+    state = run.state(name)
+    record = run.record() if run.exists else None
+    return RecordedRun(
+        name=name,
+        place=str(run.path),
+        status=state.status if is_directory(run.path) else "missing",
+        failure=shown(_failure(state)) if state.status == "failed" else "",
+        identity=asdict(record.name) if record else None,
+        config=shown_tree(_config(record)) if record else None,
+        environment=shown_tree(run.environment()),
+        metrics={shown(metric): series for metric, series in metrics.items()},
+        code=tuple(map(shown, run.code())),
+        unread={shown(metric): shown(text.at) for metric, text in run.text_values.items()},
+        dropped={shown(metric): text.steps for metric, text in run.text_values.items()},
+        final_weights_hash=run.final_weights_hash,
+        wandb=_address(run),
+        final_sketch=run.final_sketch,
+        initial_sketch=run.initial_sketch,
+        validations=run.validations,
+        span_s=_span_s(run),
+        **_devices(run, record),
+    )
+
+
+def _span_s(run: RunDir) -> tuple[float, float] | None:
+    attempts = run.attempts()
+    started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
+    return None if started_s is None or ended_s is None else (started_s, ended_s)
+
+
+def _devices(run: RunDir, record: RunRecord | None) -> dict[str, Any]:
+    """What a run occupied and for how long, where its configuration and every attempt say so."""
+    spans = [(one.started_s, one.ended_s) for one in run.attempts()]
+    seconds = [end - start for start, end in spans if start is not None and end is not None]
+    try:
+        config = stored_run(record.config) if record else None
+    except RecipeError:  # another version's
+        config = None
+    if config is None or not spans or len(seconds) < len(spans):
+        return {}
+    cluster = config.cluster
+    return {
+        "device_s": sum(seconds) * cluster.nodes * config.devices_per_node,
+        "device": "GPU" if cluster.gpus_per_node else "CPU core",
+    }
+
+
+def _address(run: RunDir) -> str | None:
+    """Of its mirror in wandb, where that is nothing but one: a file could say anything."""
+    url = run.wandb().get("url", "")
+    return url if re.fullmatch(ADDRESS, url) else None
+
+
+def _config(record: RunRecord) -> dict[str, Any]:
+    """Dotted keys; one that abrun has gained since is there with its default, which keeps what was before."""
+    config = dotted({**record.config, "initial_weights": record.initial_weights})
+    try:
+        return dotted(stored_run(record.config).model_dump(mode="json")) | config
+    except RecipeError:  # another version's: compared as it is
+        return config
+
+
+def _failure(state: RunState) -> str:
+    """How the last attempt ended, in a few words: `exit code 1: CUDA out of memory`."""
+    ending, message = state.ending or "no exit code", state.message
+    if not message:
+        return ending
+    said_already = state.ending is None or state.tells_ending
+    return message if said_already else f"{ending}: {message}"

@@ -1,0 +1,298 @@
+"""Compare the arms of an experiment: `compare` decides over runs from any source, and writes the report.
+
+Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and report. Importing this pulls in
+numpy and scipy: the command line imports it when it compares, not before.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.experiment.plan import compare_hash
+from abrun.extras import lacking
+from abrun.metric_names import default_transform
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Compare, Primary
+from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
+from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
+from abrun.recorded.reference import add_entry, against_reference, freeze, load_reference
+from abrun.recorded.sources import Reading, SourceContents, read_sources
+from abrun.recorded.stored import load_experiment
+from abrun.regular_files import exists, is_file
+from abrun.report.next_step import NextStep, next_steps
+from abrun.report.write import FIGURES, FORMATS, drawable, report_folder, terminal_summary, write_report
+from abrun.runs.experiment import run_dir
+from abrun.runs.rundir import RunDir
+from abrun.verdict.decide import ArmVerdict, Verdict, judge
+from abrun.verdict.ledger import new_ledger, next_entry
+from abrun.verdict.margins import frozen_claims
+from abrun.verdict.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
+# Behind them, with the comparison's hash: of options that change what was declared, whose report stays
+POST_HOC = "-post-hoc-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The verdict over all treatments, with its evidence and the files of the report."""
+
+    content: VerdictFile
+    arms: list[ArmVerdict]
+    files: list[Path]
+    next_steps: list[NextStep]
+    declared: Path | None = None  # the report of what was declared, beside which this one stands
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.content.verdict
+
+    @property
+    def exit_code(self) -> int:
+        return self.content.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """What verdict.json holds."""
+        return as_json(self.content)
+
+    def summary(self) -> "RenderableType":
+        """For a terminal: the verdict first, then why, then the evidence, then the files."""
+        return terminal_summary(self.content, self.files, self.next_steps, self.declared)
+
+
+class CompareOptions(TypedDict, total=False):
+    """What `compare_contents` may be told besides the runs; see there."""
+
+    primaries: Sequence[Primary] | None
+    reference: Path | None
+    arm: str | None
+    step_one: bool
+    output: Path | None
+    formats: Collection[str] | None
+    command: str | None
+
+
+def compare_sources(
+    sources: Sequence[str], reading: Reading, **options: Unpack[CompareOptions]
+) -> Comparison:
+    """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
+    return compare_contents(read_sources(sources, reading), **options)
+
+
+def compare_contents(
+    contents: SourceContents,
+    *,
+    primaries: Sequence[Primary] | None = None,
+    reference: Path | None = None,
+    arm: str | None = None,
+    step_one: bool = True,
+    output: Path | None = None,
+    formats: Collection[str] | None = None,
+    command: str | None = None,
+) -> Comparison:
+    """Judge runs that have been read, and write the report.
+
+    With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
+    by its claims; an experiment of several arms needs it. `primaries` replace the declared claims. The report
+    of a stored experiment goes into its directory by default, beside that of what was declared where the
+    options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
+    StoreError or ComparisonError for what cannot be read.
+    """
+    directory, reading = contents.directory, contents.reading
+    experiment = contents.experiment(alone=reference is not None, may_unpair=primaries is None)
+    folder = REPORT
+    if reference is not None and reading.versions_differ:
+        raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
+    if reference is not None or (experiment.reference and not experiment.treatments):
+        frozen = load_reference(reference) if reference else experiment.reference
+        assert frozen is not None
+        several = len(experiment.arms) > 1
+        if arm is None and several:
+            raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
+        experiment = against_reference(experiment, frozen, arm or experiment.baseline)
+        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
+    elif arm is not None:
+        raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
+    declared = experiment.compare
+    experiment = with_options(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
+    claims = sorted(experiment.compare.primary, key=str)  # in whatever order they were given
+    of_any_order = compare_hash(experiment.compare.model_copy(update={"primary": claims}))
+    if directory is None:
+        named = [*contents.sources, *([str(reference)] if reference else [])]
+        how = [*map(str, reading.given.items()), str(arm), of_any_order]
+        experiment = replace(experiment, asked_sha256=_sha256([*map(os.path.abspath, named), *how]))
+    default = directory / folder if directory else report_folder(experiment)
+    of_declared = None
+    if directory and _changed(experiment.compare, declared):
+        of_declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
+    if output is None and default.is_symlink():  # a stranger's could lead anywhere
+        raise ComparisonError(Code.REPORT_IS_LINK(folder=default))
+    comparison = compare(
+        experiment, declared=declared, output=output or default, formats=formats, command=command
+    )
+    stays = of_declared is not None and output is None and exists(of_declared / "verdict.json")
+    return replace(comparison, declared=of_declared if stays else None)
+
+
+def _sha256(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def verdict_in(experiment_dir: Path) -> Verdict | None:
+    """The verdict that the last report in an experiment's directory gives; None where there is none."""
+    for folder in (REPORT, REPORT_AGAINST_REFERENCE):
+        path = experiment_dir / folder / "verdict.json"
+        if is_file(path):
+            return read_verdict(path)
+    return None
+
+
+@np.errstate(all="ignore")  # what overflows is judged as infinite
+def compare(
+    experiment: Experiment,
+    *,
+    output: Path,
+    declared: Compare | None = None,
+    formats: Collection[str] | None = None,
+    command: str | None = None,
+) -> Comparison:
+    """Judge every treatment against the baseline, and write the report.
+
+    `declared`: the comparison before `with_options`, where that changed it. Raises ComparisonError for what
+    holds nothing to compare.
+    """
+    formats = drawable() if formats is None else formats
+    unknown = sorted(set(formats) - set(FORMATS))
+    if unknown:
+        raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
+    if set(formats) & set(FIGURES) and (missing := lacking("figures")):
+        raise ComparisonError(Code.NO_FIGURES(missing=missing))
+    if not experiment.treatments and experiment.planted:
+        raise ComparisonError(Code.ONLY_PLANTED_FAULTS(experiment=experiment.name))
+    if not experiment.treatments:
+        raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
+    arms = judge(experiment, experiment.compare.primary)
+    late = post_hoc(experiment, declared or experiment.compare)
+    content = verdict_file(experiment, arms, late, earlier_claim_tests(output))
+    readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
+    files = write_report(experiment, content, output, formats, command, readings)
+    steps = next_steps(experiment, content, command)
+    return Comparison(content=content, arms=arms, files=files, next_steps=steps)
+
+
+def with_options(
+    experiment: Experiment,
+    primaries: Sequence[Primary] | None = None,
+    *,
+    step_one: bool = True,
+    unpaired: bool = False,
+) -> Experiment:
+    """Return the experiment with its comparison as options change it.
+
+    `primaries` replace the declared claims, which in another order are the same. Other claims than those
+    declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
+    ComparisonError for a claim that cannot be read on these runs.
+    """
+    changed: dict[str, Any] = {}
+    if primaries is not None:
+        claims = claims_on_recorded(experiment, primaries)
+        if _claimed(claims) != _claimed(experiment.compare.primary):
+            changed["primary"] = claims
+    if not step_one:
+        changed["step_one"] = False
+    if unpaired:
+        changed["paired"] = False
+    return replace(experiment, compare=experiment.compare.model_copy(update=changed))
+
+
+@np.errstate(all="ignore")
+def freeze_arm(
+    experiment: Experiment,
+    arm: str,
+    path: Path,
+    *,
+    budget: str | None = None,
+    chain_alone: bool = False,
+    commit: str | None = None,
+) -> Reference | None:
+    """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
+
+    With a `budget` the file gets a ledger. Returns the reference that it replaces. Raises ComparisonError
+    where the arm is not there, or lacks what a reference needs.
+    """
+    claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
+    ledger = None
+    if budget is not None and claims is not None:
+        ledger = new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)
+    return freeze(experiment, arm, path, claims, ledger)
+
+
+@np.errstate(all="ignore")
+def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
+    """Add an experiment's treatment to a reference's ledger; returns the reference with it.
+
+    Raises ComparisonError where it did not match, or was not compared with the last entry.
+    """
+    experiment = load_experiment(experiment_dir)
+    late = post_hoc(experiment, experiment.compare)
+    if late:
+        raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
+    commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}
+    return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
+
+
+def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
+    """The commit of the checkout that an arm's runs were launched from; None: unknown, or several."""
+    git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
+    found = {one.get("sha") for one in git}
+    sha = found.pop() if len(found) == 1 else None
+    return sha if isinstance(sha, str) else None
+
+
+def post_hoc(experiment: Experiment, declared: Compare) -> Reason | None:
+    """Return why the comparison is not the one hashed at launch; None: it is.
+
+    Planning assumptions are no claim.
+    """
+    if experiment.launched_compare_sha256 is None:
+        return Code.NOTHING_DECLARED()
+    if changed := _changed(experiment.compare, declared):
+        return changed
+    if compare_hash(declared) != experiment.launched_compare_sha256:
+        return Code.COMPARISON_CHANGED()
+    most = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
+    added = most - experiment.launched_pairs
+    if added > 0:
+        return Code.PAIRS_ADDED(num_pairs=added)
+    return None
+
+
+def _changed(compare: Compare, declared: Compare) -> Reason | None:
+    if _claimed(compare.primary) != _claimed(declared.primary):
+        return Code.CLAIMS_CHANGED()
+    if compare.paired != declared.paired:
+        return Code.PAIRING_CHANGED()
+    if compare.step_one != declared.step_one:
+        return Code.STEP_ONE_DROPPED()
+    return None
+
+
+_CLAIMED = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+
+
+def _claimed(primaries: Sequence[Primary]) -> Counter[tuple[Any, ...]]:
+    """What is claimed, in whatever order, without the assumptions of planning."""
+    return Counter(
+        (*one.model_dump(include=_CLAIMED).values(), one.transform or default_transform(one.metric))
+        for one in primaries
+    )

@@ -1,0 +1,33 @@
+"""A reference's ledger as a table: `abrun ledger`."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from abrun.messages import sentence
+from abrun.messages.numbers import difference_text
+from abrun.present.tables import Table, columns
+from abrun.recorded.experiment import Reference
+from abrun.redaction import printable
+from abrun.report.evidence import changes
+from abrun.verdict.ledger import ledger_state
+
+
+def ledger_shown(reference: Reference) -> RenderableType:
+    """The sentence, then a row for each entry. The reference has a ledger."""
+    assert reference.ledger is not None
+    rows = []
+    for number, entry in enumerate(reference.ledger.entries, 1):
+        changed = [*changes(entry.treatment), *([f"not judged: {entry.moved}"] if entry.moved else [])]
+        cells = (
+            str(number),
+            entry.date[:10],
+            f"{entry.experiment}, {entry.arm}",
+            "; ".join(changed),
+            (entry.commit or "-")[:9],
+            difference_text(entry.difference, entry.interval),
+            f"{entry.drift:.3g}",
+        )
+        rows.append(cells)
+    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
+    state = Text(printable(sentence(ledger_state(reference))), style="bold")
+    return Group(Table(columns(*titles, fold=True), rows), state) if rows else state

@@ -1,0 +1,174 @@
+"""The report as one HTML file that loads nothing: data, styles and scripts inside, uPlot 1.6.32 among them.
+
+The data stands in blocks that no browser executes, every name reaches the page as text, and the policy in the
+head allows the styles and scripts of this package by their hash and nothing else.
+"""
+
+import base64
+import hashlib
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+import orjson
+
+from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
+from abrun.recorded.experiment import Experiment
+from abrun.report.context import Context
+from abrun.report.page import charts
+from abrun.report.panels import memory_peaks
+from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.verdict_file import VerdictFile, as_json
+
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
+MOST_VALUES = 600_000  # of all charts: some 6 MB
+MAX_BYTES = 8_000_000  # of all charts with their seeds; where they take more, most are drawn as means alone
+MAX_SHORTENED_BYTES = 4_000_000  # of all charts then, a quarter of it with seeds
+MAX_NAMED = 20  # metrics whose curves are left out
+LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
+_ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+
+
+def render_page(experiment: Experiment, content: VerdictFile, beside: Context | None = None) -> str:
+    """The page of a comparison. The same input gives the same bytes."""
+    styles, scripts = [_code(name) for name in STYLES], [_code(name) for name in SCRIPTS]
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return Template(_file("template.html")).substitute(
+        policy=html.escape(policy, quote=False),
+        license=_file("uPlot.LICENSE"),
+        title=html.escape(_text(f"{content.verdict}: {experiment.name}")),
+        styles="\n".join(f"<style>{style}</style>" for style in styles),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        data="\n".join(_data_blocks(experiment, content, beside)),
+    )
+
+
+def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context | None) -> list[str]:
+    """The verdict in one block, and a block a metric, which the page reads when it draws the chart.
+
+    Metrics whose charts would make the page too large share a block, as means alone.
+    """
+    claims = content.primaries
+    recorded = dict.fromkeys(experiment.metrics())
+    claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
+    metrics = [*(claimed | recorded)]
+    blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
+    means: list[bytes] = []
+    axes = charts.Axes()
+    if len(blocks) < len(metrics):
+        known = {metric.key: None for metric in METRICS if metric.key in recorded}
+        metrics = [*(claimed | known | recorded)]
+        blocks = _chart_blocks(experiment, claims, [*(claimed | known)], MAX_SHORTENED_BYTES // 4)
+        means = _means(experiment, metrics[len(blocks) :], axes, MAX_SHORTENED_BYTES - sum(map(len, blocks)))
+    drawn = len(blocks) + len(means)
+    peaks = memory_peaks(experiment)
+    report = {
+        "content": as_json(content),
+        "arms": experiment.arms,
+        "runs": [
+            {
+                "name": str(run),
+                "status": run.status,
+                "failure": run.failure,
+                "num_steps": len(run.steps),
+                "last_step": int(run.steps[-1]) if len(run.steps) else None,
+            }
+            for run in experiment.runs.values()
+        ],
+        "metrics": metrics[:drawn],
+        "num_claimed": min(len(claimed), drawn),
+        "left_out": {"count": len(metrics) - drawn, "names": metrics[drawn:][:MAX_NAMED]},
+        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:drawn] else None,
+        "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
+        "memory": peaks and asdict(peaks),
+        "beside": beside and {**asdict(beside), "next_steps": [one.as_json() for one in beside.next_steps]},
+    }
+    shared = {"first": len(blocks), "axes": axes.axes}
+    return [
+        _script("report", _json(report)),
+        *blocks,
+        *([_script("means", b'%s,"charts":[%s]}' % (_json(shared)[:-1], b",".join(means)))] if means else []),
+    ]
+
+
+def _chart_blocks(
+    experiment: Experiment, claims: Sequence[PrimaryResult], metrics: Sequence[str], max_bytes: int
+) -> list[str]:
+    """Return the charts of the first metrics, as many as `max_bytes` hold."""
+    blocks: list[str] = []
+    most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(metrics)))
+    for index, metric in enumerate(metrics):
+        about = [claim for claim in claims if claim.claim.metric == metric]
+        chart = _json(charts.chart(experiment, metric, about, most_values))
+        max_bytes -= len(chart)
+        if max_bytes < 0:
+            break
+        blocks.append(_script(f"chart-{index}", chart))
+    return blocks
+
+
+def _means(experiment: Experiment, metrics: Sequence[str], axes: charts.Axes, max_bytes: int) -> list[bytes]:
+    """Return the means of the first metrics, as many as `max_bytes` hold."""
+    means: list[bytes] = []
+    for metric in metrics:
+        chart = _json(charts.means(experiment, metric, axes))
+        max_bytes -= len(chart)
+        if max_bytes < 0:
+            break
+        means.append(chart)
+    return means
+
+
+def _json(data: Any) -> bytes:
+    return orjson.dumps(_plain(data), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _script(name: str, data: bytes) -> str:
+    text = data.decode()
+    for character, escape in _ESCAPED.items():
+        text = text.replace(character, escape)
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def _plain(value: Any) -> Any:
+    """What JSON and JavaScript can hold: whole characters, exact integers, no NaN, keys that are strings."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {_text(str(key)): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+
+
+def _text(value: str) -> str:
+    """Half of a surrogate pair, which JSON can smuggle into a name, cannot be written in UTF-8."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _file(name: str) -> str:
+    return resources.files("abrun.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _code(name: str) -> str:
+    """A file of code without indentation, blank lines and lines of comment; no text in one spans lines."""
+    lines = map(str.strip, _file(name).splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
+
+
+def _hashes(parts: list[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

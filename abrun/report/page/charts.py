@@ -1,0 +1,245 @@
+"""A panel as the page holds it: statistics at every step, then at most `NUM_BUCKETS` buckets of steps.
+
+Of a run, or a pair of runs, a bucket is shown by its smallest and its largest value, in the order in which
+they occurred: no spike is lost. Means over runs and their bands are shown by their mean over the bucket. All
+rows of a chart share one grid of steps: hovering lines them up.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means, bucket_steps, smallest_and_largest
+from abrun.report.panels import Curve, Difference, Panel, panel
+from abrun.stats.series import Array, Steps
+from abrun.verdict.claims import PrimaryResult
+
+MOST_NOTES = 8
+MOST_VALUES = 40_000  # of a chart
+LEAST_BUCKETS = 50
+MEAN_BUCKETS, MEAN_DIGITS = 32, 3  # of a chart of means alone; digits of its range
+
+
+@dataclass(slots=True)
+class Rows:
+    """The lines of one chart on its grid; a NaN is a gap where it was recorded, and nothing elsewhere."""
+
+    steps: Steps  # [S]
+    values: list[Array] = field(default_factory=list)  # [S] each
+    recorded: list[NDArray[np.bool_]] = field(default_factory=list)  # [S] each
+    over_runs: list[bool] = field(default_factory=list)  # one each: a mean over runs, or its band
+
+    def add(self, steps: Steps, values: Array, *, over_runs: bool = False) -> int:
+        """Places values on the grid; returns the index of the row."""
+        where = slice(None) if len(steps) == len(self.steps) else np.searchsorted(self.steps, steps)
+        row, recorded = np.full(len(self.steps), np.nan), np.zeros(len(self.steps), bool)
+        row[where], recorded[where] = np.where(np.isfinite(values), values, np.nan), True
+        self.values.append(row)
+        self.recorded.append(recorded)
+        self.over_runs.append(over_runs)
+        return len(self.values) - 1
+
+
+def chart(
+    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult], most_values: int = MOST_VALUES
+) -> dict[str, Any]:
+    """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
+
+    About `most_values` numbers at most: many lines are drawn with fewer buckets each.
+    """
+    shown = panel(experiment, metric, claims)
+    rows = Rows(shown.steps)
+    runs = [run for run in experiment.runs.values() if len(run.series(metric))]
+    notes = [*_not_drawn(shown), *_gaps(runs, metric)]
+    for arm in experiment.arms:
+        notes += [note for curve in shown.curves if curve.arm == arm for note in _coverage(curve)]
+        notes += _left_out(experiment, arm, metric)
+    return {
+        "metric": metric,
+        "unit": shown.unit,
+        "arms": [_curve(rows, curve) for curve in shown.curves],
+        "windows": shown.windows,
+        "differences": [_difference(rows, difference) for difference in shown.differences],
+        "notes": notes if len(notes) <= MOST_NOTES else [*notes[:MOST_NOTES], _and_more(notes)],
+        **drawn(rows, most_values),
+    }
+
+
+@dataclass(slots=True)
+class Axes:
+    """Axes that charts of means share: the steps at which values are drawn, and the ends of buckets."""
+
+    axes: list[dict[str, Any]] = field(default_factory=list)
+    _index: dict[bytes, int] = field(default_factory=dict)
+
+    def index_of(self, steps: Steps, buckets: NDArray[np.int64] | None) -> int:
+        """Return the place of an axis, which is added where it is new."""
+        key = steps.tobytes()
+        if key not in self._index:
+            self._index[key] = len(self.axes)
+            shown = steps if buckets is None else bucket_steps(steps, buckets)
+            ends = [] if buckets is None else steps[buckets[:, [0, -1]]]
+            self.axes.append({"num_steps": len(steps), "steps": shown, "ends": ends})
+        return self._index[key]
+
+
+def means(experiment: Experiment, metric: str, axes: Axes) -> list[Any]:
+    """One metric as the mean of every arm in few buckets.
+
+    Returns metric, unit, axis and notes, then for each arm its index, its number of runs and its values.
+    """
+    shown = panel(experiment, metric, ())
+    buckets = bucket_indices(len(shown.steps), MEAN_BUCKETS)
+    lines = []
+    for curve in shown.curves:
+        rows = Rows(shown.steps)
+        rows.add(curve.steps, curve.mean)
+        values = rows.values[0] if buckets is None else bucket_means(np.stack(rows.values), buckets)[0]
+        lines.append([curve.index, curve.count, values])
+    for line, values in zip(lines, _rounded([line[2] for line in lines]), strict=True):
+        line[2] = values
+    runs = [run for run in experiment.runs.values() if len(run.series(metric))]
+    gaps = list(_gaps(runs, metric))
+    notes = gaps if len(gaps) <= MOST_NOTES else [*gaps[:MOST_NOTES], _and_more(gaps)]
+    return [metric, shown.unit, axes.index_of(shown.steps, buckets), notes, *lines]
+
+
+def _rounded(lines: Sequence[Array]) -> Sequence[Array]:
+    """Round to MEAN_DIGITS digits of the range that all lines share: shorter text that looks the same."""
+    known = [line[np.isfinite(line)] for line in lines]
+    ends = [end for line in known if len(line) for end in (line.min(), line.max())]
+    spread = max(ends) - min(ends) if ends else 0.0
+    if not spread:
+        return lines
+    decimals = MEAN_DIGITS - math.floor(math.log10(spread))
+    return [np.array([round(float(value), decimals) for value in line]) for line in lines]
+
+
+def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:
+    band = None
+    if curve.sd is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            band = [
+                rows.add(curve.steps, end, over_runs=True)
+                for end in (curve.mean - curve.sd, curve.mean + curve.sd)
+            ]
+    return {
+        "arm": curve.index,
+        "seeds": [
+            {"row": rows.add(seed.steps, seed.values), "seed": seed.seed, "finished": seed.finished}
+            for seed in curve.seeds
+        ],
+        "count": curve.count,
+        "mean": rows.add(curve.steps, curve.mean, over_runs=True) if len(curve.steps) else None,
+        "band": band,
+    }
+
+
+def _difference(rows: Rows, difference: Difference) -> dict[str, Any]:
+    known = len(difference.steps) > 0
+    return {
+        "arm": difference.index,
+        "transform": difference.transform,
+        "unit": difference.scale,
+        "num_pairs": difference.num_pairs,
+        "num_runs": difference.num_runs,
+        "pairs": [{"row": rows.add(one.steps, one.values), "seed": one.seed} for one in difference.pairs],
+        "mean": rows.add(difference.steps, difference.mean, over_runs=True) if known else None,
+        "reruns": [{"row": rows.add(one.steps, one.values), "name": one.name} for one in difference.reruns],
+        "windows": [
+            {"steps": one.steps, "pairs": one.pairs, "interval": one.interval} for one in difference.windows
+        ],
+    }
+
+
+def drawn(rows: Rows, most_values: int = MOST_VALUES) -> dict[str, Any]:
+    """The rows as the page holds them: `gaps` has, by row, where a missing value is one recorded as NaN.
+
+    Of a bucket's two places a mean takes the first and leaves the other out.
+    """
+    values = np.array(rows.values).reshape(len(rows.values), len(rows.steps))
+    recorded = np.array(rows.recorded).reshape(values.shape)
+    affordable = most_values // (2 * max(1, len(rows.values)))
+    buckets = bucket_indices(len(rows.steps), min(NUM_BUCKETS, max(LEAST_BUCKETS, affordable)))
+    steps = rows.steps
+    if buckets is not None:
+        steps = bucket_steps(steps, buckets)
+        means, over_runs = bucket_means(values, buckets), np.array(rows.over_runs, bool)
+        values = smallest_and_largest(values, buckets)
+        recorded = recorded[:, buckets].any(axis=-1).repeat(2, axis=-1)
+        values[over_runs, ::2], values[over_runs, 1::2] = means[over_runs], np.nan
+        recorded[over_runs, 1::2] = False
+    gaps = np.isnan(values) & recorded
+    return {
+        "num_steps": len(rows.steps),
+        "num_buckets": 0 if buckets is None else len(buckets),
+        "ends": [] if buckets is None else rows.steps[buckets[:, [0, -1]]],
+        "steps": steps,
+        "rows": _short(values),
+        "gaps": {str(index): np.flatnonzero(gaps[index]) for index in np.flatnonzero(gaps.any(axis=-1))},
+    }
+
+
+def _short(values: Array) -> NDArray[Any]:
+    """float32, whose shortest decimals are half as long, unless that would show in a line."""
+    with np.errstate(all="ignore"):
+        narrow = values.astype(np.float32)
+        known = np.isfinite(values)
+        error = np.abs(np.where(known, narrow - values, 0)).max(axis=-1, initial=0)
+        low = np.where(known, values, np.inf).min(axis=-1, initial=np.inf)
+        spread = np.where(known, values, -np.inf).max(axis=-1, initial=-np.inf) - low
+        faithful = (error <= 1e-3 * spread) | (spread <= 0)
+    return narrow if faithful.all() and np.isfinite(narrow[known]).all() else values
+
+
+# --- what a chart has to say about its runs ---
+
+
+def _not_drawn(shown: Panel) -> Iterator[str]:
+    for curve in shown.curves:
+        if len(curve.seeds) < curve.num_seeds:
+            drawn_of = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
+            yield f"{curve.arm}: {drawn_of}; mean and band are of all"
+    for one in shown.differences:
+        if len(one.pairs) < one.num_pairs:
+            yield f"{one.arm}: {len(one.pairs)} of {one.num_pairs} pairs drawn; mean and windows are of all"
+
+
+def _gaps(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
+    for run in runs:
+        series = run.series(metric)
+        bad = ~np.isfinite(series.values)
+        if bad.any():
+            nans = int(np.isnan(series.values).sum())
+            kinds = [(nans, "NaN"), (int(bad.sum()) - nans, "infinite")]
+            counts = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+            first, of_all = series.steps[bad][0], "all" if bad.all() else f"of {len(bad)}"
+            yield f"{run}: {counts} ({of_all} values), the first at step {first}"
+
+
+def _left_out(experiment: Experiment, arm: str, metric: str) -> Iterator[str]:
+    runs = list(experiment.arm(arm).values())
+    without = [run for run in runs if run.finished and not len(run.series(metric))]
+    if without and len(without) == sum(run.finished for run in runs):
+        yield f"{arm}: no finished run recorded this metric"
+    else:
+        yield from (f"{run}: did not record this metric" for run in without)
+    for run in runs:
+        if not run.finished and len(run.series(metric)):
+            last = run.series(metric).steps[-1]
+            yield f"{run}: {run.status} after step {last}; drawn dotted, not part of the mean"
+
+
+def _coverage(curve: Curve) -> Iterator[str]:
+    num_steps, shared = curve.num_steps, len(curve.steps)
+    if shared < num_steps:
+        yield f"{curve.arm}: mean and band cover the {shared} of {num_steps} steps that all its runs recorded"
+
+
+def _and_more(notes: Sequence[str]) -> str:
+    return f"and {len(notes) - MOST_NOTES} more such notes"

@@ -1,0 +1,318 @@
+"""What is drawn of a metric, described once for both renderers: the figures and the page.
+
+Curves and bands of every arm, paired differences on the scale of the claims, windows with intervals, margins.
+A band is a picture, not a test: it is labelled as exactly what it is (±1 sd over seeds), and the paired
+difference with its intervals stands below it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from scipy import special
+
+from abrun.messages.numbers import difference_scale
+from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
+from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
+from abrun.stats.equivalence import paired, welch
+from abrun.stats.series import Array, Steps
+from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
+from abrun.verdict.summaries import comparable, reduced
+
+NUM_WINDOWS = 8  # of the Bonferroni-t bars
+MOST_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One run's values, or one pair's differences."""
+
+    name: str
+    seed: int
+    finished: bool = True
+    steps: Steps  # [S]
+    values: Array  # [S] NaN: a gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One arm. Mean and sd are of its finished runs, at the steps that all of them recorded."""
+
+    arm: str
+    index: int  # among the arms, which is its colour
+    seeds: tuple[Line, ...]  # runs that recorded the metric, at most MOST_LINES
+    num_seeds: int  # of which these are
+    num_steps: int  # at which any finished run recorded it
+    count: int  # runs that the mean is of
+    steps: Steps  # [S] empty where there is no mean
+    mean: Array  # [S]
+    sd: Array | None  # [S] None for a single run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One of NUM_WINDOWS parts of the run: each pair's difference of summaries, and their interval."""
+
+    steps: tuple[int, int]
+    pairs: Array  # [P] none where runs are not paired
+    interval: tuple[float, float] | None  # Bonferroni-t: all windows at once are covered with 95 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A claim's window and margin, and the interval that is compared with the margin."""
+
+    steps: tuple[int, int]
+    margin: float
+    margin_text: str
+    interval: tuple[float, float] | None
+    level: float  # of the interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A treatment minus its baseline, paired by seed or of means, on the scale of a claim."""
+
+    arm: str
+    index: int
+    transform: Transform
+    scale: str  # how a difference is read, such as "log ratio"; empty: as it is
+    steps: Steps  # [S] that every pair recorded
+    pairs: tuple[Line, ...]  # at most MOST_LINES
+    num_pairs: int  # of which these are
+    num_runs: tuple[int, int] | None  # of both arms, where they are not paired
+    mean: Array  # [S]
+    reruns: tuple[Line, ...]  # a baseline's rerun minus itself
+    windows: tuple[Window, ...]
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A metric in all arms, and what was claimed of it."""
+
+    metric: str
+    unit: str  # for people; the curves are in it
+    steps: Steps  # at which any run recorded it
+    curves: tuple[Curve, ...]  # of the arms that recorded it
+    windows: tuple[tuple[int, int], ...]  # of the claims
+    differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
+
+
+def panel(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Panel:
+    """The description of one metric; `claims` are those about it."""
+    runs = [run for run in experiment.runs.values() if len(run.series(metric))]
+    highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
+    unit, divisor = display_unit(metric, highest)
+    curves = (_curve(experiment, index, metric, divisor) for index in range(len(experiment.arms)))
+    return Panel(
+        metric=metric,
+        unit=unit,
+        steps=union(run.series(metric).steps for run in runs),
+        curves=tuple(curve for curve in curves if curve.seeds),
+        windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
+        differences=tuple(_differences(experiment, metric, claims)),
+    )
+
+
+def _curve(experiment: Experiment, index: int, metric: str, divisor: float) -> Curve:
+    arm = experiment.arms[index]
+    runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
+    drawn = [*_spread([run for run in runs if not run.finished]), *_spread([r for r in runs if r.finished])]
+    drawn = [run for run in runs if run in drawn[:MOST_LINES]]
+    seeds = [_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
+    finished = [run for run in runs if run.finished]
+    steps, values = stack(finished, metric)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values / divisor
+        mean = values.mean(axis=0) if len(steps) else np.empty(0)
+        sd = values.std(axis=0, ddof=1) if len(steps) and len(values) > 1 else None
+    return Curve(
+        arm=arm,
+        index=index,
+        seeds=tuple(seeds),
+        num_seeds=len(runs),
+        num_steps=len(union(run.series(metric).steps for run in finished)),
+        count=len(values),
+        steps=steps,
+        mean=mean,
+        sd=sd,
+    )
+
+
+def _spread(things: Sequence[T]) -> list[T]:
+    """At most MOST_LINES of them, evenly."""
+    count = min(len(things), MOST_LINES)
+    return [things[index * len(things) // count] for index in range(count)]
+
+
+def _line(run: RecordedRun, steps: Steps, values: Array) -> Line:
+    return Line(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
+
+
+def _differences(
+    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]
+) -> Iterator[Difference]:
+    wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
+        (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
+    )
+    for arm, transform in wanted:
+        pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
+        sides = experiment.sides(arm).finished
+        about = [one for one in claims if (one.arm, one.claim.transform) == (arm, transform)]
+        if min(sides.sizes):
+            yield _difference(sides, pairs, metric, arm, experiment.arms.index(arm), transform, about)
+
+
+def _difference(
+    sides: Sides,
+    pairs: Sequence[Pair],
+    metric: str,
+    arm: str,
+    index: int,
+    transform: Transform,
+    claims: Sequence[PrimaryResult],
+) -> Difference:
+    steps, values = stack(sides.runs, metric)
+    num_baselines = len(sides.baselines)
+    left, right = (comparable(of, transform) for of in (values[:num_baselines], values[num_baselines:]))
+    finite = np.isfinite(left).all(axis=0) & np.isfinite(right).all(axis=0)
+    drawn = _spread(list(zip(pairs, right - left, strict=True))) if sides.paired else []
+    lines = (_line(pair.treatment, steps, one) for pair, one in drawn)
+    known = len(steps) > 0
+    return Difference(
+        arm=arm,
+        index=index,
+        transform=transform,
+        scale=difference_scale(transform),
+        steps=steps,
+        pairs=tuple(lines) if known else (),
+        num_pairs=len(pairs) if known else 0,
+        num_runs=None if sides.paired else sides.sizes,
+        mean=right.mean(axis=0) - left.mean(axis=0) if known else np.empty(0),
+        reruns=tuple(_spread(list(_reruns(pairs, metric, transform)))) if known else (),
+        windows=tuple(
+            _windows(steps[finite], left[:, finite], right[:, finite], metric, paired_by_seed=sides.paired)
+        )
+        if known
+        else (),
+        claims=tuple(filter(None, map(_claim, claims))),
+    )
+
+
+def _reruns(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[Line]:
+    for pair in pairs:
+        for rerun in pair.reruns:
+            shared, values = stack([pair.baseline, rerun], metric)
+            if rerun.finished and len(shared):
+                once, again = comparable(values, transform)
+                yield _line(rerun, shared, again - once)
+
+
+def _windows(
+    steps: Steps, left: Array, right: Array, metric: str, *, paired_by_seed: bool
+) -> Iterator[Window]:
+    parts = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
+    for part in parts:
+        of_left, of_right = reduced(left[:, part], metric), reduced(right[:, part], metric)
+        differences = of_right - of_left if paired_by_seed else np.empty(0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            interval = None
+            if min(len(of_left), len(of_right)) > 1:
+                mean, error, freedom = paired(differences) if paired_by_seed else welch(of_left, of_right)
+                reach = float(special.stdtrit(freedom, 1 - 0.025 / len(parts))) * error
+                interval = mean - reach, mean + reach
+        known = interval if interval is not None and np.isfinite(interval).all() else None
+        ends = int(steps[part[0]]), int(steps[part[-1]])
+        yield Window(steps=ends, pairs=differences, interval=known)
+
+
+def _claim(claim: PrimaryResult) -> Claim | None:
+    """None where there is no margin zone to draw."""
+    if not claim.claim.steps or claim.claim.margin is None:
+        return None
+    interval = claim.estimate.interval
+    return Claim(
+        steps=(claim.claim.steps[0], claim.claim.steps[1]),
+        margin=claim.claim.margin,
+        margin_text=claim.claim.margin_text,
+        interval=(interval[0], interval[1]) if interval else None,
+        level=1 - 2 * claim.claim.alpha,
+    )
+
+
+# --- peak memory ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Peak memory of every arm, overall and by phase: the mean over its finished runs."""
+
+    counter: str  # which of the allocator's or the tracker's, for people
+    unit: str
+    phases: list[str]  # "overall" first
+    means: list[list[float] | None]  # by arm; None: no run of it finished
+    held_by: list[str | None]  # by arm, the phase with the highest peak
+    allocator: dict[str, list[float | None]]  # what CUDA's says besides, by arm: bytes in `unit`, and counts
+
+
+def memory_peaks(experiment: Experiment) -> Peaks | None:
+    """None where not every finished run recorded the same counter."""
+    runs = [run for arm in experiment.arms for run in experiment.arm(arm).values() if run.finished]
+    counter = shared_peak_counter(runs)
+    if counter is None:
+        return None
+    metrics = shared_memory_metrics(runs, counter)
+    rows = [[peak_memory(run, counter), *(largest(run, metric) for metric in metrics)] for run in runs]
+    peaks, arms = np.array(rows), np.array([run.name.arm for run in runs])
+    unit, divisor = display_unit(counter, _largest_finite(peaks))
+    phases = [(phase_of(metric, counter) or "").replace("_", " ") for metric in metrics]
+    means = [peaks[arms == arm].mean(axis=0) if (arms == arm).any() else None for arm in experiment.arms]
+    return Peaks(
+        counter=counter.removesuffix("_bytes").replace("_", " "),
+        unit=unit,
+        phases=["overall", *phases],
+        means=[None if mean is None else (mean / divisor).tolist() for mean in means],
+        held_by=[None if mean is None else phases[int(np.argmax(mean[1:]))] for mean in means],
+        allocator={
+            label: [
+                float(np.mean(values))
+                if (values := [of_run(run) for run in runs if run.name.arm == arm])
+                else None
+                for arm in experiment.arms
+            ]
+            for label, of_run in _allocator(runs, divisor)
+        },
+    )
+
+
+def _allocator(
+    runs: Sequence[RecordedRun], divisor: float
+) -> Iterator[tuple[str, Callable[[RecordedRun], float]]]:
+    """What every run recorded of the allocator: the largest reserved and idle bytes, and all retries."""
+    names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
+    reserved = [name for name in names if name.startswith(MEMORY) and name.endswith("/peak_reserved_bytes")]
+    if reserved:
+        yield "reserved, at most", lambda run: max(largest(run, name) for name in reserved) / divisor
+    if INACTIVE in names:
+        yield "idle in split blocks, at most", lambda run: largest(run, INACTIVE) / divisor
+    if RETRIES in names:
+        yield "allocator retries", lambda run: float(run.series(RETRIES).values.sum())
+
+
+# --- units for people ---
+
+
+def display_unit(metric: str, largest: float) -> tuple[str, float]:
+    """Label and divisor for showing a metric to people; files keep seconds and bytes."""
+    unit = unit_of(metric)
+    if unit == "bytes":
+        return ("GiB", 2.0**30) if largest >= 2**28 else ("MiB", 2.0**20)
+    return (unit, 1.0) if unit in ("s", "nats") else ("", 1.0)
+
+
+def _largest_finite(values: Array) -> float:
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))

@@ -1,0 +1,175 @@
+"""Who may read what abrun writes, and the one line for a file that this user may not read.
+
+A file keeps the readers of the file that it replaces. A new file has the readers of the record above it
+(`config.json` of a run, `experiment.json` of an experiment), so that one `chmod -R g+rX` also holds for what
+is written later. Without a record, a folder with the set-group-ID bit shares new files with its group. Nobody
+but the owner ever gains the right to write.
+"""
+
+import contextlib
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from abrun.errors import StoreError
+from abrun.reasons import Code
+from abrun.regular_files import is_directory
+from abrun.runs import layout
+
+PUBLIC = 0o666  # as the user's umask says: what is made to be shown
+PRIVATE = 0o600  # configurations, command lines and logs can hold secrets
+READ = stat.S_IRGRP | stat.S_IROTH
+MAX_LEVELS = 4  # from a run's deepest file, checkpoints/step-000001/state.json, to its experiment
+
+
+class UnreadableError(StoreError):
+    """A file or folder that this user has no permission to read: nothing is known of what it holds."""
+
+
+class Access(NamedTuple):
+    """Permission bits, of which those for group and others count, and the group that they are for."""
+
+    bits: int
+    group: int
+
+
+def access_of(path: Path, mode: int) -> Access | None:
+    """Return the access that a file of `mode` keeps of the file it replaces; None where there is none."""
+    try:
+        there = os.lstat(path)
+    except OSError:
+        return None
+    readers = there.st_mode & (mode | READ) & (stat.S_IRWXG | stat.S_IRWXO)
+    return Access(mode & stat.S_IRWXU | readers, there.st_gid)
+
+
+def inherited_access(path: Path) -> Access:
+    """Return who may read what is new at `path`: the readers of the experiment or run that it belongs to."""
+    for folder in path.parents[:MAX_LEVELS] if path.name != layout.EXPERIMENT else ():
+        is_run = os.path.isdir(folder / layout.ATTEMPTS)  # any project may have a config.json
+        for name in (layout.CONFIG, layout.EXPERIMENT) if is_run else (layout.EXPERIMENT,):
+            with contextlib.suppress(OSError):
+                record = os.lstat(folder / name)
+                if stat.S_ISREG(record.st_mode):
+                    return Access(record.st_mode & READ, record.st_gid)
+    with contextlib.suppress(OSError):
+        folder = os.stat(path.parent)
+        if folder.st_mode & stat.S_ISGID and folder.st_mode & stat.S_IRGRP:
+            return Access(stat.S_IRGRP, folder.st_gid)
+    return Access(0, -1)
+
+
+def grant(file: int, access: Access) -> None:
+    """Set group and permissions of an open file or folder that this process has just made.
+
+    Where the group cannot be given, the process's own group gains nothing.
+    """
+    made = os.fstat(file)
+    now = stat.S_IMODE(made.st_mode)
+    bits = access.bits | now & stat.S_ISGID
+    if access.group not in (-1, made.st_gid):
+        try:
+            os.fchown(file, -1, access.group)
+        except OSError:
+            bits = bits & ~stat.S_IRWXG | now & stat.S_IRWXG
+    if bits != now:
+        with contextlib.suppress(OSError):  # file systems without permissions
+            os.fchmod(file, bits)
+
+
+def share_new_file(file: int, path: Path) -> None:
+    """Let the readers of the record above read a file that was just made at `path`."""
+    bits, group = inherited_access(path)
+    grant(file, Access(stat.S_IMODE(os.fstat(file).st_mode) | bits, group))
+
+
+def share_new_folder(path: Path, *, private: bool = False) -> int:
+    """Let the readers of the record above enter a folder that was just made; `private`: only them.
+
+    Returns the bits for group and others that this gave.
+    """
+    bits, group = inherited_access(path)
+    entered = bits | bits >> 2  # whoever may read may enter
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            now = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
+            grant(folder, Access(now | entered, group))
+        finally:
+            os.close(folder)
+    return entered
+
+
+def unreadable(path: Path) -> UnreadableError:
+    """Return the one line for a path that this user may not read: which file, its owner, how to share it."""
+    closed = next((each for each in reversed(path.parents) if _is_closed(each)), path)
+    whole = _shared_folder(closed)
+    try:
+        there = os.lstat(closed)
+    except OSError:
+        return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=None, fix=None))
+    if there.st_uid == os.geteuid():
+        return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=None, fix=f"chmod -R u+rX {whole}"))
+    is_own_group = there.st_gid in (os.getegid(), *os.getgroups())
+    change_group = "" if is_own_group else f"chgrp -R GROUP {whole} && "
+    fix = f"{change_group}chmod -R g+rX {whole}"
+    return UnreadableError(Code.PERMISSION_DENIED(path=closed, owner=_user(there.st_uid), fix=fix))
+
+
+def read_error(path: Path, error: OSError) -> StoreError:
+    """Return the one line for an operating-system error about reading `path`."""
+    if isinstance(error, PermissionError):
+        return unreadable(path)
+    return StoreError(Code.UNREADABLE(path=path, error=error.strerror or str(error)))
+
+
+@contextlib.contextmanager
+def ignore_damage() -> Iterator[None]:
+    """Suppress StoreError for a file that is missing or damaged, but not for one that may not be read."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except StoreError:
+        pass
+
+
+def refuse_closed(folder: Path) -> None:
+    """Raise UnreadableError for a folder that this user may not list or enter."""
+    try:
+        os.listdir(folder)
+    except PermissionError:
+        raise unreadable(folder) from None
+    except OSError:
+        return
+    if _is_closed(folder):
+        raise unreadable(folder)
+
+
+def is_allowed(path: Path | str, mode: int) -> bool:
+    """Return whether this process may read (os.R_OK) or enter (os.X_OK) what is there."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _is_closed(folder: Path) -> bool:
+    return os.path.isdir(folder) and not is_allowed(folder, os.X_OK)
+
+
+def _shared_folder(path: Path) -> str:
+    """Return the folder to share, quoted: the experiment's, else the nearest that holds the path."""
+    for folder in (path, *path.parents[:MAX_LEVELS]):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.lstat(folder / layout.EXPERIMENT).st_mode):
+                return shlex.quote(str(folder))
+    return shlex.quote(str(path if is_directory(path) else path.parent))
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"

@@ -1,0 +1,218 @@
+"""An experiment's directory: what was planned and declared, and what its runs are doing."""
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from abrun.errors import StoreError
+from abrun.reasons import Code
+from abrun.regular_files import is_directory, is_file
+from abrun.runs.access import UnreadableError, refuse_closed
+from abrun.runs.files import read_json, readable, write_file, write_json
+from abrun.runs.layout import EXPERIMENT, NAME, RunName
+from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
+from abrun.runs.rundir import RunDir
+from abrun.runs.schemas import Count, Items, checked
+
+if TYPE_CHECKING:
+    from abrun.stats.series import Series
+
+REFERENCE = "reference.json"
+WARM_STARTS = "warm-starts"
+WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by several processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredRun:
+    arm: Annotated[str, Field(pattern=f"^{NAME}$")]  # which is a folder
+    seed: Annotated[Count, Field(lt=2**31)]
+    rerun: Annotated[Count, Field(lt=2**31)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredClaims:
+    looks: Items[Count] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredMirror:
+    project: str | None = None
+    entity: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredRecipe:
+    """The fields of a recipe that are read even where another version wrote it."""
+
+    steps: Count | None = None
+    arms: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
+    compare: _StoredClaims = field(default_factory=_StoredClaims)
+    policy: dict[str, Any] | None = None
+    wandb: _StoredMirror | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredExperiment:
+    """The fields of `experiment.json`."""
+
+    experiment: str = ""
+    recipe: _StoredRecipe = field(default_factory=_StoredRecipe)
+    runs: Items[_StoredRun] = ()
+    treatment_diff: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    decided: Mapping[str, _Decision] = field(default_factory=dict)  # by dotted key
+    compare_sha256: str = ""
+    launched_pairs: Count = 0
+
+
+def is_experiment(directory: Path) -> bool:
+    with readable(directory / EXPERIMENT):
+        return is_file(directory / EXPERIMENT)
+
+
+def closed_folders(runs_dir: Path) -> list[UnreadableError]:
+    """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
+    errors: list[UnreadableError] = []
+    refuse_closed(runs_dir)
+    for folder in sorted(path for path in runs_dir.iterdir() if is_directory(path)):
+        try:
+            refuse_closed(folder)
+        except UnreadableError as error:
+            errors.append(error)
+    return errors
+
+
+def experiments_in(runs_dir: Path) -> list[Path]:
+    """The directories of all experiments, by name."""
+    return sorted(path.parent for path in runs_dir.glob(f"*/{EXPERIMENT}"))
+
+
+def open_experiment(experiment_dir: Path) -> dict[str, Any]:
+    """`experiment.json` of an experiment directory. Raises StoreError where there is none."""
+    if not is_experiment(experiment_dir):
+        if os.path.lexists(experiment_dir / EXPERIMENT):
+            raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
+        there = [path.name for path in experiments_in(experiment_dir.parent)]
+        known = f"there are: {', '.join(there)}" if there else "launch a recipe first"
+        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=known))
+    experiment = read_json(experiment_dir / EXPERIMENT)
+    refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
+    checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
+    return experiment
+
+
+def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
+    """Write what `open_experiment` reads, all but the version of its form."""
+    write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
+
+
+def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
+    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
+    path = experiment_dir / f"git-{changes}.diff"
+    if not is_file(path):
+        write_file(path, diff.encode())
+    return path.name
+
+
+def find_experiment(experiment: str, runs_dir: Path) -> Path:
+    """The directory of an experiment given as a path or as a name; whether there is one, others find out."""
+    named, path = runs_dir / experiment, Path(experiment)
+    here = next((each for each in (named, path) if is_experiment(each)), None)
+    return here or (path if "/" in experiment else named)
+
+
+def planned_runs(experiment_dir: Path) -> list[RunName]:
+    """The runs of an experiment, in launch order."""
+    runs = open_experiment(experiment_dir).get("runs")
+    if runs is None:
+        raise StoreError(Code.EXPERIMENT_LACKS_RUNS(path=experiment_dir / EXPERIMENT))
+    return [RunName(arm=run["arm"], seed=run["seed"], rerun=run.get("rerun", 0)) for run in runs]
+
+
+def run_dir(experiment_dir: Path, name: RunName) -> Path:
+    return experiment_dir / str(name)
+
+
+def run_state(experiment_dir: Path, name: RunName) -> RunState:
+    """What one run is doing; one whose files are damaged has failed, and its message says why.
+
+    A run whose files this user may not read is `unreadable`: nothing is known of it.
+
+    Of one whose directory was removed, the steps are the recipe's.
+    """
+    state = _state(RunDir(run_dir(experiment_dir, name)), name)
+    return state if state.num_steps else replace(state, num_steps=_steps_in_recipe(experiment_dir, name.arm))
+
+
+def _steps_in_recipe(experiment_dir: Path, arm: str) -> int:
+    recipe = open_experiment(experiment_dir).get("recipe", {})
+    steps = (recipe.get("arms", {}).get(arm) or {}).get("steps", recipe.get("steps"))
+    return steps if type(steps) is int else 0
+
+
+def warm_start_states(experiment_dir: Path, names: Sequence[RunName]) -> list[RunState]:
+    """What the supervised runs behind the initial weights of an experiment's runs are doing."""
+    directories: dict[Path, None] = {}
+    for name in names:
+        run = RunDir(run_dir(experiment_dir, name))
+        with contextlib.suppress(StoreError), readable(run.path):  # its state says that
+            weights = run.initial_weights
+            if weights:  # .../warm-starts/<hash>/checkpoints/final
+                directories[Path(os.path.normpath(weights)).parent.parent] = None
+    return [_state(RunDir(directory), RunName(arm="warm-start", seed=0)) for directory in directories]
+
+
+def _state(run: RunDir, name: RunName) -> RunState:
+    try:
+        with readable(run.path):
+            if os.path.isfile(run.path):
+                raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
+            return run.state(name)
+    except StoreError as error:
+        return RunState(
+            name=name,
+            directory=run.path,
+            status="unreadable" if isinstance(error, UnreadableError) else "failed",
+            step=0,
+            num_steps=0,
+            started_s=None,
+            reason=error.reason,
+            exit_code=None,
+            signal=None,
+        )
+
+
+def metrics_of(runs: Sequence[RunDir]) -> "list[dict[str, Series] | StoreError]":
+    """The metrics of many runs, or why one's cannot be read.
+
+    On all cores where files are large and this process has no threads.
+    """
+    num_bytes = sum(run.num_metric_bytes for run in runs)
+    if num_bytes <= WORTH_A_PROCESS or not can_fork():
+        return [_metrics_or_error(run) for run in runs]
+    with multiprocessing.get_context("fork").Pool(min(len(runs), os.cpu_count() or 1)) as pool:
+        return pool.map(_metrics_or_error, runs, chunksize=1)
+
+
+def _metrics_or_error(run: RunDir) -> "dict[str, Series] | StoreError":
+    try:
+        with readable(run.path):
+            return run.metrics()
+    except StoreError as error:
+        return error
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process can do some of its work: not where threads may hold locks."""
+    return threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()

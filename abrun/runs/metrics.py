@@ -1,0 +1,171 @@
+"""Rows of metrics.jsonl as series; rows of validation.jsonl."""
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from abrun.errors import StoreError
+from abrun.reasons import Code
+from abrun.redaction import shortened
+from abrun.regular_files import lines_of, open_regular
+from abrun.runs.files import readable
+from abrun.runs.lines import LineParser, damaged_line, problem_of, problem_of_step
+from abrun.runs.records import LARGEST_ATTEMPT
+from abrun.stats.series import Array, Series, Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValidationRow:
+    """What a run's policy made of the held-out prompts after some step."""
+
+    prompts_sha256: str  # pairs two runs' prompts only where it is the same
+    rewards: Array  # [P] in the prompts' order
+    lengths: Array  # [P] tokens of the completions
+
+
+def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
+    """Return the metrics of a run. Rows of one step and attempt add up; of several attempts the last counts.
+
+    A torn last line is left out, of a writer at work, or killed. Raises StoreError naming file and line where
+    a row is damaged, or torn though the run is `finished`.
+    """
+    tables: dict[tuple[str, ...], _Table] = {}
+    for number, row in _numbered_rows(path, finished=finished):
+        problem = _add(tables, number, row)
+        if problem:
+            raise StoreError(Code.METRICS_LINE_INVALID(path=path, line=number, problem=problem))
+    return _series(list(tables.values()))
+
+
+def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
+    """The validations of one run by step, ascending; of several attempts the last one counts.
+
+    Raises StoreError naming file and line where a row is corrupt.
+    """
+    found: dict[int, tuple[int, ValidationRow]] = {}
+    for number, row in _numbered_rows(path, finished=finished):
+        try:
+            step, attempt = row["step"], row["attempt"]
+            if type(step) is not int or type(attempt) is not int or attempt >= LARGEST_ATTEMPT:
+                raise ValueError(
+                    f"step {shortened(step)} and attempt {shortened(attempt)} are not whole numbers"
+                )
+            rewards, lengths = np.array(row["rewards"], np.float64), np.array(row["lengths"], np.float64)
+            if rewards.ndim != 1 or rewards.shape != lengths.shape:
+                raise ValueError("rewards and lengths are lists of one number a prompt")
+            validation = ValidationRow(
+                prompts_sha256=str(row["prompts_sha256"]), rewards=rewards, lengths=lengths
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StoreError(
+                Code.VALIDATION_LINE_INVALID(
+                    path=path, line=number, type=type(error).__name__, error=str(error)
+                )
+            ) from None
+        if step not in found or attempt >= found[step][0]:
+            found[step] = attempt, validation
+    return {step: found[step][1] for step in sorted(found)}
+
+
+def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
+    parser = LineParser()
+    with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        for number, line in enumerate(lines_of(file), 1):
+            is_whole = line.endswith(b"\n")
+            if line.isspace() or not (is_whole or finished):
+                continue
+            try:
+                if not is_whole:
+                    raise ValueError("its end is missing")
+                yield number, parser.parse(line[:-1])
+            except ValueError as error:
+                raise damaged_line(path, f"line {number}", line, error) from None
+
+
+@dataclass(slots=True)
+class _Table:
+    """The rows of a file that hold the same metrics, in the order they were written."""
+
+    names: tuple[str, ...]
+    lines: "array[int]" = field(default_factory=lambda: array("q"))
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    attempts: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))  # row after row
+
+    def column(self, name: str) -> Array:
+        """Return the values of a metric, a view."""
+        rows = np.asarray(self.values, np.float64).reshape(len(self.steps), len(self.names))
+        return rows[:, self.names.index(name)]
+
+
+def _add(tables: dict[tuple[str, ...], _Table], number: int, row: dict[str, Any]) -> str | None:
+    """Put a row into the table of its metrics; return what is wrong with it, if anything is."""
+    step, attempt, _ = row.pop("step", None), row.pop("attempt", 1), row.pop("time_s", None)
+    if problem := problem_of_step(step, attempt):
+        return problem
+    names = tuple(row)
+    table = tables.get(names) or _Table(names)
+    num_values = len(table.values)
+    try:
+        table.values.extend(row.values())
+    except TypeError:  # null, which is no value, or no number
+        del table.values[num_values:]
+        recorded = {"step": step, "attempt": attempt}
+        recorded |= {name: value for name, value in row.items() if value is not None}
+        return problem_of(recorded) or _add(tables, number, recorded)
+    table.lines.append(number)
+    table.steps.append(step)
+    table.attempts.append(attempt)
+    tables[names] = table
+    return None
+
+
+def _series(tables: Sequence[_Table]) -> dict[str, Series]:
+    """Return every metric of the tables; metrics that the same tables hold share their steps."""
+    holding: dict[str, list[int]] = {}
+    for index, table in enumerate(tables):
+        for name in table.names:
+            holding.setdefault(name, []).append(index)
+    by_tables: dict[tuple[int, ...], list[str]] = {}
+    for name, indices in holding.items():
+        by_tables.setdefault(tuple(indices), []).append(name)
+    is_newest = _of_newest_attempts(tables)
+    series: dict[str, Series] = {}
+    for indices, names in by_tables.items():
+        held = [(tables[index], is_newest[index]) for index in indices]
+        steps = np.concatenate([np.asarray(table.steps, np.int64)[rows] for table, rows in held])
+        lines = np.concatenate([np.asarray(table.lines, np.int64)[rows] for table, rows in held])
+        last = _last_of_each_step(steps, lines)
+        steps = steps[last]
+        for name in names if len(steps) else ():
+            values = np.concatenate([table.column(name)[rows] for table, rows in held])
+            series[name] = Series(steps, values[last])
+    return series
+
+
+def _of_newest_attempts(tables: Sequence[_Table]) -> list[NDArray[np.bool_] | slice]:
+    """Return, by table, which rows are of the newest attempt that recorded their step."""
+    attempts = [np.asarray(table.attempts, np.int64) for table in tables]
+    if len({*(value for each in attempts for value in (each.min(), each.max()))}) < 2:
+        return [slice(None)] * len(tables)
+    steps = [np.asarray(table.steps, np.int64) for table in tables]
+    distinct, place = np.unique(np.concatenate(steps), return_inverse=True)
+    newest = np.full(len(distinct), np.iinfo(np.int64).min)
+    np.maximum.at(newest, place, np.concatenate(attempts))
+    ends = np.cumsum([len(each) for each in steps])[:-1]
+    return [each == newest[where] for each, where in zip(attempts, np.split(place, ends), strict=True)]
+
+
+def _last_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Return the place of the last line of every step, by ascending step."""
+    if (np.diff(steps) > 0).all():
+        return slice(None)
+    order = np.lexsort((lines, steps))
+    return order[np.append(np.diff(steps[order]) > 0, True)]

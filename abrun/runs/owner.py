@@ -1,0 +1,107 @@
+"""Which process wrote a file, and whether it is gone: an id alone means nothing elsewhere, or later."""
+
+import functools
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from abrun.runs.schemas import ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process, so that no other one on any machine is taken for it. What a system does not say is None."""
+
+    pid: ProcessId | None = None
+    host: str | None = None
+    boot_id: str | None = None  # of the running kernel: containers of one machine share it
+    pid_namespace: str | None = None  # in which the id counts
+    process_started: str | None = None  # in the kernel's ticks
+
+    @property
+    def is_known(self) -> bool:
+        return self.pid is not None and self.host is not None
+
+    @property
+    def shares_kernel(self) -> bool:
+        """Whether the process is, or was, on this machine since it was started: locks reach it."""
+        here = boot_id()
+        return self.boot_id == here if self.boot_id and here else self.host == socket.gethostname()
+
+    @property
+    def is_seen_from_here(self) -> bool:
+        """Whether this process can tell if the owner lives: it counts its processes as this one does."""
+        same_ids = self.pid_namespace is None or self.pid_namespace == pid_namespace()
+        return self.is_known and self.shares_kernel and same_ids and self.host == socket.gethostname()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether this machine is the owner's, and no longer has it; False where that cannot be told."""
+        if not self.is_seen_from_here or self.pid is None:
+            return False
+        if not _exists(self.pid):
+            return True
+        there = started(self.pid)
+        return there is not None and self.process_started is not None and there != self.process_started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}" if self.is_known else "another process"
+
+
+def this_process() -> dict[str, Any]:
+    """The fields of `Owner` of the calling process."""
+    return {**this_machine(), **process(os.getpid())}
+
+
+def this_machine() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid_namespace": pid_namespace()}
+
+
+def process(pid: int) -> dict[str, Any]:
+    """The fields of `Owner` that tell a living process from others of this machine."""
+    return {"pid": pid, "process_started": started(pid)}
+
+
+@functools.cache
+def boot_id() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+@functools.cache
+def pid_namespace() -> str | None:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def started(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks; None where the system does not say."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else None
+
+
+def _exists(pid: int) -> bool:
+    fields = _stat(pid)
+    if fields:
+        return fields[0] != "Z"  # a zombie has ended
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: the name before them may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

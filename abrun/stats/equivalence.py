@@ -1,0 +1,445 @@
+"""Equivalence testing: when arms may be called the same, and how many pairs that takes.
+
+Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or over
+unpaired arms (Welch), and the minimum-effect test of a difference beyond the margin. Pure functions on
+arrays: planning uses them before the runs, the verdict after. Margins in sigmas: `abrun.stats.sigma_margin`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import special  # scipy.stats would take a second to import
+
+ALPHA = 0.05
+MIN_FOR_MISMATCH = 3  # pairs, or runs of each arm: two that agree by chance are no evidence
+MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
+_DRAWS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tost:
+    """What paired differences, or two independent samples, say about equivalence within a margin."""
+
+    mean_difference: float
+    sd_difference: float  # n - 1 in the denominator; unpaired: of one run of each arm
+    standard_error: float  # of the mean difference
+    freedom: float  # of its t distribution
+    interval: tuple[float, float]  # Student's t, level 1 - 2 * alpha: inside the margin iff TOST passes
+    p_tost: float  # the larger one-sided p
+    p_difference: float  # two-sided paired t-test of no difference
+    # Minimum-effect test (Murphy and Myors 1999): of a difference no larger than the margin. Both tails
+    # count: by one alone, a margin far below the standard error would be exceeded twice as often as alpha.
+    p_beyond: float
+    certified_bound: float  # the smallest absolute margin that would have passed
+    certified_margin: float  # the same in the margin's own unit: a share, where there is a yardstick
+    pair_correlation: float | None  # None where an arm does not vary over seeds, or is unpaired
+    equivalent: bool
+
+
+# P of so small a mean of `sign` * difference - margin * yardstick, if the true one is 0: tail(sign, margin)
+Tail = Callable[[int, float], float]
+
+
+def paired_tost(
+    baseline: ArrayLike,  # [P] one summary a pair
+    treatment: ArrayLike,  # [P] same order of seeds
+    margin: float,
+    alpha: float = ALPHA,
+    yardstick: ArrayLike | None = None,  # [P]
+    resolution: float = 0.0,
+) -> Tost:
+    """Paired TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
+
+    A margin that is itself measured stays exact: mean(difference - margin * yardstick) < 0 and
+    mean(difference + margin * yardstick) > 0 are two paired t-tests (Sasabuchi 1988). `resolution`: the step
+    in which summaries move, see `least_error`. At 0, differences without any spread (bit-identical arms, or
+    an exact shift) are decided by their value: the interval is a point and every p is 0 or 1. Raises
+    ValueError for fewer than two pairs, non-finite values or margin <= 0.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
+        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+    difference, unit = right - left, np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
+    mean, sd = mean_and_sd(difference)
+    least = least_error(resolution, len(difference))
+    return tost_of(
+        mean,
+        sd,
+        (max(sd / math.sqrt(len(difference)), least), len(difference) - 1),
+        lambda sign, share: _tail(sign * difference - share * unit, least),
+        margin,
+        alpha,
+        absolute=yardstick is None,
+        correlation=_correlation(left, right),
+    )
+
+
+def welch_tost(
+    baseline: ArrayLike,  # [M] one summary a run
+    treatment: ArrayLike,  # [N]
+    margin: float,
+    alpha: float = ALPHA,
+    yardstick: ArrayLike | None = None,  # [M], of the baseline's runs
+    resolution: float = 0.0,
+) -> Tost:
+    """TOST of independent arms, their variances and numbers of runs unequal (Welch 1947, Satterthwaite 1946).
+
+    As `paired_tost`; a margin that is a share of the baseline is a test of means too: of treatment against
+    (baseline ± margin * yardstick), run by run of the baseline. Raises ValueError for fewer than two runs.
+    """
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    if left.ndim != 1 or right.ndim != 1 or min(len(left), len(right)) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
+        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+    unit = np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
+
+    def tail(sign: int, share: float) -> float:
+        mean, error, freedom = welch(sign * left + share * unit, sign * right, resolution)
+        return p_above(-mean, error, freedom)
+
+    mean, error, freedom = welch(left, right, resolution)
+    return tost_of(
+        mean,
+        math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1]),
+        (error, freedom),
+        tail,
+        margin,
+        alpha,
+        absolute=yardstick is None,
+        correlation=None,
+    )
+
+
+def paired(differences: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Their mean, its standard error, and the degrees of freedom; of at least two."""
+    mean, sd = mean_and_sd(differences)
+    return mean, sd / math.sqrt(len(differences)), len(differences) - 1.0
+
+
+def p_above(mean: float, error: float, freedom: float, limit: float = 0.0) -> float:
+    """Return the p-value of so large a mean if the true one is `limit`; by value where there is no error."""
+    return float(special.stdtr(freedom, (limit - mean) / error)) if error else float(mean <= limit)
+
+
+def least_error(resolution: float, num: int) -> float:
+    """The least standard error of the mean of `num` values that move in steps of `resolution`.
+
+    An accuracy over 16 prompts is often the same in all of three pairs, whose sd of 0 says nothing: where
+    none of n pairs differs, one in 1 / (1 - 0.05**(1/n)) still may, at 95 % (exact binomial), by a step at
+    least. The t-interval reaches that far.
+    """
+    return resolution * (1 - ALPHA ** (1 / num)) / float(special.stdtrit(num - 1, 1 - ALPHA))
+
+
+def welch(
+    left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0
+) -> tuple[float, float, float]:
+    """Mean of right - left, its standard error, and the degrees of freedom, of independent samples.
+
+    Satterthwaite's freedom is estimated too, and too high where the larger arm happens to vary more than the
+    smaller one. It is capped at twice that of the smaller arm: a level of 0.05 is one of 0.057 at most for
+    three runs of an arm and more, and 0.068 for two (simulated).
+    """
+    mean = mean_and_sd(right)[0] - mean_and_sd(left)[0]
+    shares = np.array([sd_in_steps(of, resolution) ** 2 / len(of) for of in (left, right)])
+    error = math.sqrt(shares.sum())
+    cap = 2.0 * (min(len(left), len(right)) - 1)
+    if error == 0:
+        return mean, 0.0, cap
+    weights = shares / shares.sum()  # squares of tiny variances would underflow
+    freedom = 1 / (weights[0] ** 2 / (len(left) - 1) + weights[1] ** 2 / (len(right) - 1))
+    return mean, error, min(float(freedom), cap)
+
+
+def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
+    """The sd of values that move in steps of `resolution`, at least what `least_error` makes of it."""
+    return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
+
+
+def tost_of(
+    mean: float,
+    sd: float,
+    error_and_freedom: tuple[float, float],
+    tail: Tail,
+    margin: float,
+    alpha: float,
+    *,
+    absolute: bool,
+    correlation: float | None,
+) -> Tost:
+    error, freedom = error_and_freedom
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    p_tost = max(tail(1, margin), tail(-1, margin))
+    inward = -1 if mean >= 0 else 1
+    bound = max(abs(mean - reach), abs(mean + reach))
+    return Tost(
+        mean_difference=mean,
+        sd_difference=sd,
+        standard_error=error,
+        freedom=freedom,
+        interval=(mean - reach, mean + reach),
+        p_tost=p_tost,
+        p_difference=min(1.0, 2 * tail(inward, 0.0)),
+        p_beyond=min(1.0, tail(inward, -margin) + tail(inward, margin)),
+        certified_bound=bound,
+        certified_margin=bound if absolute else _certified(tail, alpha),
+        pair_correlation=correlation,
+        equivalent=p_tost < alpha,
+    )
+
+
+def _tail(values: NDArray[np.float64], least: float = 0.0) -> float:
+    """P of so small a mean if the true one is 0: a one-sided t-test, decided by value without an error."""
+    mean, error, freedom = paired(values)
+    return p_above(-mean, max(error, least), freedom)
+
+
+def _certified(tail: Tail, alpha: float) -> float:
+    """The smallest share of the yardstick that would have passed, by bisection; inf where none does."""
+
+    def passes(share: float) -> bool:
+        return max(tail(1, share), tail(-1, share)) < alpha
+
+    low, high = 0.0, 1.0
+    while not passes(high):
+        low, high = high, 2 * high
+        if high > 1e6:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What independent values say about whether their mean lies below a limit."""
+
+    mean: float
+    interval: tuple[float, float]  # level 1 - 2 * alpha
+    p_below: float  # small: it lies below
+    p_above: float  # small: it lies above
+
+
+def limit_test(values: ArrayLike, limit: float, alpha: float = ALPHA, resolution: float = 0.0) -> Limit:
+    """One-sided t-tests of a mean [P] against a limit; `resolution` as of `paired_tost`."""
+    mean, error, freedom = paired(np.asarray(values, float))
+    error = max(error, least_error(resolution, int(freedom) + 1))
+    return _limit((mean, error, freedom), limit, alpha)
+
+
+def welch_limit_test(
+    baseline: ArrayLike, treatment: ArrayLike, limit: float, alpha: float = ALPHA, resolution: float = 0.0
+) -> Limit:
+    """The same of the difference of two independent samples, of at least two each."""
+    of = welch(np.asarray(baseline, float), np.asarray(treatment, float), resolution)
+    return _limit(of, limit, alpha)
+
+
+def _limit(mean_error_freedom: tuple[float, float, float], limit: float, alpha: float) -> Limit:
+    mean, error, freedom = mean_error_freedom
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    return Limit(
+        mean=mean,
+        interval=(mean - reach, mean + reach),
+        p_below=p_above(-mean, error, freedom, -limit),
+        p_above=p_above(mean, error, freedom, limit),
+    )
+
+
+def holm(p_values: ArrayLike) -> list[float]:
+    """Holm's step-down p-values (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1."""
+    p = np.asarray(p_values, float)
+    order = np.argsort(p, kind="stable")
+    raised = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    corrected = np.empty_like(p)
+    corrected[order] = np.minimum(raised, 1.0)
+    return corrected.tolist()
+
+
+def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean and sample sd; equal values give exactly themselves and 0, which summing would round away."""
+    if np.ptp(values) == 0:
+        return float(values[0]), 0.0
+    return float(values.mean()), float(values.std(ddof=1))
+
+
+def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
+    """Student's t interval of a mean. (Bootstrap percentiles cover 84 %, not 95 %, at n = 5.)"""
+    sample = np.asarray(values, float)
+    mean, sd = mean_and_sd(sample)
+    reach = float(special.stdtrit(len(sample) - 1, 0.5 + confidence / 2)) * sd / math.sqrt(len(sample))
+    return mean - reach, mean + reach
+
+
+def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float) -> tuple[float, float]:
+    """Interval of the difference of the means of unpaired arms of two values and more (Welch 1947)."""
+    mean, error, freedom = welch(np.asarray(baseline, float), np.asarray(treatment, float))
+    reach = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * error
+    return mean - reach, mean + reach
+
+
+def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
+    """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
+    freedom = num_pairs - 1
+    tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
+    low, high = sd * np.sqrt(freedom / tails)
+    return float(low), float(high)
+
+
+def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
+    """One-sided upper bound of a standard deviation estimated from `num_pairs` normal differences."""
+    return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
+
+
+def sd_of_difference(sigma: float, correlation: float) -> float:
+    """Sd of a paired difference between arms that each vary by `sigma` over seeds."""
+    return sigma * math.sqrt(2 * (1 - correlation))
+
+
+def power(
+    margin: float,
+    sigma: float,
+    correlation: float,
+    num_pairs: int,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> float:
+    """P(paired TOST passes) from the spread over seeds and the correlation of paired arms; see `power_at`."""
+    return power_at(margin, sd_of_difference(sigma, correlation), num_pairs, alpha, true_difference)
+
+
+def power_at(
+    margin: float,
+    sd_difference: float,
+    num_pairs: int,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> float:
+    """P(paired TOST passes) for normal differences, exact: see `tost_power`."""
+    if num_pairs < 2:
+        return 0.0
+    error = sd_difference / math.sqrt(num_pairs)
+    return tost_power(margin, error, num_pairs - 1, alpha, true_difference)
+
+
+def tost_power(
+    margin: float,
+    standard_error: float,
+    freedom: float,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> float:
+    """P(TOST passes) of a normal mean difference with that standard error; of Welch's to its approximation.
+
+    TOST passes iff |mean| < margin - t * s / sqrt(n). Mean and s are independent, so the power is the normal
+    probability of that event integrated over the chi distribution of s. The usual normal approximation
+    promises too much at the 3 to 10 pairs an experiment has.
+    """
+    if standard_error == 0:
+        return float(abs(true_difference) < margin)
+    reach, shift = margin / standard_error, true_difference / standard_error
+    critical = special.stdtrit(freedom, 1 - alpha)
+    # u = s / sd; beyond reach / critical the interval is wider than the margin zone and cannot fit.
+    low = math.sqrt(2 * special.gammaincinv(freedom / 2, 1e-15) / freedom)
+    high = min(reach / critical, math.sqrt(2 * special.gammainccinv(freedom / 2, 1e-15) / freedom))
+    if high <= low:
+        return 0.0
+    u = low + (high - low) * (_NODES + 1) / 2
+    room = reach - critical * u
+    passes = special.ndtr(room - shift) - special.ndtr(-room - shift)
+    half = freedom / 2
+    log_density = (
+        math.log(2) + half * math.log(half) - math.lgamma(half) + special.xlogy(freedom - 1, u) - half * u**2
+    )
+    integral = (high - low) / 2 * np.sum(_WEIGHTS * passes * np.exp(log_density))
+    return float(np.clip(integral, 0.0, 1.0))
+
+
+def matches_at(
+    margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
+) -> NDArray[np.bool_]:
+    """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    rng = np.random.default_rng(0)
+    differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
+    passes = []
+    for count, alpha in zip(counts, levels, strict=True):
+        first = differences[:, :count]
+        reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
+        passes.append(np.abs(first.mean(axis=1)) + reach < margin)
+    return np.array(passes)
+
+
+def pairs_needed(
+    margin: float,
+    sd_difference: float,
+    target: float = 0.8,
+    alpha: float = ALPHA,
+    most: int = MOST_PAIRS,
+    true_difference: float = 0.0,
+) -> int | None:
+    """The fewest pairs with power `target`; None beyond `most`, and where the difference is no smaller than
+    the margin.
+    """
+    if abs(true_difference) >= margin:
+        return None
+    return fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference), target, most)
+
+
+def fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:
+    """The fewest pairs with power `target`; None beyond `most`."""
+    low, high = 1, 2
+    while power_with(high) < target:
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_with(middle) >= target else (middle, high)
+    return high
+
+
+def runs_needed(
+    margin: float,
+    sds: tuple[float, float],
+    target: float = 0.8,
+    alpha: float = ALPHA,
+    true_difference: float = 0.0,
+) -> int | None:
+    """The fewest runs of each arm with power `target` where none are paired; otherwise as `pairs_needed`.
+
+    `sds`: of both arms over their runs, see `sd_in_steps`.
+    """
+    if abs(true_difference) >= margin:
+        return None
+    both = math.hypot(*sds)
+    weights = [(sd / both) ** 2 if both else 0.5 for sd in sds]
+    share = 1 / (weights[0] ** 2 + weights[1] ** 2)  # of freedom, in those of one arm
+
+    def power_with(runs: int) -> float:
+        return tost_power(margin, both / math.sqrt(runs), share * (runs - 1), alpha, true_difference)
+
+    return fewest(power_with, target, MOST_PAIRS)
+
+
+def pairs_needed_range(
+    margin: float, sd_difference: float, num_pairs: int, target: float = 0.8, alpha: float = ALPHA
+) -> tuple[int | None, int | None]:
+    """`pairs_needed` over the 90 % interval of an sd that was estimated from `num_pairs` differences."""
+    low, high = sd_interval(sd_difference, num_pairs)
+    return pairs_needed(margin, low, target, alpha), pairs_needed(margin, high, target, alpha)
+
+
+def _correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float | None:
+    if np.ptp(left) == 0 or np.ptp(right) == 0:
+        return None
+    if np.array_equal(left, right):
+        return 1.0
+    return float(np.clip(np.corrcoef(left, right)[0, 1], -1, 1))

@@ -1,0 +1,465 @@
+"""T3: each declared claim, by equivalence over the pairs (verdict.md, rules 1, 2 and 6)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy import special
+
+from abrun.errors import ComparisonError
+from abrun.metric_names import default_reduction, default_transform
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Primary
+from abrun.recorded.experiment import RecordedRun, Sides, stack, union
+from abrun.stats.control_variate import CORRELATION, control_variate_tost
+from abrun.stats.equivalence import (
+    MIN_FOR_MISMATCH,
+    Tost,
+    holm,
+    mean_and_sd,
+    paired_tost,
+    pairs_needed,
+    pairs_needed_range,
+    runs_needed,
+    sd_in_steps,
+    sd_interval,
+    t_interval,
+    tost_power,
+    welch,
+    welch_tost,
+)
+from abrun.stats.equivalence import paired as paired_mean
+from abrun.stats.series import Array, Steps, on_shared_steps, window_bounds
+from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
+from abrun.verdict.direction import detect
+from abrun.verdict.margins import Margin, yardstick
+from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, PrimaryResult, Result, Test
+from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
+from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
+from abrun.verdict.step_noise import step_noise
+from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
+from abrun.verdict.unused_seeds import has_use, unused_summaries
+from abrun.verdict.whole_curve import curve_warnings
+
+SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
+
+
+def judge_primary(
+    arm: str,
+    sides: Sides,
+    primary: Primary,
+    margin: Margin,
+    grid: Steps,
+    rates: ErrorRates = ONE_TEST,
+    *,
+    may_repeat: bool = False,
+) -> PrimaryResult:
+    """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
+
+    Equivalence is an intersection-union test: every claim at full alpha, no correction. It needs every pair
+    (of independent arms every run), and runs that could have shown a difference. Raises ComparisonError for
+    an empty window.
+    """
+    metric, finished = primary.metric, sides.finished
+    transform = primary.transform or default_transform(metric)
+    bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
+    steps, baseline, treatment = _in_window(finished, primary, bounds)
+    bounds = on_shared_steps(primary.window, bounds, steps)
+    used = finished.of(_usable(baseline), _usable(treatment))
+    in_window = (
+        baseline[[run in used.baselines for run in finished.baselines]],
+        treatment[[run in used.treatments for run in finished.treatments]],
+    )
+    repeated = one_run_as_two_seeds(finished, metric)
+    claim = Claim(
+        metric=metric,
+        window=primary.window,
+        steps=bounds,
+        num_steps=len(steps),
+        transform=transform,
+        reduction=default_reduction(metric),
+        test=_test(margin, paired=sides.paired),
+        margin=margin.number if margin.unit == "" else None,
+        margin_unit=margin.unit,
+        margin_number=margin.number,
+        margin_text=margin.text,
+        alpha=rates.alpha,
+        alpha_difference=rates.alpha_difference,
+        num_pairs=len(used.baselines) if sides.paired else 0,
+        seeds=tuple(run.name.seed for run in used.baselines) if sides.paired else (),
+        num_runs=None if sides.paired else used.sizes,
+    )
+    result = PrimaryResult(
+        arm=arm, claim=claim, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
+    )
+    outside = outside_domain(np.concatenate(in_window), transform)
+    if outside:
+        return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
+    if min(used.sizes) and bounds and not repeated:
+        unused = unused_summaries(used, primary, steps) if margin.unit == "" else {}
+        result = _tested(result, used, primary, margin, in_window, unused)
+    if used.sizes != sides.sizes and not result.problem:
+        result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
+    return replace(result, result="not tested") if result.problem else result
+
+
+def pairs_lacking(used: Sides, sides: Sides, *, equivalence: bool) -> Reason:
+    """Return how many of the planned pairs, or runs, are used."""
+    usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
+    return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
+
+
+def _usable(values: Array) -> list[bool]:
+    """Which runs [R] hold numbers all over the window [R, W], of one step or more."""
+    return [bool(len(one) and np.isfinite(one).all()) for one in values]
+
+
+def _test(margin: Margin, *, paired: bool) -> Test:
+    if margin.unit == "sigma":
+        return "sigma test" if paired else "Welch sigma test"
+    return "paired TOST" if paired else "Welch TOST"
+
+
+def _tested(
+    result: PrimaryResult,
+    sides: Sides,
+    primary: Primary,
+    margin: Margin,
+    in_window: tuple[Array, Array],
+    unused: dict[int, float],
+) -> PrimaryResult:
+    """A result with its statistics, and what makes them mean nothing."""
+    bounds = result.claim.steps
+    assert bounds is not None
+    arms = [summaries(values, primary) for values in in_window]
+    last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
+    measured = yardstick(margin, arms[0], baselines, primary, last)
+    lacking = _no_yardstick(margin, measured, arms[0]) if several else None
+    if lacking:
+        return replace(result, problem=result.problem or lacking)
+    step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
+    plain = with_statistics(result, *arms, yardstick=measured)
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
+    if not step and has_use(arms[0], arms[1], np.array([*unused.values()])):
+        plain = result = _by_control_variate(result, (arms[0], arms[1]), unused, primary)
+    climb = float(np.mean(climbs(baselines, primary, last)))
+    estimate = replace(
+        result.estimate,
+        step_noise=step_noise(*in_window, primary) if sides.paired else None,
+        climb=climb if np.isfinite(climb) else None,
+    )
+    result = replace(result, estimate=estimate)
+    absolute_margin = result.claim.margin
+    if not several or absolute_margin is None:
+        return result
+    problem = result.problem or not_learned(baselines, primary, last, absolute_margin)
+    result = replace(result, problem=problem)
+    steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
+    warnings = [
+        *result.warnings,
+        *_margin_warnings(result, baselines, primary),
+        *([Code.WIDE_STEPS()] if steps_decide else []),
+        *curve_warnings(
+            sides,
+            primary.metric,
+            result.claim.transform,
+            bounds,
+            absolute_margin,
+            holds=result.result == "equivalent" and not problem,
+        ),
+    ]
+    return replace(result, warnings=tuple(warnings))
+
+
+def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Reason | None:
+    """Return why there is nothing that a relative margin could be a share of."""
+    if measured is not None and not t_interval(measured, 0.9)[0] > 0:
+        return Code.YARDSTICK_NOT_POSITIVE(unit=margin.unit, margin=margin.text)
+    if margin.unit == "sigma" and mean_and_sd(baseline)[1] <= 1e-9 * np.abs(baseline).max():
+        return Code.BASELINE_WITHOUT_SPREAD()
+    return None
+
+
+def _margin_warnings(
+    result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary
+) -> Iterator[Reason]:
+    """Yield warnings on a claim's margin and its baseline."""
+    claim, estimate = result.claim, result.estimate
+    assert claim.steps is not None and claim.margin is not None and estimate.standard_error is not None
+    still = dead_seeds(baselines, primary, claim.steps[1], claim.margin)
+    if still and not result.problem:
+        yield Code.SEEDS_NOT_CLIMBED(num=still, of=len(baselines))
+    if estimate.certified_bound == 0:
+        yield Code.BOUND_OF_ZERO(paired=claim.paired)
+    level = abs(estimate.baseline_mean or 0.0)
+    if claim.transform == "identity" and 0 < level < claim.margin:
+        yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
+
+
+def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
+    """Steps [W] of the window, and both arms' values [R, W] there."""
+    steps, values = stack(sides.runs, primary.metric)
+    first, last = bounds or (0, 0)
+    inside = (steps >= first) & (steps <= last)
+    recorded = union(run.series(primary.metric).steps for run in sides.runs)
+    if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
+        raise ComparisonError(
+            Code.EMPTY_WINDOW(
+                metric=primary.metric,
+                window=primary.window,
+                num=len(recorded),
+                steps=[recorded[0], recorded[-1]],
+            )
+        )
+    num_baselines = len(sides.baselines)
+    return steps[inside], values[:num_baselines, inside], values[num_baselines:, inside]
+
+
+def with_statistics(
+    result: PrimaryResult,
+    baseline: Array,
+    treatment: Array,
+    *,
+    yardstick: Array | None = None,
+    resolution: float = 0.0,
+) -> PrimaryResult:
+    """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
+    if min(len(baseline), len(treatment)) < 2:
+        return result
+    claim, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
+    # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
+    number = 1.0 if in_sigmas else claim.margin_number
+    tost = (paired_tost if claim.paired else welch_tost)(
+        baseline, treatment, number, claim.alpha, yardstick, resolution
+    )
+    estimate = _estimate(tost, baseline, treatment, paired=claim.paired)
+    margin = number if yardstick is None else number * float(yardstick.mean())
+    if in_sigmas:
+        margin = claim.margin_number * mean_and_sd(baseline)[1]
+    skewed = _skewed(claim, baseline, treatment, step=resolution, least=HARMLESS * abs(margin))
+    result = replace(result, estimate=estimate, warnings=(skewed,) if skewed else ())
+    if in_sigmas:
+        return _in_sigmas(result, baseline, treatment, resolution)
+    share = None if yardstick is None else number * yardstick
+    error = max(
+        [tost.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=claim.paired)]
+    )
+    wider = _factor(error, tost.standard_error)
+    claim = replace(claim, margin=margin)
+    if claim.paired:
+        power = _power_of_pairs(claim, tost, error, error * math.sqrt(len(baseline)))
+    else:
+        sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
+        power = _power_of_runs(claim, tost, error, sds)
+    return replace(
+        result,
+        claim=claim,
+        estimate=replace(
+            _with_margin_test(estimate, tost),
+            sd_at_margin=None if share is None else tost.sd_difference * wider,
+        ),
+        power=power,
+        result=_decided(tost.equivalent),
+    )
+
+
+def _estimate(tost: Tost, baseline: Array, treatment: Array, *, paired: bool) -> Estimate:
+    """Return what both arms' summaries show, whatever the margin is."""
+    return Estimate(
+        differences=tuple((treatment - baseline).tolist()) if paired else (),
+        baseline_mean=float(baseline.mean()),
+        baseline_sd=mean_and_sd(baseline)[1],
+        treatment_mean=float(treatment.mean()),
+        treatment_sd=mean_and_sd(treatment)[1],
+        mean_difference=tost.mean_difference,
+        sd_difference=tost.sd_difference,
+        standard_error=tost.standard_error,
+        freedom=tost.freedom,
+        ci90=_interval_of_90(tost),
+        interval=tost.interval,
+        certified_bound=tost.certified_bound,
+        detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
+        p_difference=tost.p_difference,
+        pair_correlation=tost.pair_correlation,
+    )
+
+
+def _interval_of_90(tost: Tost) -> tuple[float, float]:
+    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
+    return tost.mean_difference - reach, tost.mean_difference + reach
+
+
+def _with_margin_test(estimate: Estimate, tost: Tost) -> Estimate:
+    return replace(
+        estimate,
+        certified_number=tost.certified_margin,
+        p_equivalence=tost.p_tost,
+        p_tost=tost.p_tost,
+        p_beyond=tost.p_beyond,
+    )
+
+
+def _decided(equivalent: bool) -> Result:
+    return "equivalent" if equivalent else "undecided"
+
+
+def _by_control_variate(
+    result: PrimaryResult, arms: tuple[Array, Array], unused: dict[int, float], primary: Primary
+) -> PrimaryResult:
+    """A result of pairs, tested with a reference's unused seeds as a control variate."""
+    claim = replace(result.claim, test="control variate TOST", unused_seeds=tuple(unused))
+    assert claim.margin is not None
+    rho = max(CORRELATION, primary.correlation)
+    tost = control_variate_tost(*arms, np.array([*unused.values()]), claim.margin_number, claim.alpha, rho)
+    estimate = replace(
+        _with_margin_test(result.estimate, tost),
+        mean_difference=tost.mean_difference,
+        standard_error=tost.standard_error,
+        freedom=tost.freedom,
+        ci90=_interval_of_90(tost),
+        interval=tost.interval,
+        certified_bound=tost.certified_bound,
+        p_difference=tost.p_difference,
+        detected=detect(*arms, tost.mean_difference, tost.interval, paired=True),
+    )
+    power_now = tost_power(claim.margin, tost.standard_error, tost.freedom, claim.alpha)
+    return replace(
+        result,
+        claim=claim,
+        estimate=estimate,
+        power=replace(result.power, power_now=power_now),
+        result=_decided(tost.equivalent),
+    )
+
+
+def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, least: float) -> Reason | None:
+    """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
+    if not claim.paired:
+        arms = dict(zip(ARMS, (baseline, treatment), strict=True))
+        return skew_warning(arms, step=step, least=least, level=0.05 / len(arms))
+    samples = {DIFFERENCES: treatment - baseline}
+    if claim.margin_unit == "sigma":
+        samples[ARMS[0]] = baseline
+    return skew_warning(samples, step=step, least=least)
+
+
+def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
+    """Return whether a claim by itself is shown, and whether the opposite is."""
+    p_beyond = result.estimate.p_beyond
+    beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
+    return result.result == "equivalent", beyond
+
+
+def _factor(error: float, other: float) -> float:
+    return error / other if other else 1.0
+
+
+def _errors_at_the_margin(
+    baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
+) -> list[float]:
+    """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
+    ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
+    return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
+
+
+def _power_of_pairs(claim: Claim, tost: Tost, error: float, sd: float) -> Power:
+    """Return the power by the standard error and the sd of a paired difference at the margin."""
+    assert claim.margin is not None
+    margin, alpha = claim.margin, claim.alpha
+    return Power(
+        power_now=tost_power(margin, error, tost.freedom, alpha),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
+        pairs_needed_range=pairs_needed_range(margin, sd, claim.num_pairs, alpha=alpha),
+        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=tost.mean_difference),
+    )
+
+
+def _power_of_runs(claim: Claim, tost: Tost, error: float, sds: tuple[float, float]) -> Power:
+    """Of each arm; the range scales both sds by the 90 % interval of their root mean square."""
+    assert claim.margin is not None
+    margin, sd, alpha = claim.margin, math.hypot(*sds), claim.alpha
+    ends = [end / sd if sd else 0.0 for end in sd_interval(sd, tost.freedom + 1)]
+    low, high = (runs_needed(margin, (sds[0] * end, sds[1] * end), alpha=alpha) for end in ends)
+    return Power(
+        power_now=tost_power(margin, error, tost.freedom, alpha),
+        pairs_needed=runs_needed(margin, sds, alpha=alpha),
+        pairs_needed_range=(low, high),
+        pairs_needed_observed=runs_needed(margin, sds, alpha=alpha, true_difference=tost.mean_difference),
+        pairs_if_shared=pairs_needed(margin, sd * math.sqrt(1 - SHARED), alpha=alpha),
+    )
+
+
+def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolution: float) -> PrimaryResult:
+    claim, estimate = result.claim, result.estimate
+    number, alpha = claim.margin_number, claim.alpha
+    test_of = sigma_test if claim.paired else welch_sigma_test
+    test = test_of(baseline, treatment, number, alpha, resolution)
+    # Of independent arms: by as many pairs as the smaller has runs, of no correlation.
+    num_pairs, correlation = min(len(baseline), len(treatment)), estimate.pair_correlation or 0.0
+    law = Law(correlation=correlation, ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0)
+    assert estimate.freedom is not None
+    low, point, high = (
+        sigma_pairs_needed(number, replace(law, widened=end), alpha=alpha)
+        for end in (sd_interval(1.0, estimate.freedom + 1)[0], 1.0, sd_interval(1.0, estimate.freedom + 1)[1])
+    )
+    shared = replace(law, correlation=SHARED)
+    return replace(
+        result,
+        claim=replace(claim, margin=number * test.sigma),
+        estimate=replace(
+            estimate,
+            certified_number=test.certified_sigmas,
+            p_equivalence=test.p_equivalence,
+            p_beyond=test.p_beyond,
+        ),
+        power=Power(
+            power_now=sigma_power(number, num_pairs, law, alpha),
+            pairs_needed=point,
+            pairs_needed_range=(low, high),
+            pairs_if_shared=None if claim.paired else sigma_pairs_needed(number, shared, alpha=alpha),
+        ),
+        result=_decided(test.equivalent),
+    )
+
+
+def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
+    """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
+
+    Differences are many looks at one experiment: the family is every claim of every treatment.
+    """
+    estimates = [result.estimate for result in results]
+    from_zero = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
+    corrected = iter(holm(from_zero))
+    beyond = iter(holm([estimate.p_beyond for estimate in estimates if estimate.p_beyond is not None]))
+    final = []
+    for result, estimate in zip(results, estimates, strict=True):
+        if estimate.p_difference is not None:
+            bound = _joint_bound(estimate, result.claim.alpha / len(from_zero))
+            estimate = replace(estimate, p_difference_holm=next(corrected), certified_jointly=bound)
+        if estimate.p_beyond is not None:
+            estimate = replace(estimate, p_beyond_holm=next(beyond))
+        final.append(_with_mismatch(replace(result, estimate=estimate)))
+    return final
+
+
+def _with_mismatch(result: PrimaryResult) -> PrimaryResult:
+    """A result as a mismatch where one is shown; undecided by two pairs, or two runs of an arm.
+
+    Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in
+    one experiment of eight.
+    """
+    claim, p_beyond = result.claim, result.estimate.p_beyond_holm
+    if p_beyond is None or not p_beyond < claim.alpha_difference:
+        return result
+    if (claim.num_pairs if claim.num_runs is None else min(claim.num_runs)) >= MIN_FOR_MISMATCH:
+        return replace(result, result="different")
+    too_few = Code.TOO_FEW_FOR_MISMATCH(paired=claim.paired, needed=MIN_FOR_MISMATCH)
+    return replace(result, warnings=(*result.warnings, too_few))
+
+
+def _joint_bound(estimate: Estimate, alpha: float) -> float:
+    """The certified bound at a claim's share of alpha (Bonferroni)."""
+    assert estimate.mean_difference is not None and estimate.standard_error is not None
+    quantile = float(special.stdtrit(estimate.freedom, 1 - alpha))
+    return abs(estimate.mean_difference) + quantile * estimate.standard_error

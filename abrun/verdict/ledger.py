@@ -1,0 +1,342 @@
+"""What a ledger's entries add up to, and what a change must have shown to become one.
+
+The drift since the anchor is the sum of the true differences of its entries. Each entry's t-interval at the
+one-sided level alpha / n (Bonferroni over the n changes that were judged, those not accepted among them)
+holds it, so that the sum of the intervals holds the drift, whatever runs the entries share. The last entry's
+runs against the anchor's are a second, direct bound. Where the smaller of the two counts, which is declared
+at the freeze, each has half of alpha. Changes that were judged count, not only those accepted: of many that
+drift, those that pass are the ones whose interval errs (Benjamini and Yekutieli 2005).
+
+A change may move each seed by an amount that stays in every later link. The direct bound then adds up what
+selection took from every entry: the accepted chain is one of the product of the entries' `tried` chains that
+could have been accepted, and its level is divided by that (Bonferroni). After a few rejected changes it is
+wider than the chain's.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.metric_names import default_transform
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Compare, Primary
+from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
+from abrun.recorded.ledger import Entry, Ledger
+from abrun.recorded.reference import public_config, public_diff
+from abrun.redaction import shortened
+from abrun.stats.equivalence import ALPHA, t_interval, welch_interval
+from abrun.stats.sequential import levels_of_looks
+from abrun.stats.series import window_bounds
+from abrun.verdict.decide import ArmVerdict, judge
+from abrun.verdict.machines import OF_THE_MACHINE
+from abrun.verdict.margins import window_summaries
+from abrun.verdict.results import PrimaryResult
+
+EXCEEDED = 3  # exit code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the last entry may be from the anchor, with confidence 1 - alpha."""
+
+    bound: float
+    chain: tuple[float, float]  # the sum of the entries' intervals
+    direct: tuple[float, float] | None  # the last entry's runs less the anchor's; None: they do not compare
+    direct_by: str  # "chain" where it does not count
+
+    @property
+    def by(self) -> str:
+        """Which bound counts."""
+        return "the direct comparison" if self.bound < _reach(self.chain) else "the chain"
+
+    @property
+    def disagree(self) -> bool:
+        """Whether chain and direct comparison exclude each other: something moved that is in no entry."""
+        return self.direct is not None and (self.direct[0] > self.chain[1] or self.direct[1] < self.chain[0])
+
+
+def new_ledger(
+    experiment: Experiment, arm: str, claims: Compare, budget: str, *, chain_alone: bool, commit: str | None
+) -> Ledger:
+    """The ledger that a freeze begins. `budget`: a number, or METRIC=NUMBER where several claims have one.
+
+    Raises ComparisonError where it does not say what of which claim.
+    """
+    metric, _, number = budget.rpartition("=")
+    fits = [one for one in claims.primary if one.margin is not None and metric in ("", one.metric)]
+    try:
+        amount = float(number)
+    except ValueError:
+        amount = float("nan")
+    if not 0 < amount < float("inf") or len(fits) != 1:
+        metrics = [one.metric for one in claims.primary if one.margin is not None]
+        raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
+    (claim,) = fits
+    runs = [run for name, run in experiment.runs.items() if name.arm == arm]
+    return Ledger(
+        metric=claim.metric,
+        window=claim.window,
+        steps=window_bounds(
+            claim.window, union(run.series(claim.metric).steps for run in runs), claim.metric
+        ),
+        transform=claim.transform or default_transform(claim.metric),
+        budget=amount,
+        alpha=ALPHA,
+        rule="chain" if chain_alone else "smaller",
+        commit=commit,
+    )
+
+
+def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
+    """The bound that the entries leave, given the anchor's window by seed. There is an entry at least."""
+    share = ledger.alpha / 2 if ledger.rule == "smaller" else ledger.alpha
+    intervals = [
+        t_interval(one.differences, 1 - 2 * _level(one, share / ledger.num_tried)) for one in ledger.entries
+    ]
+    chain = sum(low for low, _ in intervals), sum(high for _, high in intervals)
+    if ledger.rule == "chain":
+        return Drift(bound=_reach(chain), chain=chain, direct=None, direct_by="chain")
+    last = ledger.entries[-1]
+    confidence = 1 - 2 * _level(last, share / ledger.num_chains)
+    if anchor.keys() >= {*last.seeds}:
+        direct_by = f"{len(last.seeds)} pairs"
+        before = [anchor[seed] for seed in last.seeds]
+        direct = t_interval(np.array(last.levels) - np.array(before), confidence)
+    else:
+        direct_by = "unpaired seeds"
+        direct = welch_interval(list(anchor.values()), last.levels, confidence)
+    bound = min(_reach(chain), _reach(direct))
+    return Drift(bound=bound, chain=chain, direct=direct, direct_by=direct_by)
+
+
+def anchor_levels(reference: Reference) -> dict[int, float]:
+    """The anchor's window by seed. The reference has a ledger."""
+    ledger = reference.ledger
+    assert ledger is not None
+    runs = [run for run in reference.runs if not run.name.rerun]
+    return _levels(runs, ledger)
+
+
+def next_entry(
+    reference: Reference,
+    experiment: Experiment,
+    arm: str | None,
+    *,
+    tried: int,
+    commits: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """The entry of a change, without its place in the chain. `commits`: that of each arm's checkout.
+
+    Raises ComparisonError, one line, where the change did not match, or was not compared with the last link.
+    """
+    ledger, arm = _addable(reference, experiment, arm)
+    _refuse_other_baseline(reference, ledger, experiment)
+    judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
+    result = _result(judged, ledger, experiment)
+    seeds = list(result.claim.seeds)
+    treated = experiment.arm(arm)
+    levels = _levels([treated[seed] for seed in seeds], ledger)
+    treatment = public_diff((experiment.treatment_diff or {}).get(arm, {}))
+    runs = {"experiment": experiment.name, "arm": arm, "seeds": seeds, "treatment": treatment}
+    runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.estimate.differences})
+    for number, entry in enumerate(ledger.entries, 1):
+        if entry.runs_sha256 == runs_sha256:
+            raise ComparisonError(Code.LEDGER_HAS_RUNS(experiment=experiment.name, arm=arm, entry=number))
+    content: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "experiment": experiment.name,
+        "runs_sha256": runs_sha256,
+        "arm": arm,
+        "treatment": treatment,
+        "commit": commits.get(arm),
+        "environment_sha256": _environment_sha256(list(treated.values())),
+        "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
+        "margin": result.claim.margin_text,
+        "looks": list(experiment.compare.looks),
+        "looks_spending": experiment.compare.looks_spending,
+        "seeds": seeds,
+        "differences": list(result.estimate.differences),
+        "levels": [levels[seed] for seed in seeds],
+        "difference": result.estimate.mean_difference,
+        "interval": result.estimate.ci90,
+        "certified_bound": max(map(abs, result.estimate.ci90 or ())),
+        "drift": 0.0,
+        "tried": tried,
+    }
+    draft = Entry.model_validate({**content, "previous": "", "sha256": ""})
+    with_it = ledger.model_copy(update={"entries": (*ledger.entries, draft)})
+    content["drift"] = drift_of(with_it, anchor_levels(reference)).bound
+    return content
+
+
+def ledger_state(reference: Reference) -> Reason:
+    """Return how many changes have spent how much of the budget. The reference has a ledger."""
+    ledger = reference.ledger
+    assert ledger is not None
+    first, last = ledger.steps
+    if not ledger.entries:
+        return Code.LEDGER_EMPTY(metric=ledger.metric, first=first, last=last, budget=ledger.budget)
+    drift = drift_of(ledger, anchor_levels(reference))
+    # Of very many rejected changes the direct bound says nothing
+    direct = drift.direct if drift.direct and np.isfinite(drift.direct).all() else None
+    return Code.LEDGER(
+        metric=ledger.metric,
+        first=first,
+        last=last,
+        num_entries=len(ledger.entries),
+        num_tried=ledger.num_tried,
+        budget=ledger.budget,
+        bound=drift.bound,
+        confidence=1 - ledger.alpha,
+        bound_by=drift.by,
+        chain=drift.chain,
+        direct=direct,
+        direct_by=drift.direct_by,
+        num_chains=ledger.num_chains,
+        disagree=drift.disagree,
+    )
+
+
+def ledger_notes(reference: Reference | None) -> list[Reason]:
+    """Return the same for a report: one note, or none."""
+    return [ledger_state(reference)] if reference is not None and reference.ledger is not None else []
+
+
+def exceeded(reference: Reference) -> bool:
+    ledger = reference.ledger
+    if ledger is None or not ledger.entries:
+        return False
+    return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
+
+
+def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
+    """The ledger and the arm; refuses what has no place there, whatever its runs say."""
+    ledger = reference.ledger
+    if ledger is None:
+        raise ComparisonError(Code.NO_LEDGER(reference=reference.name))
+    if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
+        raise ComparisonError(Code.NO_TREATMENT_DECLARED(experiment=experiment.name))
+    if arm is None and len(experiment.treatments) != 1:
+        raise ComparisonError(
+            Code.ARM_NOT_NAMED(experiment=experiment.name, treatments=experiment.treatments)
+        )
+    arm = arm or experiment.treatments[0]
+    if arm not in experiment.treatments:
+        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.treatments))
+    return ledger, arm
+
+
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> PrimaryResult:
+    """The result of the ledger's claim in an experiment that matched."""
+    if judged.verdict != "MATCH":
+        raise ComparisonError(
+            Code.LEDGER_TAKES_MATCHES(
+                experiment=experiment.name,
+                arm=judged.arm,
+                verdict=judged.verdict,
+                reason=judged.reasons[0],
+            )
+        )
+    for result in judged.primaries:
+        claim = result.claim
+        of_ledger = (claim.metric, claim.transform, claim.steps) == (
+            ledger.metric,
+            ledger.transform,
+            ledger.steps,
+        )
+        tested = result.estimate.mean_difference is not None
+        if of_ledger and tested and claim.test in ("paired TOST", "sigma test"):
+            return result
+    claims = [result.claim for result in judged.primaries]
+    claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
+    raise ComparisonError(
+        Code.LEDGER_OF_OTHER_CLAIM(
+            experiment=experiment.name,
+            arm=judged.arm,
+            claims=claimed,
+            metric=ledger.metric,
+            first=ledger.steps[0],
+            last=ledger.steps[1],
+        )
+    )
+
+
+def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Experiment) -> None:
+    """The baseline must be configured as the last link is, as far as the reference can tell."""
+    link = dict(reference.config)
+    for entry in ledger.entries:
+        link |= {key: after for key, (_, after) in entry.treatment.items()}
+    config = public_config(list(experiment.arm(experiment.baseline).values()))
+    last = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
+    if not config:
+        raise ComparisonError(Code.BASELINE_WITHOUT_CONFIG(experiment=experiment.name, link=last))
+    for key in sorted(link):
+        if config.get(key) != link[key]:
+            named = [at for at, one in enumerate(ledger.entries, 1) if one.experiment == experiment.name]
+            raise ComparisonError(
+                Code.BASELINE_NOT_THE_LINK(
+                    experiment=experiment.name,
+                    baseline=experiment.baseline,
+                    key=key,
+                    value=shortened(config.get(key)),
+                    expected=shortened(link[key]),
+                    link=last,
+                    entry=named[0] if named else None,
+                )
+            )
+
+
+def _moved(reference: Reference, ledger: Ledger, experiment: Experiment, commit: str | None) -> str | None:
+    """What the baseline has that the last link had not, besides its configuration."""
+    last = ledger.entries[-1] if ledger.entries else None
+    before = last.commit if last else ledger.commit
+    moved = []
+    if commit != before:
+        moved.append(f"commit {(before or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
+    baselines = list(experiment.arm(experiment.baseline).values())
+    machine = last.environment_sha256 if last else _sha256(_machine(reference.environment))
+    if _environment_sha256(baselines) != machine:
+        moved.append("package versions or devices")
+    return ", ".join(moved) or None
+
+
+def _environment_sha256(runs: Sequence[RecordedRun]) -> str:
+    found = {_sha256(_machine(run.environment or {})) for run in runs}
+    return found.pop() if len(found) == 1 else _sha256({"several": sorted(found)})
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: environment.get(key) for key in OF_THE_MACHINE}
+
+
+def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
+    claim = Primary(
+        metric=ledger.metric,
+        window=f"steps {ledger.steps[0]}-{ledger.steps[1]}",
+        transform=ledger.transform,
+        margin=1.0,
+    )
+    values = window_summaries(list(runs), claim)
+    return {run.name.seed: float(value) for run, value in zip(runs, values, strict=True)}
+
+
+def _level(entry: Entry, level: float) -> float:
+    """Return that of its look, where the experiment was looked at more than once: a repeated interval."""
+    if not entry.looks:
+        return level
+    at = entry.looks.index(len(entry.seeds)) if len(entry.seeds) in entry.looks else 0
+    return levels_of_looks(entry.looks, level, entry.looks_spending)[at]
+
+
+def _reach(interval: tuple[float, float]) -> float:
+    return max(abs(interval[0]), abs(interval[1]))
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

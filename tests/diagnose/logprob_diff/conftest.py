@@ -1,0 +1,59 @@
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.diagnose.logprob_diff.command import measure_run
+from abrun.diagnose.logprob_diff.findings import Budget
+from abrun.errors import LaunchError
+from abrun.recipe.run import OwnRunConfig
+from tests.recipe.test_implementations import verifier
+from tests.train.runs import make_run, run_config, single_rank
+
+Measure = Callable[..., Budget]
+# Logits and steps large enough that what is planted stands out
+LEARNING = (
+    "policy.optimizer={learning_rate: 2.0e-2, warmup_steps: 0}",
+    "algorithm.prompts_per_step=12",
+    "algorithm.group_size=2",
+)
+
+
+def scored_here(
+    module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
+    from abrun.diagnose.logprob_diff.measure import run_job
+    from abrun.experiment.probe import rows_of
+
+    assert module == "abrun.diagnose.logprob_diff.measure"
+    if config.cluster.ranks > 1 or config.rollout.engine == "vllm":
+        raise LaunchError("one rank here")
+    directory.mkdir(parents=True)
+    whole = job["scorings"]
+    asked = {
+        name: one
+        for name, one in whole.items()
+        if one["config"]["policy"]["logprobs"]["impl"] != "triton"  # seconds, in its interpreter
+    }
+    job = {"config": config.model_dump(mode="json"), **job, "scorings": asked}
+    with single_rank():
+        run_job(directory, job, torch.device("cpu"))
+    left_out = [{"scoring": name, "reason": "slow here"} for name in whole.keys() - asked.keys()]
+    return [*rows_of(directory), *left_out]
+
+
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """The budget of a run with these overrides that has not begun, measured in this process."""
+    monkeypatch.setattr("abrun.diagnose.logprob_diff.command.probe", scored_here)
+    monkeypatch.setattr("abrun.diagnose.logprob_diff.command.write_report", lambda budget, output: None)
+
+    def measure(*overrides: str, **options: Any) -> Budget:
+        config = run_config(*LEARNING, "task=" + verifier(tmp_path), *overrides)
+        directory = make_run(tmp_path / "run", config)
+        return measure_run(str(directory), tmp_path, **options)[0]
+
+    return measure

@@ -1,0 +1,42 @@
+"""Budgets of runs in processes of their own, as a user has them; they print what they find."""
+
+from pathlib import Path
+
+import pytest
+
+from abrun.diagnose.logprob_diff.command import measure_run
+from abrun.diagnose.logprob_diff.findings import Budget, Row
+from abrun.diagnose.logprob_diff.report import summary
+from abrun.present.terminal import terminal
+from tests.diagnose.logprob_diff.conftest import LEARNING
+from tests.recipe.test_implementations import verifier
+from tests.rollout.vllm_sampling import PRESET
+from tests.train.runs import make_run, run_config
+
+
+def budget_of(folder: Path, *overrides: str) -> Budget:
+    asked = (f"model.preset={PRESET}", *LEARNING, "task=" + verifier(folder), *overrides)
+    budget, _ = measure_run(str(make_run(folder / "run", run_config(*asked))), folder)
+    terminal().print(summary(budget))
+    return budget
+
+
+def row(budget: Budget, key: str) -> Row:
+    return next(each for each in budget.rows if each.key == key)
+
+
+def moved(budget: Budget, key: str) -> float:
+    found = row(budget, key)
+    assert found.moves is not None, found.reason
+    return found.moves.value
+
+
+def assert_rounding_explains(budget: Budget, least: float = 1e-5) -> None:
+    """In bfloat16, of a healthy run: no fault, and the engine's code is the trainer's, but for rounding."""
+    total = budget.error.value - 1
+    assert least <= total < 0.05
+    assert sum(bar.adds.value for bar in budget.bars) == pytest.approx(total, abs=1e-12)
+    assert moved(budget, "weights_before") > 1 + 3 * total
+    assert budget.cause != "weights_before"
+    code = [bar.adds.value for bar in budget.bars if bar.key == "engine_float32"]
+    assert code and abs(code[0]) <= 0.05 * total

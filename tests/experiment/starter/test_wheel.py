@@ -1,0 +1,52 @@
+"""What `pip install` brings, away from any checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_an_installed_abrun_launches_what_ships_by_name_anywhere(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(wheels),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def abrun(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "abrun", *words],
+            cwd=elsewhere,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout + done.stderr
+
+    there = abrun("launch", "quickstart", "--dry-run")
+    assert f"recipe that ships: {tmp_path}/site/abrun/shipped/quickstart.yaml" in there
+    for name in ("quickstart-regression", "quickstart-planted-fault", "trl"):
+        assert " at once.\n" in abrun("launch", name, "--dry-run"), name
+    abrun("init", "--kind", "regression", "--name", "mine", "--recipe", "quickstart-regression")
+    assert (elsewhere / ".github/actions/regression/action.yml").is_file()
+    assert " at once.\n" in abrun("launch", "mine.yaml", "--dry-run")

@@ -1,0 +1,173 @@
+"""What `abrun doctor` says of a machine: this one, ones with GPUs, and broken ones."""
+
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from abrun.experiment.preflight import doctor
+from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnose
+from abrun.messages import sentence, sentences
+from abrun.reasons import Code, Reason
+from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from tests.snapshot import Snapshot
+from tests.test_cli import Run, run
+
+__all__ = ["run"]
+
+H200 = "0, NVIDIA H200, 143771, 570.1, 9.0"
+BROKEN_VLLM = Code.PACKAGE_BROKEN(package="vllm", error="not [for] it", unneeded=None)
+WORKS = {"torch": ["12.9", 1], "transformers": 0, "triton": 0}
+
+
+def refusals(diagnosis: Diagnosis) -> dict[str, Reason | None]:
+    return {part.name: part.refusal for part in diagnosis.parts}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A diagnosis of a machine of which everything is told."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def of(found: dict[str, Any], listed: str = H200, **versions: str) -> Diagnosis:
+        known = {"torch": "2.11.0", "transformers": "5.17.0", "triton": "3.6.0"} | versions
+        monkeypatch.setattr(doctor, "_imported", lambda package: (WORKS | found)[package])
+        monkeypatch.setattr(doctor, "_version", known.get)
+        monkeypatch.setattr(doctor, "vllm_refusal", lambda on_gpu: None if on_gpu else BROKEN_VLLM)
+        monkeypatch.setattr(doctor, "ray_refusal", lambda: None)
+        monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
+        answer = subprocess.CompletedProcess([], 0, stdout=listed, stderr="")
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+        return diagnose()
+
+    return of
+
+
+def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
+    code, output, _ = run("doctor", "--json")
+    found = json.loads(output)
+    assert code == 0 and found["versions"]["torch"] == importlib.metadata.version("torch")
+    parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
+    kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
+    expected = {
+        (kind, name)
+        for kind, names in (kinds | {"launcher": (*LAUNCHERS, *SCHEDULERS)}).items()
+        for name in names
+    }
+    assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()
+    assert parts["policy.backend", "dtensor"] is None and parts["rollout.engine", "torch"] is None
+    assert (parts["device", "cuda"] is None) == torch.cuda.is_available()
+
+
+def test_with_a_gpu_everything_is_usable(machine: Any) -> None:
+    diagnosis = machine({}, **{"megatron-core": "0.19.2"})
+    assert [gpu.name for gpu in diagnosis.gpus] == ["NVIDIA H200"]
+    assert {name for name, refusal in refusals(diagnosis).items() if refusal} <= {"megatron"}
+    shown = table(diagnosis)
+    assert re.search(r"GPU 0 +NVIDIA H200, 140 GiB, compute capability 9\.0, driver 570\.1", shown)
+
+
+@pytest.mark.parametrize(
+    ("found", "listed", "refused", "code"),
+    [
+        ({"torch": [None, 0]}, H200, {"cuda", "vllm", "triton"}, Code.TORCH_WITHOUT_CUDA),
+        ({"torch": ["12.9", 0]}, H200, {"cuda", "vllm", "triton"}, Code.TORCH_FINDS_NO_GPU),
+        ({"torch": ["12.9", 0]}, "", {"cuda", "vllm", "triton"}, Code.NO_GPU),
+        (
+            {"triton": Code.IMPORT_TOO_SLOW(package="triton", seconds=2)},
+            H200,
+            {"triton"},
+            Code.IMPORT_TOO_SLOW,
+        ),
+        (
+            {"torch": Code.PACKAGE_BROKEN(package="torch", error="libcudart.so.12", unneeded=None)},
+            H200,
+            {"cpu", "cuda", "dtensor", "megatron", "torch", "vllm", "logits", "chunked", "triton"},
+            Code.PACKAGE_BROKEN,
+        ),
+        (
+            {"transformers": Code.PACKAGE_NOT_INSTALLED(package="transformers", extra="train")},
+            H200,
+            {"dtensor", "megatron", "torch", "vllm", "logits", "chunked"},
+            Code.PACKAGE_NOT_INSTALLED,
+        ),
+    ],
+)
+def test_what_is_broken_is_a_reason(
+    found: Any, listed: str, refused: set[str], code: Code, machine: Any
+) -> None:
+    diagnosis = machine(found, listed)
+    reasons = {name: reason for name, reason in refusals(diagnosis).items() if reason}
+    assert reasons.keys() - {"megatron"} == refused - {"megatron"}
+    assert code in {reason.code for reason in reasons.values()}
+    for line in map(sentence, reasons.values()):
+        assert "\n" not in line
+        assert "".join(line.split()) in "".join(table(diagnosis).split()), "with its brackets"
+
+
+def test_versions_that_were_not_tested_are_warnings(machine: Any) -> None:
+    assert machine({}).warnings == ()
+    versions = {"torch": "99.0.0+cu140", "triton": "3.5.0", "vllm": "99.0"}
+    diagnosis = machine({}, **versions)
+    assert [(reason.code, reason["package"], reason["version"]) for reason in diagnosis.warnings] == [
+        (Code.VERSION_UNTESTED, "torch", "99.0.0+cu140"),
+        (Code.VERSION_UNTESTED, "triton", "3.5.0"),
+    ]
+    lines = sentences(diagnosis.warnings)
+    assert lines[0] in table(diagnosis)
+    content = json.loads(diagnosis.as_json())
+    assert content["warnings"] == lines and content["warning_codes"][1]["code"] == Code.VERSION_UNTESTED
+    assert not any(refusals(diagnosis)[name] for name in ("dtensor", "triton"))  # a warning refuses nothing
+
+
+def table(diagnosis: Diagnosis) -> str:
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(diagnosis.render())
+    return shown.get()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("raise ImportError('libcudart.so.12:\\n cannot open')", "cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "exit code -11"),
+        ("", "AttributeError: "),  # an empty folder of that name
+        ("import os; os._exit(0)", "IndexError: "),
+        (
+            "try:\n    raise OSError('torchaudio.so: no such file')\n"
+            "except OSError as error:\n    raise ImportError('see above') from error",
+            "OSError: torchaudio.so: no such file",
+        ),
+        ("import time; time.sleep(60)", None),
+    ],
+)
+def test_a_broken_package_is_one_line(
+    source: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "SECONDS", 2 if "sleep" in source else 60)
+    reason = doctor._imported("torch")
+    if error is None:
+        assert reason == Code.IMPORT_TOO_SLOW(package="torch", seconds=2)
+    else:
+        assert reason.code is Code.PACKAGE_BROKEN and reason["error"].startswith(error)
+        assert reason["unneeded"] == ("torchaudio" if "torchaudio" in source else None)
+        assert "\n" not in sentence(reason)
+    if error != "AttributeError: ":
+        snapshot(sentence(reason))
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    assert doctor._imported("torch") == Code.PACKAGE_NOT_INSTALLED(package="torch", extra="train")

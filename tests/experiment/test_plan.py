@@ -1,0 +1,209 @@
+"""Plans: which runs, in which order, what differs, and which share their initial weights."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from abrun.errors import RecipeError
+from abrun.experiment.plan import Plan, compare_hash, make_plan
+from abrun.launch.preview import preview
+from abrun.reasons import Code
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.run import OwnRunConfig
+from tests.snapshot import Snapshot
+
+SMALL = Path(__file__).parents[1] / "launch" / "small.yaml"
+FOREIGN = Path(__file__).parents[1] / "external" / "foreign.yaml"
+WARM = "warm_start={steps: 50}"
+
+
+def plan_of(*overrides: str) -> Plan:
+    return make_plan(load_recipe(SMALL, overrides))
+
+
+def dry_run(plan: Plan) -> str:
+    shown = io.StringIO()
+    Console(width=100, file=shown).print(preview(plan))
+    return shown.getvalue()
+
+
+def names(plan: Plan) -> list[str]:
+    return [str(run.name) for run in plan.runs]
+
+
+def test_runs_are_interleaved_by_pair() -> None:
+    assert names(plan_of("seeds=[3, 1]", "arms.other.steps=9")) == [
+        *("baseline/seed-3", "treatment/seed-3", "other/seed-3"),
+        *("baseline/seed-1", "treatment/seed-1", "other/seed-1"),
+    ]
+
+
+def test_aa_reruns_go_round_the_seeds_behind_their_pair() -> None:
+    assert names(plan_of("seeds=[0, 1]", "controls.aa_reruns=3")) == [
+        *("baseline/seed-0", "treatment/seed-0", "baseline/seed-0-aa1", "baseline/seed-0-aa2"),
+        *("baseline/seed-1", "treatment/seed-1", "baseline/seed-1-aa1"),
+    ]
+
+
+def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
+    plan = plan_of("arms.treatment.policy.optimizer.learning_rate=1e-3", "arms.other.steps=9")
+    # 1e-3 is the base's own value: said in the arm, but no difference
+    assert plan.treatment_diff == {
+        "treatment": {"policy.logprobs.impl": ("logits", "chunked")},
+        "other": {"steps": (3, 9)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "place"),
+    [
+        (["compare.primary.0.metric=train/rewrad"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=train/rewards/margin"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=validation/accuracy"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=train/kl_penalty"], Code.CLAIM_UNUSABLE, "metric"),
+        (
+            ["compare.primary.0.metric=train/reward_before_kl", "algorithm.kl_coefficient=0.1"],
+            Code.CLAIM_UNUSABLE,
+            "metric",
+        ),
+        (["compare.primary.0.metric=train/document_entropy"], Code.CLAIM_UNUSABLE, "metric"),
+        (
+            ["compare.primary.0.metric=train/entropy", "arms.treatment.algorithm.metrics=none"],
+            Code.CLAIM_UNUSABLE,
+            "metric",
+        ),
+        (["compare.primary.0.metric=train/dynamic_sampling_tries"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.primary.0.metric=memory/logprobs/peak_reserved_bytes"], Code.CLAIM_UNUSABLE, "metric"),
+        (
+            ["compare.step_one_tolerance={train/critic/loss: 0.1}"],
+            Code.COMPARE_KEY_UNUSABLE,
+            "step_one_tolerance.train/critic/loss",
+        ),
+        (
+            ["compare.step_one_tolerance={train/gen_kl_error: 0.1}", "algorithm.metrics=none"],
+            Code.COMPARE_KEY_UNUSABLE,
+            "step_one_tolerance.train/gen_kl_error",
+        ),
+        (["compare.guards.finite=[train/grad_norn]"], Code.COMPARE_KEY_UNUSABLE, "guards.finite"),
+        (["compare.primary.0.window=steps 2-4"], Code.CLAIM_UNUSABLE, "window"),
+        (
+            ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
+            Code.CLAIM_UNUSABLE,
+            "window",
+        ),
+    ],
+)
+def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
+    overrides: list[str], code: Code, place: str, snapshot: Snapshot
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_of(*overrides)
+    reason = caught.value.reason
+    assert (reason.code, reason["field" if code is Code.CLAIM_UNUSABLE else "key"]) == (
+        code,
+        place,
+    )
+    snapshot(caught.value)
+
+
+def test_claims_that_can_be_judged_are_planned() -> None:
+    for window in ("all", "last 50%", "steps 2-3"):
+        assert plan_of(f"compare.primary.0.window={window}").runs
+    assert plan_of(
+        "compare.primary.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
+    ).runs
+    for metric, option in (
+        ("train/kl_penalty", "algorithm.kl_coefficient=0.1"),
+        ("train/num_tokens", "algorithm.metrics=full"),
+        ("train/dynamic_sampling_tries", "algorithm.dynamic_sampling={}"),
+        ("memory/logprobs/peak_allocated_bytes", "cluster.gpus_per_node=1"),
+    ):
+        assert plan_of(f"compare.primary.0.metric={metric}", option).runs
+    # A foreign trainer may log anything; when its runs end is known
+    assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
+    assert make_plan(load_recipe(FOREIGN, ["compare.step_one_tolerance={train/critic/loss: 0.1}"])).runs
+    with pytest.raises(RecipeError, match="end at step 5"):
+        make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
+    with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights'"):
+        make_plan(load_recipe(FOREIGN, ["compare.primary=[{metric: final_weights, below: 0.05}]"]))
+
+
+def test_a_large_plan_resolves_its_arms_once_and_shows_its_first_rows() -> None:
+    arms = ", ".join(f"a{number}: {{steps: {number + 4}}}" for number in range(199))
+    many = [f"arms={{baseline: {{}}, {arms}}}", f"seeds={list(range(500))}"]
+    plan = plan_of(*many)
+    assert len(plan.runs) == 100_000 and len({id(run.config) for run in plan.runs}) == 200
+    shown = dry_run(plan)
+    assert "... and 99800 more" in shown and len(shown.splitlines()) < 1000
+    with pytest.raises(RecipeError, match="200 arms x 500 seeds, 100001 runs; allowed: at most 100000"):
+        plan_of(*many, "controls.aa_reruns=1")
+
+
+def test_a_recipe_s_texts_are_no_markup_of_the_dry_run() -> None:
+    assert "[/x][red]\\x07" in dry_run(plan_of('model={path: "[/x][red]\\x07"}'))
+
+
+def test_arms_share_a_warm_start_unless_model_or_task_differ() -> None:
+    plan = plan_of(WARM)
+    (key,) = plan.warm_starts
+    assert {run.warm_start for run in plan.runs} == {key}
+    warm_start = plan.warm_starts[key]
+    assert (warm_start.algorithm.type, warm_start.steps) == ("sft", 50)
+    assert warm_start.policy.logprobs.impl == "logits" and warm_start.warm_start is None
+    assert len(plan_of(WARM, "arms.other.task.max_operand=7").warm_starts) == 2
+    assert plan_of(WARM, "arms.other.warm_start=null").runs[2].warm_start is None
+    assert plan_of().warm_starts == {}
+
+
+@pytest.mark.parametrize(
+    "override", ["seeds=[5, 6]", "steps=9", "wandb={}", "compare.guards.step_time_ratio=2"]
+)
+def test_a_cached_warm_start_serves_whatever_does_not_reach_it(override: str) -> None:
+    assert list(plan_of(WARM, override).warm_starts) == list(plan_of(WARM).warm_starts)
+
+
+def test_a_warm_start_stays_at_its_learning_rate_whatever_the_runs_schedule_is() -> None:
+    falling = "policy.optimizer={learning_rate: 1, schedule: cosine, min_learning_rate: 0.5, warmup_steps: 4}"
+    (warm_start,) = plan_of(WARM, falling).warm_starts.values()
+    assert OwnRunConfig.model_validate(warm_start.model_dump()) == warm_start
+    optimizer = warm_start.policy.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (1e-3, "constant", 4)
+
+
+def test_a_warm_start_never_sees_what_its_runs_hold_out_however_often_they_validate() -> None:
+    plans = [plan_of(WARM, f"validation={{every: {every}, num_prompts: 8}}") for every in (2, 3)]
+    (warm_start,) = plans[0].warm_starts.values()
+    assert warm_start.validation is not None
+    assert (warm_start.validation.num_prompts, warm_start.validation.every) == (8, 50)
+    assert list(plans[0].warm_starts) == list(plans[1].warm_starts) != list(plan_of(WARM).warm_starts)
+
+
+@pytest.mark.parametrize("override", ["warm_start.steps=99", "policy.dtype=bfloat16", "task.max_operand=7"])
+def test_a_warm_start_that_would_come_out_otherwise_has_another_key(override: str) -> None:
+    assert list(plan_of(WARM, override).warm_starts) != list(plan_of(WARM).warm_starts)
+
+
+def test_the_compare_hash_is_of_the_comparison_alone() -> None:
+    assert compare_hash(plan_of("steps=9").recipe.compare) == compare_hash(plan_of().recipe.compare)
+    other = plan_of("compare.primary=[{metric: train/reward, margin: 0.06}]")
+    assert compare_hash(other.recipe.compare) != compare_hash(plan_of().recipe.compare)
+
+
+def test_the_layout_of_an_arm_is_a_picture_of_its_ranks() -> None:
+    spread = "{type: megatron, pipeline_parallel: 2, context_parallel: 4}"
+    overrides = ("cluster={nodes: 2, gpus_per_node: 8}", f"arms.other.policy.backend={spread}")
+    shown = dry_run(plan_of(*overrides))
+    assert "Ranks of baseline, treatment: dtensor, data_parallel 16" in shown
+    picture = shown.partition("Ranks of other: megatron, ")[2]
+    assert [line.rstrip() for line in picture.splitlines()[:4]] == [
+        "pipeline_parallel 2, data_parallel 2, context_parallel 4",
+        "replica  stage 0          stage 1",
+        "0        [0] [1] [2] [3]  [8] [9] [10] [11]",
+        "1        [4] [5] [6] [7]  [12] [13] [14] [15]",
+    ]
+
+
+def test_ranks_that_share_nothing_need_no_picture() -> None:
+    assert "Ranks of" not in dry_run(plan_of("cluster.cpu_ranks=2"))

@@ -1,0 +1,744 @@
+"""What `auto` of a policy becomes, what is said and kept of it, what is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun import cli
+from abrun.errors import LaunchError, RecipeError
+from abrun.launch import LaunchOptions, auto
+from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
+from abrun.memory import predict
+from abrun.memory.cells import Cell, Point
+from abrun.memory.lengths import largest_microbatch
+from abrun.memory.predict import GIB, Predicted, _predicted
+from abrun.memory.step import own_sequences
+from abrun.reasons import Code
+from abrun.recipe.experiment import (
+    CHECKPOINTING,
+    KEEP_GATHERED,
+    MICRO_BATCH_TOKENS,
+    OPEN,
+    CommandRecipe,
+    Recipe,
+    load_recipe,
+)
+from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.reading import dotted
+from abrun.recipe.run import Cluster, OwnRunConfig
+from abrun.recorded.sources import Reading
+from abrun.report.comparing import compare_sources
+from abrun.runs.experiment import open_experiment, planned_runs, run_dir
+from abrun.runs.rundir import RunDir
+from tests.launch.fakes import FAKE
+from tests.snapshot import Snapshot
+
+SMALL = Path(__file__).parents[1] / "launch" / "small.yaml"
+AUTO = f"{CHECKPOINTING}=auto"
+ON_GPUS = [AUTO, "cluster={gpus_per_node: 1}"]
+Peaks = Mapping[str, Mapping[str, float]]  # GiB by what is computed again and arm
+
+
+@pytest.fixture
+def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[str, str]]]:
+    """Has predictions say these peaks; returns the list of what they are asked, which grows."""
+
+    def say(peaks: Peaks) -> list[tuple[str, str]]:
+        asked: list[tuple[str, str]] = []
+
+        def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+            found = []
+            for arm, config in configs.items():
+                value = config.policy.activation_checkpointing
+                asked.append((value, arm))
+                by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
+                row = {"by_phase": by_phase, "experts": "num_experts" in config.model.architecture}
+                row["vllm"] = {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None
+                at = Point(length=64, num_sequences=own_sequences(config))
+                found.append(_predicted(arm, config, at, row, device_bytes))
+            return found
+
+        monkeypatch.setattr(predict, "_smallest_here", lambda: None)  # whatever GPU the tests are run beside
+        monkeypatch.setattr(auto, "predict_steps", predict_steps)
+        return asked
+
+    return say
+
+
+def of(baseline: float, treatment: float) -> dict[str, float]:
+    return {"baseline": baseline, "treatment": treatment}
+
+
+def recipe(*sets: str) -> Recipe | CommandRecipe:
+    return load_recipe(SMALL, [*ON_GPUS, *sets])
+
+
+def again(open_recipe: Recipe | CommandRecipe, memory: str | None = None) -> dict[str, Any]:
+    """Of what is computed again."""
+    return decide(open_recipe, memory, here=True)[CHECKPOINTING]
+
+
+COMPILED = "policy.compile=true"
+PEAKS = {"none": of(95, 50), "selective": of(80, 40), "full": of(60, 30)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "memory", "value"),
+    [
+        ([], "106GiB", "none"),
+        ([], "105GiB", "full"),
+        ([COMPILED], "105GiB", "selective"),
+        ([COMPILED], "88GiB", "full"),
+        ([COMPILED, "arms.treatment={policy.compile: false}"], "105GiB", "full"),
+        (["arms.treatment={policy.compile: true}"], "105GiB", "full"),
+        (["algorithm={type: ppo, prompts_per_step: 16}"], "106GiB", "full"),
+        (["algorithm={type: ppo, prompts_per_step: 16}"], "112GiB", "none"),
+        (["model={preset: qwen3-moe-tiny}"], "106GiB", "full"),
+    ],
+)
+def test_the_least_that_leaves_the_margin_to_every_arm(
+    predicts: Callable[[Peaks], Any], sets: list[str], memory: str, value: str
+) -> None:
+    asked = predicts(PEAKS)
+    decision = again(recipe(*sets), memory)
+    assert decision["value"] == value and [one["fits"] for one in decision["candidates"]][-1]
+    tried = list(dict.fromkeys(one for one, _ in asked))
+    assert tried == [
+        one["values"][CHECKPOINTING] for one in decision["candidates"]
+    ]  # and none after what fits
+    assert tried[-1] == value and tried[0] == "none"
+
+
+def test_an_arm_with_a_value_of_its_own_keeps_it_and_is_not_asked(predicts: Callable[[Peaks], Any]) -> None:
+    asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
+    with_value = recipe(f"arms.treatment={{{CHECKPOINTING}: none}}")
+    options = LaunchOptions(device_memory="80GiB")
+    plan = closed_plan(with_value, options, lambda plan: [], here=True, dry_run=True)
+    assert asked == [("none", "baseline"), ("full", "baseline")]
+    assert plan.treatment_diff["treatment"] == {CHECKPOINTING: ("full", "none")}
+
+
+@pytest.mark.parametrize(
+    ("own", "value"), [("", "full"), (", policy.activation_checkpointing: full", "selective")]
+)
+def test_an_arm_on_cpu_cores_that_compiles_nothing_gets_a_value_that_it_can_have(
+    own: str, value: str, predicts: Callable[[Peaks], Any]
+) -> None:
+    predicts(PEAKS)
+    arm = f"arms.treatment={{cluster.gpus_per_node: 0, policy.compile: false{own}}}"
+    assert again(recipe(COMPILED, arm), "105GiB")["value"] == value
+
+
+def test_vllm_that_sleeps_beside_it_takes_its_part(predicts: Callable[[Peaks], Any]) -> None:
+    fits = {"none": of(90 - ASLEEP_BYTES / 2 / GIB, 1), "full": of(1, 1)}
+    predicts(fits)
+    assert again(recipe(), "100GiB")["value"] == "none"
+    assert again(recipe("rollout={engine: vllm}"), "100GiB")["value"] == "full"
+
+
+def test_what_cannot_fit_is_refused_and_what_is_too_close_to_tell_is_said(
+    predicts: Callable[[Peaks], Any],
+    snapshot: Snapshot,
+) -> None:
+    predicts({"none": of(200, 1), "full": of(109, 80)})
+    decision = again(recipe(), "100GiB")
+    assert decision["value"] == "full" and not decision["candidates"][-1]["fits"]
+    snapshot(decision["why"])
+    with pytest.raises(LaunchError) as refused:
+        decide(recipe(), "98GiB", here=True)
+    assert refused.value.code is Code.AUTO_FITS_NOWHERE
+    snapshot(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sets", "here"),
+    [
+        ([], True),
+        ([], False),
+        (["policy.backend.type=megatron"], True),
+    ],
+)
+def test_nothing_is_guessed(
+    monkeypatch: pytest.MonkeyPatch, sets: list[str], here: bool, snapshot: Snapshot
+) -> None:
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi
+    with pytest.raises(LaunchError) as refused:
+        decide(recipe(*sets), None, here=here)
+    snapshot(refused.value)
+
+
+def test_on_cpu_cores_nothing_is_computed_again(predicts: Callable[[Peaks], Any]) -> None:
+    asked = predicts({})
+    decision = again(load_recipe(SMALL, [AUTO]))
+    assert decision["value"] == "none" and "trains on GPUs" in decision["why"]
+    assert not asked
+
+
+@pytest.fixture
+def abrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """A command in an empty folder, on two pretended GPUs, by the fake trainer: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        said = capsys.readouterr()
+        return int(str(exited.value.code)), " ".join(said.out.split()), " ".join(said.err.split())
+
+    return run
+
+
+def sets(*values: str) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
+    abrun: Callable[..., tuple[int, str, str]],
+    predicts: Callable[[Peaks], Any],
+    tmp_path: Path,
+    snapshot: Snapshot,
+) -> None:
+    predicts({"none": of(95, 50), "full": of(60, 30)})
+    command = ("launch", SMALL, *sets(*ON_GPUS), "--device-memory", "80GiB", "--no-compare")
+    code, said, _ = abrun(*command, "--seeds", "0,1")
+    experiment_dir = tmp_path / "runs" / "small"
+    kept = open_experiment(experiment_dir)
+    decided = kept["decided"][CHECKPOINTING]
+    assert decided["asked"] == "auto" and decided["value"] == "full"
+    why = decided["why"]
+    snapshot(why)
+    assert code == 0 and said.count(f"{CHECKPOINTING}: {why}") == 1
+    assert decided["device_bytes"] == 80 * GIB and decided["margin"] == 0.1
+    assert decided["candidates"][1]["peaks"]["treatment"] == {
+        "num_sequences": 128,
+        "length": 64,
+        "phase": "forward_backward",
+        "peak_bytes": 30 * GIB,
+        "asleep_bytes": 0,
+    }
+    assert kept["recipe"]["policy"]["activation_checkpointing"] == "full"
+    configs = [RunDir(run_dir(experiment_dir, name)).record().config for name in planned_runs(experiment_dir)]
+    assert {config["policy"]["activation_checkpointing"] for config in configs} == {"full"}
+    comparison = compare_sources([str(experiment_dir)], Reading(), formats=[])
+    assert comparison.as_json()["notes"][0] == f"{CHECKPOINTING}: {why}"
+
+    asked = predicts({})  # resumed with a seed more, it is what it was, whatever the memory is now
+    code, said, _ = abrun(
+        *command[:-3], "--device-memory", "1GiB", "--no-compare", "--seeds", "0-2", "--resume"
+    )
+    assert code == 0 and not asked
+    resumed = open_experiment(experiment_dir)
+    assert resumed["decided"] == kept["decided"] and len(resumed["runs"]) == 6
+    assert resumed["recipe"]["policy"]["activation_checkpointing"] == "full"
+
+    code, _, said = abrun(*command)  # refused before anything is predicted
+    assert code == 2 and "is here already" in said and not asked
+
+
+def test_what_a_launch_would_refuse_is_said_before_minutes_of_predictions(
+    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any], tmp_path: Path
+) -> None:
+    asked = predicts(PEAKS)
+    three = ("cluster={gpus_per_node: 4}", "algorithm.prompts_per_step=32")
+    code, _, said = abrun("launch", SMALL, *sets(AUTO, *three), "--device-memory", "80GiB")
+    assert code == 2 and "this machine has 2 visible GPUs" in said and not asked
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_what_it_would_be(
+    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any]
+) -> None:
+    asked = predicts(PEAKS)
+    command = ("launch", SMALL, *sets(*ON_GPUS), "--dry-run", "--device-memory", "120GiB")
+    code, said, _ = abrun(*command)
+    assert code == 0 and "auto is none: predicted peaks 95.0 GiB (baseline)" in said
+    assert len(asked) == 2  # nothing is predicted twice
+    code, said, _ = abrun(*command, "--json")
+    assert code == 0 and json.loads(said)["decided"][CHECKPOINTING]["value"] == "none"
+
+
+def test_sensitivity_decides_for_the_baseline(
+    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any], tmp_path: Path
+) -> None:
+    asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
+    faulty = ("--faults", "flipped_advantages", "--device-memory", "80GiB")
+    assert abrun("sensitivity", SMALL, *sets(*ON_GPUS), *faulty)[0] == 0
+    assert asked == [("none", "baseline"), ("full", "baseline")]
+    runs = planned_runs(tmp_path / "runs" / "small-sensitivity")
+    assert {name.arm for name in runs} > {"baseline"}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
+        (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
+        (["export", SMALL, *sets(AUTO), "--to", "jobset"], "got 'auto'"),
+        (
+            ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
+            "--device-memory: got 'h201'; allowed: a size",
+        ),
+        (
+            ["launch", SMALL, "--device-memory", "h200"],
+            "--device-memory: got it without --dry-run",
+        ),
+        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: got it without --dry-run, or"),
+        (
+            ["launch", SMALL, *sets(AUTO), "--device-memory", "lots"],
+            "--device-memory: got 'lots'; allowed: a",
+        ),
+        (
+            ["launch", SMALL, *sets(f"arms.treatment={{{CHECKPOINTING}: auto}}")],
+            "got 'auto', which is decided",
+        ),
+    ],
+)
+def test_other_commands_say_what_to_write(
+    abrun: Callable[..., tuple[int, str, str]], command: list[Any], said: str
+) -> None:
+    code, _, error = abrun(*command)
+    assert code == 2 and said in error
+
+
+def test_a_plan_of_seeds_needs_no_memory(abrun: Callable[..., tuple[int, str, str]]) -> None:
+    assert abrun("plan", SMALL, *sets(*ON_GPUS), "--sigma", "0.02")[0] == 0
+
+
+def test_no_run_is_ever_told_auto(snapshot: Snapshot) -> None:
+    config = recipe().closed().run_config("baseline").model_dump()
+    config["policy"]["activation_checkpointing"] = "auto"
+    with pytest.raises(ValueError, match="'none', 'selective' or 'full'"):
+        OwnRunConfig.model_validate(config)
+    with pytest.raises(RecipeError) as refusal:
+        recipe().run_config("baseline")
+    assert refusal.value.code is Code.AUTO_NEEDS_LAUNCH
+    snapshot(refusal.value)
+
+
+# --- several values at once ---
+
+ALL = [
+    AUTO,
+    f"{KEEP_GATHERED}=auto",
+    f"{MICRO_BATCH_TOKENS}=auto",
+    "policy.packing=true",
+    "algorithm.prompts_per_step=1024",
+]
+LONGEST = 3000
+ACTIVATIONS = {"none": 8.0, "selective": 4.0, "full": 0.5}  # GiB a thousand tokens
+
+
+def peak(values: Mapping[str, Any]) -> float:
+    """GiB of a made-up model."""
+    tokens = values[MICRO_BATCH_TOKENS]
+    return 20 + 9 * values[KEEP_GATHERED] + ACTIVATIONS[values[CHECKPOINTING]] * tokens / 1000
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Has predictions say `peak`, and tasks `LONGEST`; returns the list of what they are asked."""
+    asked: list[dict[str, Any]] = []
+
+    def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+        found = []
+        for arm, config in configs.items():
+            given = dotted(config.model_dump())
+            values = {key: given[key] for key in OPEN}
+            asked.extend([values] if values not in asked else [])
+            row = {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
+            at = Point(length=values[MICRO_BATCH_TOKENS])
+            row |= {"experts": False, "vllm": None}
+            found.append(_predicted(arm, config, at, row, device_bytes))
+        return found
+
+    monkeypatch.setattr(auto, "predict_steps", predict_steps)
+    monkeypatch.setattr(auto, "longest_sequences", lambda configs: dict.fromkeys(configs, LONGEST))
+    monkeypatch.setattr(predict, "_smallest_here", lambda: None)
+    return asked
+
+
+def preferred(*, compiled: bool) -> list[dict[str, Any]]:
+    """The candidates as docs/training.md has them."""
+    found = []
+    for recomputed in ("none", "selective", "full") if compiled else ("none", "full"):
+        for gathered in (True, False):
+            for tokens in (32768, 16384, 8192):
+                found.append((recomputed, gathered, tokens))
+    found += [("full", False, 4096), ("full", False, LONGEST)]
+    return [dict(zip(OPEN, one, strict=True)) for one in found]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any]], compiled: bool) -> None:
+    chosen = set()
+    for memory in range(24, 332, 4):
+        first = next(
+            (one for one in preferred(compiled=compiled) if peak(one) <= 0.9 * memory),
+            dict(zip(OPEN, ("full", False, LONGEST), strict=True)),
+        )
+        made_up.clear()
+        one = decide(recipe(*ALL, f"policy.compile={str(compiled).lower()}"), f"{memory}GiB", here=True)
+        assert {key: of["value"] for key, of in one.items()} == first
+        assert len(made_up) <= (10 if compiled else 8)  # each takes up to a minute
+        assert one[KEEP_GATHERED]["candidates"][-1]["values"] == first  # the chosen one is the last
+        chosen.add(tuple(first.values()))
+    assert len(chosen) > (11 if compiled else 8)
+
+
+@pytest.mark.parametrize(
+    ("sets", "longest", "memory", "tokens"),
+    [
+        ([], 3000, 320, 32768),
+        ([], 3000, 170, 16384),
+        ([], 3000, 120, 8192),
+        ([], 3000, 70, 4096),
+        ([], 3000, 45, 3000),
+        ([], 20000, 400, 32768),
+        ([], 20000, 220, 20000),  # one sequence at the least
+        ([], 12, 45, 1536),  # 1024 x 8 sequences a step, of which a rank has 128 an update
+        (["algorithm.minibatches_per_step=1"], 1, 400, 1024 * 8),
+        (["arms.treatment={policy.micro_batch_tokens: 512}"], 3000, 170, 16384),
+    ],
+)
+def test_a_budget_is_no_more_than_an_update_has_and_no_less_than_a_sequence(
+    made_up: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    sets: list[str],
+    longest: int,
+    memory: int,
+    tokens: int,
+) -> None:
+    monkeypatch.setattr(auto, "longest_sequences", lambda configs: dict.fromkeys(configs, longest))
+    open_one = [f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true", "algorithm.prompts_per_step=1024"]
+    open_one += ["algorithm.minibatches_per_step=64"] if longest == 12 else []
+    one = decide(recipe(*open_one, "policy.activation_checkpointing=none", *sets), f"{memory}GiB", here=True)
+    assert one.keys() == {MICRO_BATCH_TOKENS} and one[MICRO_BATCH_TOKENS]["value"] == tokens
+
+
+def test_what_was_decided_together_is_said_once_and_resumed(
+    abrun: Callable[..., tuple[int, str, str]],
+    made_up: list[dict[str, Any]],
+    tmp_path: Path,
+    snapshot: Snapshot,
+) -> None:
+    command = ("launch", SMALL, *sets(*ON_GPUS, *ALL), "--device-memory", "100GiB", "--no-compare")
+    code, said, _ = abrun(*command)
+    keys = ", ".join(OPEN)
+    experiment_dir = tmp_path / "runs" / "small"
+    kept = open_experiment(experiment_dir)
+    (why,) = {one["why"] for one in kept["decided"].values()}
+    snapshot(why)
+    assert code == 0 and said.count(f"{keys}: {why}") == 1
+    assert {key: one["value"] for key, one in kept["decided"].items()} == {
+        CHECKPOINTING: "none",
+        KEEP_GATHERED: False,
+        MICRO_BATCH_TOKENS: 8192,
+    }
+    (note, *_) = compare_sources([str(experiment_dir)], Reading(), formats=[]).as_json()["notes"]
+    assert note == f"{keys}: {why}"
+    made_up.clear()
+    assert abrun(*command, "--seeds", "0-2", "--resume")[0] == 0 and not made_up
+    resumed = open_experiment(experiment_dir)["recipe"]["policy"]
+    assert (resumed["micro_batch_tokens"], resumed["backend"]["keep_gathered"]) == (8192, False)
+
+
+def test_what_was_never_decided_is_not_resumed(
+    abrun: Callable[..., tuple[int, str, str]], made_up: list[dict[str, Any]]
+) -> None:
+    command = ("launch", SMALL, "--no-compare", *sets("cluster={gpus_per_node: 1}", "policy.packing=true"))
+    assert abrun(*command)[0] == 0
+    code, _, said = abrun(*command, *sets(f"{MICRO_BATCH_TOKENS}=auto"), "--resume")
+    assert code == 2 and f"no {MICRO_BATCH_TOKENS} (got None)" in said
+
+
+def test_on_cpu_cores_it_is_what_takes_the_least_time(made_up: list[dict[str, Any]]) -> None:
+    one = decide(load_recipe(SMALL, ALL), None, here=True)
+    assert [of["value"] for of in one.values()] == ["none", True, 32768] and not made_up
+    assert one[KEEP_GATHERED]["why"].startswith("auto is none, true, 32768: no arm")
+
+
+def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(
+    made_up: list[dict[str, Any]], snapshot: Snapshot
+) -> None:
+    megatron = f"arms.treatment={{policy.backend: {{type: megatron}}, {CHECKPOINTING}: none}}"
+    decide(
+        recipe(f"{KEEP_GATHERED}=auto", f"{MICRO_BATCH_TOKENS}=16384", "policy.packing=true", megatron),
+        "200GiB",
+        here=True,
+    )
+    with pytest.raises(LaunchError) as refusal:
+        decide(recipe(*ALL, megatron), "200GiB", here=True)
+    assert refusal.value.code is Code.AUTO_BACKEND_NOT_PREDICTED
+    snapshot(refusal.value)
+
+
+def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
+    made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    monkeypatch.setattr(auto, "triton_refusal", lambda **_: "no triton: pip install 'abrun[triton]'")
+    with pytest.raises(LaunchError) as refusal:
+        decide(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", here=True)
+    assert refusal.value.code is Code.AUTO_NOT_PREDICTED
+    snapshot(refusal.value)
+    assert not made_up
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {MICRO_BATCH_TOKENS: "auto"},
+        {MICRO_BATCH_TOKENS: "auto", "policy.packing": "true", "policy.micro_batch_size": "2"},
+        {MICRO_BATCH_TOKENS: "lots"},
+        {MICRO_BATCH_TOKENS: "0"},
+        {KEEP_GATHERED: "maybe"},
+        {KEEP_GATHERED: "1"},
+    ],
+)
+def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(SMALL, [f"{key}={value}" for key, value in values.items()])
+    assert refused.value.code is Code.RULE_BROKEN
+    snapshot(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "{policy.packing: false}",
+        "{policy: {packing: false, micro_batch_size: 4}}",
+        "{policy.micro_batch_size: 1}",
+    ],
+)
+def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(*TOKENS, f"arms.treatment={change}")
+    assert refused.value.code is Code.RULE_BROKEN
+    snapshot(refused.value)
+    padded = "{policy.packing: false, policy.micro_batch_size: 4, policy.micro_batch_tokens: null}"
+    config = recipe(*TOKENS, f"arms.treatment={padded}").closed().run_config("treatment")
+    assert isinstance(config, OwnRunConfig) and config.policy.micro_batch_size == 4
+
+
+# --- what is measured ---
+
+
+@pytest.fixture
+def measures(made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Pretends a GPU of 80 GiB, on which steps take GiB by their tokens, or (text) end in that phase."""
+    monkeypatch.setattr(predict, "_smallest_here", lambda: 80 * GIB)
+
+    def say(of_tokens: Mapping[int, float | str]) -> list[Any]:
+        asked: list[Any] = []
+
+        def measured_cell(
+            module: str, directory: Path, arm: str, point: Point, config: OwnRunConfig, job: dict[str, Any]
+        ) -> tuple[Cell, str]:
+            tokens = config.policy.micro_batch_tokens or 0
+            asked.append((arm, tokens, job))
+            found = of_tokens[tokens]
+            if isinstance(found, str):
+                cell = Cell(arm=arm, point=point, by_phase={"forward": 70 * GIB}, out_of_memory=found)
+            else:
+                cell = Cell(arm=arm, point=point, by_phase={"backward": int(found * GIB)})
+            return cell, "peak_allocated_bytes"
+
+        monkeypatch.setattr(auto, "measured_cell", measured_cell)
+        return asked
+
+    return say
+
+
+TOKENS = ["policy.packing=true", f"{MICRO_BATCH_TOKENS}=auto", "algorithm.prompts_per_step=1024"]
+# Predicted: 36.4 GiB of 32,768 tokens, 28.2 of 16,384, 24.1 of 8,192 ...
+FULL = [*TOKENS, f"{CHECKPOINTING}=full"]
+
+
+def test_one_step_is_measured_where_the_gpu_is(
+    measures: Callable[..., list[Any]], snapshot: Snapshot
+) -> None:
+    asked = measures({32768: 36.5})
+    one = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)[MICRO_BATCH_TOKENS]
+    job = {"length": 32768, "num_sequences": 1, "rollouts": False, "budget_bytes": 80 * GIB}
+    assert asked == [("baseline", 32768, job)]
+    assert one["measured"] and one["value"] == 32768 and one["margin"] == 0.05
+    assert one["candidates"][0]["measured"] == {
+        "arm": "baseline",
+        "phase": "backward",
+        "peak_bytes": int(36.5 * GIB),
+        "reserved_bytes": None,
+        "out_of_memory": None,
+    }
+    snapshot(one["why"])
+
+
+@pytest.mark.parametrize("found", ["backward", 76.1])
+def test_what_is_measured_not_to_fit_gives_way_to_the_next(
+    measures: Callable[..., list[Any]], found: float | str, snapshot: Snapshot
+) -> None:
+    asked = measures({32768: found, 16384: found, 8192: 76.0})
+    one = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)[MICRO_BATCH_TOKENS]
+    assert [tokens for _, tokens, _ in asked] == [32768, 16384, 8192] and one["value"] == 8192
+    assert [of["fits"] for of in one["candidates"]] == [False, False, True]
+    snapshot(one["why"])
+
+
+def test_where_all_that_is_measured_is_too_much_it_is_refused_or_said(
+    measures: Callable[..., list[Any]],
+    snapshot: Snapshot,
+) -> None:
+    only = load_recipe(SMALL, [ON_GPUS[1], "policy.packing=true", f"{MICRO_BATCH_TOKENS}=8192", AUTO])
+    measures({8192: 77.0})
+    one = decide(only, None, here=True)[CHECKPOINTING]
+    assert one["value"] == "full" and "nothing leaves 5% of it free" in one["why"]
+    measures({8192: "optimizer"})
+    with pytest.raises(LaunchError) as refusal:
+        decide(only, None, here=True)
+    assert refusal.value.code is Code.AUTO_FITS_NOWHERE
+    snapshot(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "here", "dry_run", "why"),
+    [
+        (None, True, True, "run measures nothing"),
+        ("80GiB", False, False, "a cluster's"),
+        ("81GiB", True, False, "machine has less"),
+    ],
+)
+def test_nothing_is_measured_elsewhere(
+    measures: Callable[..., list[Any]], memory: str | None, here: bool, dry_run: bool, why: str
+) -> None:
+    asked = measures({})
+    found = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), memory, here=here, dry_run=dry_run)
+    one = found[MICRO_BATCH_TOKENS]
+    assert (
+        not asked and not one["measured"] and one["why"].endswith(why) and "; predicted alone: " in one["why"]
+    )
+
+
+def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
+    measures: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    measures({})
+
+    def broken(*arguments: Any) -> None:
+        raise LaunchError(f"{arguments[1].name}: ended; see {arguments[1] / 'output.log'}")
+
+    monkeypatch.setattr(auto, "measured_cell", broken)
+    with pytest.raises(LaunchError) as raised:
+        decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)
+    assert raised.value.code is Code.AUTO_NOT_MEASURED
+    snapshot(raised.value)
+    folder = Path(str(raised.value).split("see ")[1].split("/baseline")[0])
+    assert folder.is_dir() and "\n" not in str(raised.value)
+    folder.rmdir()
+
+
+# --- the step that is predicted ---
+
+
+@pytest.mark.parametrize(
+    ("sets", "num_sequences", "tokens"),
+    [
+        ([], 128, 12),  # `37+58=`, and 6 new tokens
+        (["policy.micro_batch_size=4"], 4, 12),
+        (["algorithm.minibatches_per_step=2"], 64, 12),
+        (["policy.packing=true", "policy.micro_batch_tokens=512"], 1, 512),
+        (["policy.packing=true", "policy.micro_batch_tokens=4"], 1, 12),  # one sequence, with its prompt
+        (["algorithm={type: sft}"], 32, 10),  # `37+58=`, `195` and the end
+        (["algorithm={type: dpo}"], 64, 10),
+        (["algorithm={type: sft}", "policy={packing: true, micro_batch_tokens: 4}"], 1, 10),
+        (["algorithm={type: dpo}", "policy={packing: true, micro_batch_tokens: 512}"], 2, 256),
+        (["algorithm={type: dpo}", "policy={packing: true, micro_batch_tokens: 4}"], 2, 10),
+    ],
+)
+def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: int, tokens: int) -> None:
+    claims = "compare.primary=[{metric: train/loss, window: last 20%, margin: 0.05}]"
+    config = load_recipe(SMALL, [*sets, claims]).run_config("baseline")
+    assert isinstance(config, OwnRunConfig)
+    assert largest_microbatch(config) == (num_sequences, tokens)
+
+
+@pytest.mark.slow
+def test_a_real_prediction_decides(abrun: Callable[..., tuple[int, str, str]]) -> None:
+    """A step of a tiny model, 128 sequences of 506 tokens, traced three times of each arm."""
+    larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 1024}")
+    command = ("launch", SMALL, *sets(*ON_GPUS, *larger), "--dry-run", "--json", "--device-memory")
+    decided = {}
+    for memory in ("80GiB", "1GiB"):
+        code, said, _ = abrun(*command, memory)
+        assert code == 0
+        decided[memory] = json.loads(said)["decided"][CHECKPOINTING]
+    assert [one["value"] for one in decided.values()] == ["none", "full"]
+    none, full = (one["peaks"]["baseline"] for one in decided["1GiB"]["candidates"])
+    assert none == decided["80GiB"]["candidates"][0]["peaks"]["baseline"]
+    assert none["length"] == full["length"] == 506 and none["peak_bytes"] > 2 * full["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_real_tasks_and_predictions_decide_all(abrun: Callable[..., tuple[int, str, str]]) -> None:
+    """With positions for 506 tokens: a microbatch is many sequences, of the 32 that a rank has an update."""
+    larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600}")
+    values = (AUTO, f"{KEEP_GATHERED}=auto", f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true")
+    both = ("cluster={gpus_per_node: 2}", "algorithm.minibatches_per_step=2")
+    command = ("launch", SMALL, *sets(*values, *larger, *both), "--dry-run", "--json", "--device-memory")
+    code, said, _ = abrun(*command, "80GiB")
+    assert code == 0, said
+    of = json.loads(said)["decided"]
+    assert [one["value"] for one in of.values()] == ["none", True, 16192]  # 32 x 506
+    (first,) = of[KEEP_GATHERED]["candidates"]
+    assert (first["peaks"]["baseline"]["num_sequences"], first["peaks"]["baseline"]["length"]) == (27, 600)
+
+
+@pytest.mark.slow
+def test_a_real_measurement_is_that_of_the_prediction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step on CPU cores in a GPU's place, whose rank counts live tensors within a budget."""
+    monkeypatch.setattr(predict, "_smallest_here", lambda: GIB)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    real = auto.measured_cell
+
+    def on_cores(module: str, directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
+        return real(module, directory, arm, point, config.model_copy(update={"cluster": Cluster()}), job)
+
+    monkeypatch.setattr(auto, "measured_cell", on_cores)
+    large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
+    one = decide(recipe(*TOKENS, *large), None, here=True)[MICRO_BATCH_TOKENS]
+    print(one["why"])
+    measured = one["candidates"][-1]["measured"]
+    predicted = one["candidates"][-1]["peaks"][measured["arm"]]
+    assert one["measured"] and measured["out_of_memory"] is None
+    # The attention of CPU cores holds more than a GPU's
+    assert predicted["peak_bytes"] < measured["peak_bytes"] < 1.25 * predicted["peak_bytes"]
+    assert not list(tmp_path.glob("abrun-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("heard_signals")
+def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
+    command = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
+    launched = subprocess.Popen(
+        [*command, "--device-memory", "80GiB"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launched.stdout and "predicting" in launched.stdout.readline()
+    time.sleep(2)  # its processes import
+    asked_s = time.monotonic()
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=60)
+    assert launched.returncode == 130 and time.monotonic() - asked_s < 3

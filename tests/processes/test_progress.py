@@ -1,0 +1,45 @@
+"""What a rank says of itself, and how long it may be silent."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from abrun.processes import progress
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "expected"),
+    [
+        ([], math.inf),
+        ([30.0, 2.0], math.inf),
+        ([30.0, 2.0, 2.0], 60.0),
+        ([90.0, 20.0, 20.0, 95.0, 20.0], 200.0),
+    ],
+)
+def test_patience_is_ten_usual_steps_once_there_are_three(steps_s: list[float], expected: float) -> None:
+    assert progress.patience(steps_s) == expected
+
+
+def test_what_is_no_part_of_every_step_may_take_as_long_as_it_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = progress._Line()
+    monkeypatch.setattr(progress, "_line", line)
+    file = (tmp_path / "rank-0").open("w+b")
+    line.file = file.fileno()
+    for _ in range(5):
+        progress.stepped()
+
+    def patience_s() -> float:
+        return progress.signs({0: file.fileno()})[0].patience_s
+
+    progress.beat("logprobs")
+    assert patience_s() == progress.LEAST_PATIENCE_S
+    progress.beat("checkpointing", usual=False)
+    assert patience_s() == math.inf
+    progress.beat()
+    assert patience_s() == math.inf
+    progress.beat("generation")
+    assert patience_s() == progress.LEAST_PATIENCE_S
+    file.close()

@@ -1,0 +1,1040 @@
+"""Recipes: what is refused, in one line each; inheritance; and a fuzz test over the recipes that ship."""
+
+import copy
+import io
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from abrun.errors import RecipeError
+from abrun.experiment.plan import make_plan
+from abrun.launch.preview import preview
+from abrun.reasons import Code
+from abrun.recipe import reading
+from abrun.recipe.claims import parse_primary
+from abrun.recipe.command import CommandRunConfig, invocation
+from abrun.recipe.experiment import Declared, Recipe, load_recipe, stored_recipe
+from abrun.recipe.merging import merge
+from abrun.recipe.policy import Policy
+from abrun.recipe.reading import Loader, dotted, nested
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.layout import RUN_FILES
+from tests.fuzzing import SEED, bounded, check_line, damaged, rounds
+from tests.recipe.test_shipped_recipes import RECIPES, each_recipe
+from tests.snapshot import Snapshot
+
+SMALL = Path(__file__).parents[1] / "launch" / "small.yaml"
+FOREIGN = Path(__file__).parents[1] / "external" / "foreign.yaml"
+
+
+def own(path: Path, *overrides: str) -> Recipe:
+    """A recipe of our own trainer."""
+    recipe = load_recipe(path, overrides)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def own_run(recipe: Declared, arm: str) -> OwnRunConfig:
+    config = recipe.run_config(arm)
+    assert isinstance(config, OwnRunConfig)
+    return config
+
+
+def command_run(recipe: Declared, arm: str) -> CommandRunConfig:
+    config = recipe.run_config(arm)
+    assert isinstance(config, CommandRunConfig)
+    return config
+
+
+def refused(path: Path, *overrides: str) -> str:
+    """The one line with which a recipe is refused."""
+    with pytest.raises(RecipeError) as caught:
+        make_plan(load_recipe(path, overrides))
+    line = str(caught.value)
+    assert line and len(line.splitlines()) == 1 and len(line) < 1000
+    return line
+
+
+FOR_TWO_RANKS = (
+    "validation={every: 2, num_prompts: 7}",
+    "algorithm={type: dpo, batch_size: 7}",
+    "policy.backend.context_parallel=3",
+    "policy.backend={type: megatron, expert_parallel: 4}",
+    "policy.backend.expert_parallel=4",
+    "rollout={engine: vllm, tensor_parallel: 4}",
+)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stepz=3",
+        "compare.step_one_tolerance={train/grad_nrm: 0.1}",
+        "compare.step_one_tolerance={}",
+        "compare={step_one: false, step_one_tolerance: 0.1}",
+        "compare.primary=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
+        "seeds=0-3",
+        "seeds='1, 5'",
+        "seeds=7",
+        "seeds=1",
+        "compare.looks=all",
+        "arms.treatment.policy.logprob.impl=chunked",
+        "arms.treatment.seeds=[1]",
+        "steps=1e3",
+        "steps='3'",
+        "steps=0",
+        "steps=99999999999999999999",
+        "policy.optimizer.learning_rate=.nan",
+        "policy.logprobs.impl=triton9",
+        "algorithm={type: sftt}",
+        f"algorithm={{type: {'a' * 5000}}}",
+        "task={type: gsm8k}",
+        "task=null",
+        "task={type: arithmetic, operations: [+]}",
+        "task={type: arithmetic, operations: []}",
+        "task={type: word_problems, topics: [chess]}",
+        "task={type: jsonl, path: x, answer: last}",
+        "task={type: gsm8k, path: x, answer: boxed, verifier: 'a:b'}",
+        "task={type: jsonl, path: x, verifier: judge}",
+        "task={type: gsm8k, path: x, verifier: a.b:c()}",
+        "validation={}",
+        "validation={every: 2, temperature: -1}",
+        "validation={every: 2, path: x}",
+        "validation={every: 2, num_prompts: 7}",
+        "arms.treatment.validation={every: 2}",
+        "algorithm.group_size=1",
+        "algorithm.loss=ppo",
+        "algorithm.loss_reduction=document_mean",
+        "algorithm.grad_divisor=0",
+        "algorithm.grad_divisor=tokens",
+        "algorithm.clip_low=1.5",
+        "algorithm.dual_clip=1.0",
+        "algorithm={type: grpo, loss: cispo, dual_clip: 3.0}",
+        "algorithm={type: grpo, normalize_over: batch, normalize_advantages: false}",
+        "algorithm={type: grpo, ratio: on_policy, epochs_per_step: 2, minibatches_per_step: 3}",
+        "policy={compile: true, backend: {type: megatron}}",
+        "policy={compile: true, liger: true}",
+        "policy={liger: true, backend: {tensor_parallel: 2}}",
+        "policy={liger: true, backend: {type: megatron}}",
+        "policy={compile: true, backend: {context_parallel: 2}}",
+        "algorithm={type: grpo, dynamic_sampling: {}, advantage_baseline: batch_mean}",
+        "algorithm.kl_in=reward_to_go",
+        "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: leave_one_out, "
+        "normalize_advantages: false}",
+        "algorithm={type: grpo, kl_in: reward_to_go, advantage_baseline: none}",
+        "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k1}",
+        "algorithm={type: ppo, kl_coefficient: 0.1, kl_estimator: k1}",
+        "algorithm={type: grpo, kl_coefficient: 0.1, kl_estimator: k3+, kl_in: reward}",
+        "algorithm={type: grpo, normalize_over: leave_one_out}",
+        "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+        "normalize_advantages: false}",
+        "algorithm={type: grpo, normalize_over: leave_one_out, advantage_baseline: leave_one_out, "
+        "group_size: 2}",
+        "algorithm.overlong_punishment={buffer: 1000}",
+        "algorithm.overlong_punishment={buffer: 0}",
+        "algorithm.overlong_punishment={factor: 1}",
+        "algorithm.dynamic_sampling={max_tries: 0}",
+        "algorithm.minibatches_per_step=3",
+        "algorithm={type: grpo, prompts_per_step: 6, minibatches_per_step: 3, dynamic_sampling: {}, "
+        "documents_per_step: 40}",
+        "algorithm.documents_per_step=127",
+        "algorithm={type: ppo, prompts_per_step: 8, documents_per_step: 7}",
+        "algorithm.importance_correction={type: tis}",
+        "algorithm.importance_correction={type: icepop, low: 3.0, high: 2.0}",
+        "arms.treatment={algorithm.loss: gspo, policy.logprobs: {impl: chunked, one_pass: true}}",
+        "arms.treatment={algorithm: {type: dpo}, policy.logprobs: {impl: chunked, one_pass: true}}",
+        "arms.treatment={algorithm: {type: dpo}, policy.micro_batch_size: 3}",
+        "arms.treatment={algorithm: {type: dpo}, task: {type: word_problems}}",
+        "task={type: preferences, path: x}",
+        "task={type: completions}",
+        "algorithm={type: dpo, beta: 0}",
+        "algorithm={type: dpo, logprob_reduction: max}",
+        "algorithm={type: dpo, batch_size: 7}",
+        "rollout.top_p=0.9",
+        "rollout.top_k=20",
+        "rollout.min_p=0.1",
+        "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
+        "arms.baseline.policy.logprobs.chunk_size=32",
+        "arms.baseline.policy.logprobs.memory_budget_mib=64",
+        "arms.baseline.policy.logprobs.one_pass=true",
+        "arms.treatment.policy.logprobs={impl: chunked, one_pass: true, chunk_size: 32}",
+        "policy.logprobs.memory_budget_mib=0",
+        "policy.logprobs.memory_budget_mib=0.5",
+        "policy.logprobs.one_pass=1",
+        "arms.treatment.policy.logprobs.impl=logits",
+        "arms={../up: {steps: 3}}",
+        "arms={other: null}",
+        "seeds=[0]",
+        "seeds=[1, 1]",
+        "seeds=[]",
+        "model.path=x",
+        "cluster={cpu_ranks: 3}",
+        "cluster={gpus_per_node: 2, cpu_ranks: 2}",
+        "policy.backend={type: fsdp}",
+        "policy.backend=megatron",
+        "policy.backend.pipeline_parallel=2",
+        "policy.backend.context_parallel=3",
+        "policy.backend={type: megatron, sequence_parallel: true}",
+        "policy.backend={type: megatron, tensor_parallel: 2, expert_parallel: 2}",
+        "arms.treatment={policy.backend: {type: megatron}, "
+        "algorithm: {type: ppo, value_head_dtype: bfloat16}}",
+        "policy.backend={type: megatron, overlap_param_gather: true}",
+        "policy.backend={type: megatron, expert_parallel: 4}",
+        "policy.backend.expert_parallel=4",
+        "rollout.engine=sglang",
+        "rollout.tensor_parallel=2",
+        "rollout.devices=2",
+        "rollout={engine: vllm, devices: 3, tensor_parallel: 2}",
+        "rollout.gpu_memory_utilization=0.5",
+        "rollout={engine: vllm, temperature: 0.005}",
+        "rollout={engine: vllm, temperature: 2.5}",
+        "arms.treatment={rollout: {engine: vllm}, validation: {every: 1, temperature: 2.5}}",
+        "rollout.batch_invariant=true",
+        "rollout={engine: vllm, batch_invariant: true}",
+        "trainer.env={RANK: '1'}",
+        "trainer.env={a-b: '1'}",
+        "trainer.env={HOST: '${NAME}'}",
+        "trainer.env={VLLM_X: 1}",
+        "rollout={engine: vllm, tensor_parallel: 4}",
+        "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
+        "compare.primary=[{metric: a, margin: 0.1, window: steps 9-2}]",
+        "name=a/b",
+        "controls.aa_reruns=1000000000",
+    ],
+)
+def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
+    override: str, snapshot: Snapshot
+) -> None:
+    ranks = ["cluster.cpu_ranks=2"] if override in FOR_TWO_RANKS else []
+    snapshot(refused(SMALL, override, *ranks))
+
+
+def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks(snapshot: Snapshot) -> None:
+    """16 ranks; what counts is how many of them hold another part of the batch."""
+    sixteen = ["cluster={nodes: 2, gpus_per_node: 8}", "validation={every: 1, num_prompts: 4}"]
+    snapshot(refused(SMALL, *sixteen))
+    for backend, data_parallel in (
+        ("{tensor_parallel: 2, context_parallel: 2}", 4),
+        ("{type: megatron, tensor_parallel: 4, pipeline_parallel: 4}", 1),
+        ("{type: megatron, tensor_parallel: 2, pipeline_parallel: 2, context_parallel: 2}", 2),
+    ):
+        recipe = own(SMALL, *sixteen, f"policy.backend={backend}")
+        assert recipe.data_parallel == own_run(recipe, "treatment").data_parallel == data_parallel
+    experts = "{type: megatron, tensor_parallel: 2, expert_parallel: 8, sequence_parallel: true}"
+    snapshot(refused(SMALL, *sixteen, f"policy.backend={experts}"))
+
+
+def test_experts_are_spread_over_ranks_with_other_tokens_each(snapshot: Snapshot) -> None:
+    """Tensor-parallel ranks have the same tokens, those of a context-parallel group other ones."""
+    eight, experts = "cluster={gpus_per_node: 8}", "model.preset=qwen3-moe-tiny"
+    fits = "policy.backend={tensor_parallel: 2, context_parallel: 2, expert_parallel: 4}"
+    assert own(SMALL, eight, experts, fits).policy.backend.expert_parallel == 4
+    snapshot(refused(SMALL, eight, experts, "policy.backend={tensor_parallel: 2, expert_parallel: 8}"))
+    snapshot(refused(SMALL, eight, "policy.backend.expert_parallel=2"))
+    three = ["cluster={cpu_ranks: 3}", "algorithm.prompts_per_step=6", "policy.backend.expert_parallel=3"]
+    snapshot(refused(SMALL, experts, *three))
+
+
+def test_what_only_a_mixture_of_experts_has_is_asked_of_no_other_model(snapshot: Snapshot) -> None:
+    for setting in ("router_aux_loss_coefficient=0.1", "replay_routing=true"):
+        snapshot(refused(SMALL, f"policy.{setting}"))
+    sft = ["algorithm={type: sft, batch_size: 8}", "compare.primary.0.metric=train/loss"]
+    snapshot(refused(SMALL, *sft, "model.preset=qwen3-moe-tiny", "policy.replay_routing=true"))
+
+
+def test_a_tensor_parallel_group_stays_inside_a_node(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, "cluster={nodes: 2, gpus_per_node: 4}", "policy.backend.tensor_parallel=8"))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
+    for setting, values in (("chunk_size: 32", (None, 32)), ("one_pass: true", (False, True))):
+        override = f"arms.treatment.policy.logprobs={{impl: {impl}, memory_budget_mib: 64, {setting}}}"
+        assert make_plan(load_recipe(SMALL, [override])).treatment_diff["treatment"] == {
+            "policy.logprobs.impl": ("logits", impl),
+            "policy.logprobs.memory_budget_mib": (None, 64),
+            f"policy.logprobs.{setting.split(':')[0]}": values,
+        }
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.argz=[x]",
+        "trainer.type=comand",
+        "trainer={type: [1]}",
+        "trainer=3",
+        "policy={dtype: float32}",
+        "arms.treatment.policy.dtype=bfloat16",
+        "arms.treatment.trainer.type=comand",
+        "arms.other.trainer={type: abrun}",
+        "trainer.argv=[]",
+        "trainer.argv=[a, 3]",
+        "trainer.argv=['{python}', '{sed}']",
+        "trainer.argv=['{seed!r}']",
+        "trainer.argv=['{seed:>3}']",
+        "trainer.argv=['{}']",
+        "trainer.argv=['{seed.real}']",
+        "trainer.argv=['a}']",
+        'trainer.argv=["a\\0b"]',
+        "trainer.env.A='{nope}'",
+        "trainer.env={'a b': c}",
+        "trainer.env.ABRUN_SEED='3'",
+        "trainer.env.CUDA_VISIBLE_DEVICES='0'",
+        "arms.treatment.trainer.parameters.lr=3",
+        "trainer.parameters.seed=3",
+        "trainer.parameters.a-b=3",
+        "trainer.parameters.learning_rate=[1]",
+        "trainer.parameters.learning_rate=.nan",
+        "trainer.parameters.learning_rate=null",
+        "trainer.metrics.format=excel",
+        "trainer.metrics.path=/tmp/m.jsonl",
+        "trainer.metrics.path='/tmp/{arm}/{seed}'",
+        "trainer.metrics.path='tmp/{arm}{seed}{rerun}'",
+        "trainer.metrics.path='{run_dir}/metrics.jsonl'",
+        "trainer.metrics.path='{run_dir}'",
+        "trainer.aliases=tlr",
+        "trainer.aliases={a: 3}",
+        "steps=0",
+    ],
+)
+def test_each_rule_of_command_arms_is_one_line(override: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, override))
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.parametrize("form", ["{{run_dir}}/{}", "{{run_dir}}//x/.././{}/below", "{{run_dir}}/{{label}}"])
+def test_a_command_s_metrics_are_none_of_abrun_s_files(name: str, form: str, snapshot: Snapshot) -> None:
+    overrides = [f"trainer.metrics.path='{form.format(name)}'", f"trainer.parameters.label={name.upper()}"]
+    snapshot(refused(FOREIGN, *overrides))
+
+
+@pytest.mark.parametrize(
+    "path", ["{run_dir}/..", "{run_dir}/../m.csv", "{run_dir}/a/../../m.csv", "{run_dir}/."]
+)
+def test_a_command_s_metrics_lie_in_its_run_directory(path: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, f"trainer.metrics.path='{path}'"))
+
+
+def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own(snapshot: Snapshot) -> None:
+    run = {"experiment": "e", "seed": 3, "rerun": 1, "run_dir": "/runs/x"}
+    for template, path in (
+        ("/scratch/{arm}/{seed}-{rerun}//a/../log", "/scratch/treatment/3-1/log"),
+        ("/scratch/{run_dir}/log", "/scratch/runs/x/log"),
+        ("{run_dir}/a/..//./log", "/runs/x/log"),
+    ):
+        recipe = load_recipe(FOREIGN, [f"trainer.metrics.path='{template}'"])
+        filled = invocation(command_run(recipe, "treatment"), arm="treatment", **run)
+        assert filled.metrics_path == path
+    recipe = load_recipe(FOREIGN, ["trainer.metrics.path='/runs/{arm}/{seed}{rerun}/../result.json'"])
+    with pytest.raises(RecipeError) as refusal:
+        invocation(command_run(recipe, "treatment"), arm="x", **run)
+    snapshot(refusal.value)
+
+
+def test_no_template_of_a_command_names_a_file_of_abrun(snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, "trainer.env.ARGS='--out={run_dir}/logs,{run_dir}/./result.json'"))
+    snapshot(refused(FOREIGN, "trainer.env.OUT='{run_dir}/checkpoints'"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(echo >{run_dir}/result.json)",
+        "echo >{run_dir}/result.json&&true",
+        'echo > "{run_dir}"/result.json',
+        "echo > $ABRUN_RUN_DIR/result.json",
+        "echo > ${{ABRUN_RUN_DIR}}/logs/../result.json",
+        "cp x {run_dir}/../seed-1/result.json",
+    ],
+)
+def test_a_line_of_shell_names_no_file_of_abrun(line: str, snapshot: Snapshot) -> None:
+    snapshot(refused(FOREIGN, f"trainer.env.LINE='{line}'"))
+    load_recipe(FOREIGN, ["trainer.env.LINE='" + line.replace("result", "results") + "'"])
+
+
+def test_an_arm_named_like_a_file_of_abrun_does_not_write_it(snapshot: Snapshot) -> None:
+    recipe = load_recipe(FOREIGN, ["trainer.metrics.path='{run_dir}/{arm}'", "trainer.parameters.format=csv"])
+    run = {"experiment": "e", "seed": 0, "rerun": 0, "run_dir": "/runs/x"}
+    assert (
+        invocation(command_run(recipe, "baseline"), arm="baseline", **run).metrics_path == "/runs/x/baseline"
+    )
+    with pytest.raises(RecipeError) as refusal:
+        invocation(command_run(recipe, "baseline"), arm="result.json", **run)
+    snapshot(refusal.value)
+    command = command_run(load_recipe(FOREIGN, ["trainer.env.OUT='{run_dir}/{arm}.json'"]), "baseline")
+    assert invocation(command, arm="a", **run).env["OUT"] == "/runs/x/a.json"
+    with pytest.raises(RecipeError) as refusal:
+        invocation(command, arm="result", **run)
+    snapshot(refusal.value)
+
+
+def test_templates_are_filled_in_with_the_run_and_its_parameters() -> None:
+    recipe = load_recipe(
+        FOREIGN,
+        [
+            "trainer={type: command, argv: [a, '{experiment}/{arm}-{seed}-{rerun}', '{steps}', "
+            "'x={{{learning_rate}}}', '{flag}'], env: {OUT: '{run_dir}/out'}, "
+            "metrics: {format: csv, path: '{run_dir}/{name}.csv'}, "
+            "parameters: {flag: true, name: log, learning_rate: 1e-6}}",
+        ],
+    )
+    filled = invocation(
+        command_run(recipe, "treatment"), experiment="e", arm="treatment", seed=3, rerun=0, run_dir="/runs/x"
+    )
+    assert filled.argv == ["a", "e/treatment-3-0", "5", "x={0.1}", "true"]
+    assert filled.env["OUT"] == "/runs/x/out" and filled.metrics_path == "/runs/x/log.csv"
+
+
+def test_an_arm_of_another_trainer_keeps_only_what_every_run_has() -> None:
+    command = "{trainer: {metrics: {path: '{run_dir}/m', format: csv}, argv: [x], type: command}}"
+    recipe = load_recipe(SMALL, [f"arms.other={command}", "cluster.cpu_ranks=2"])
+    config = command_run(recipe, "other")
+    assert config.model_dump().keys() == {"steps", "cluster", "limits", "trainer"}
+    assert (config.steps, config.cluster.cpu_ranks, config.trainer.argv) == (3, 2, ["x"])
+    ours = "algorithm: {type: grpo}, model: {preset: qwen2-tiny}, task: {type: arithmetic}"
+    config = own_run(load_recipe(FOREIGN, [f"arms.other={{trainer: {{type: abrun}}, {ours}}}"]), "other")
+    assert (config.steps, config.trainer.type, config.algorithm.type) == (5, "abrun", "grpo")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "loss: gspo, loss_reduction: sequence_mean, dual_clip: 3.0",
+        "group_size: 1, advantage_baseline: batch_mean, normalize_over: batch, kl_in: reward",
+        "group_size: 1, advantage_baseline: batch_mean, normalize_over: batch, kl_in: reward_to_go",
+        "advantage_baseline: none, normalize_advantages: false, kl_in: reward_to_go",
+        "loss: reinforce, advantage_baseline: leave_one_out, normalize_advantages: false, metrics: none",
+        "loss: cispo, clip_low: 1.0, clip_high: 4.0, epochs_per_step: 2, minibatches_per_step: 4",
+        "clip_high: 0.28, dynamic_sampling: {max_tries: 3}, documents_per_step: 64, metrics: full",
+        "advantage_baseline: leave_one_out, normalize_over: leave_one_out, group_size: 3, metrics: full",
+        "kl_estimator: k3+, kl_coefficient: 0.1, overlong_punishment: {buffer: 4}",
+        "kl_estimator: k1, loss: gspo, metrics: full",
+        "ratio: on_policy, importance_correction: {type: sequence_mask, low: 0.99, high: 1.01}",
+    ],
+)
+def test_the_family_of_grpo_plans(algorithm: str) -> None:
+    recipe = load_recipe(SMALL, [f"algorithm={{type: grpo, prompts_per_step: 16, {algorithm}}}"])
+    assert make_plan(recipe).runs
+
+
+def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path, snapshot: Snapshot) -> None:
+    tree = yaml.load(SMALL.read_text(), Loader)
+    path = tmp_path / "arms.yaml"
+    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
+        path.write_text(yaml.safe_dump(tree | {"arms": arms}))
+        snapshot(refused(path))
+    del tree["task"]["type"]
+    path.write_text(yaml.safe_dump(tree))
+    snapshot(refused(path))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps",
+        "=3",
+        "",
+        "a..b=3",
+        ".a=3",
+        "a.b.=3",
+        "a\nb=3",
+        "steps=[",
+        f"{'a' * 5000}=[",
+        "steps=*x",
+        "steps=!!int 3",
+        "steps=!!bool maybe",
+        "steps=" + "9" * 5000,
+        "steps=\udcff",
+        'model.path="\\ud800"',
+        "steps={1: 2}",
+        "steps={[1]: 2}",
+        "compare.primary.1.sigma=1",
+        "compare.primary.-1.sigma=1",
+        "seeds.2=1",
+        "compare.looks.0=2",
+        "steps.0=2",
+    ],
+)  # fmt: skip
+def test_an_override_that_cannot_be_read_is_refused(override: str, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, override))
+
+
+def test_a_number_in_a_key_reaches_into_a_list() -> None:
+    recipe = load_recipe(SMALL, ["compare.primary.0.sigma=0.1", "seeds.1=7"])
+    (claim,) = recipe.compare.primary
+    assert (claim.metric, claim.margin, claim.sigma) == ("train/reward", 0.05, 0.1)
+    assert recipe.seeds == [0, 7]
+    # In a mapping it is a key like any other
+    assert load_recipe(SMALL, ["arms.0.steps=9"]).run_config("0").steps == 9
+
+
+def test_what_is_set_replaces_what_was_there() -> None:
+    assert load_recipe(SMALL, ["arms={baseline: {}, other: {steps: 4}}"]).arms == {
+        "baseline": {},
+        "other": {"steps": 4},
+    }
+    recipe = own(SMALL, "policy.optimizer.weight_decay=0.3", "policy.optimizer={eps: 1e-6}")
+    fresh = type(recipe.policy.optimizer)()
+    assert recipe.policy.optimizer == fresh.model_copy(update={"eps": 1e-6})
+    changes = ["arms.treatment.policy.logprobs={impl: triton, memory_budget_mib: 4}"]
+    changes += ["arms.treatment.policy.logprobs={impl: chunked}"]
+    assert load_recipe(SMALL, changes).arms["treatment"] == {"policy.logprobs.impl": "chunked"}
+    # Of another type, what only the old one has is gone where it is its default
+    changes = ["policy.backend={type: megatron, expert_parallel: 1}", "policy.backend.type=dtensor"]
+    assert own(SMALL, *changes).policy == own(SMALL).policy
+
+
+def test_absurdly_deep_and_recursive_input_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"arms.treatment.{'a.' * 5000}b=3"))
+    path = tmp_path / "recipe.yaml"
+    path.write_text("[" * 5000)
+    snapshot(refused(path))
+    for text in ("a: &a [1]\nb: *a\n", "a: &a {b: *a}\n"):
+        path.write_text(text)
+        snapshot(refused(path))
+
+
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path, snapshot: Snapshot) -> None:
+    snapshot(refused(tmp_path / "nowhere.yaml"))
+    (tmp_path / "child.yaml").write_text("defaults: quickstart")
+    snapshot(refused(tmp_path / "child.yaml"))
+    snapshot(refused(tmp_path))
+    snapshot(refused(SMALL / "below-a-file.yaml"))
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    snapshot(refused(tmp_path / "binary.yaml"))
+    (tmp_path / "empty.yaml").touch()
+    snapshot(refused(tmp_path / "empty.yaml"))
+    (tmp_path / "named.yaml").write_text("name: named\n")
+    snapshot(refused(tmp_path / "named.yaml"))
+    (tmp_path / "named.yaml").write_text("".join(f"{'x' * 30}{number}: 1\n" for number in range(9)))
+    snapshot(refused(tmp_path / "named.yaml"))
+
+
+def test_only_regular_files_are_read(tmp_path: Path, snapshot: Snapshot) -> None:
+    """A pipe that nobody writes to would be waited for, and a device never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "recipe.yaml"
+    for odd in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
+        path.write_text(f"defaults: {odd}\n")
+        snapshot(refused(path))
+    snapshot(refused(tmp_path / "pipe"))
+
+
+def test_a_recipe_of_any_size_is_read_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("a: [" + "1," * 3_000_000 + "1]\n")
+    snapshot(refused(path))
+    arms = ", ".join(f"a{number}: {{steps: 9}}" for number in range(1001))
+    snapshot(refused(SMALL, f"arms={{baseline: {{}}, {arms}}}"))
+    copies: list[Any] = []
+    monkeypatch.setattr(reading, "dict", lambda one: copies.append(one) or dict(one), raising=False)
+    flat = {"a": {"c": 0}} | {f"a.b{number}": number for number in range(100)}
+    assert len(nested(flat)["a"]) == 101 and copies == [{"c": 0}]  # a branch once, not for each of its names
+
+
+def test_numbers_of_thousands_of_digits_are_one_line(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"steps=0x{'f' * 6000}"))
+    assert own(SMALL, "steps=0x1F").steps == 31
+
+
+def test_overrides_reach_nested_values_and_arms() -> None:
+    recipe = load_recipe(SMALL, ["policy.optimizer.learning_rate=1e-4", "arms.treatment.steps=7"])
+    assert own_run(recipe, "baseline").policy.optimizer.learning_rate == 1e-4
+    assert recipe.run_config("baseline").steps == 3
+    assert recipe.run_config("treatment").steps == 7
+    assert own_run(recipe, "treatment").policy.logprobs.impl == "chunked"
+
+
+def test_types_without_a_common_key_begin_anew() -> None:
+    base = {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
+    assert merge(base, {"task": {"type": "gsm8k", "path": "x"}})["task"] == {"type": "gsm8k", "path": "x"}
+    assert merge(base, {"task": {"digits": 1}})["task"] == {"type": "arithmetic", "digits": 1}
+    assert base == {"task": {"type": "arithmetic", "digits": 2}, "steps": 3}
+    grpo = {"algorithm": {"type": "grpo", "group_size": 4}}
+    assert merge(grpo, {"algorithm": {"type": "sft"}}) == {"algorithm": {"type": "sft"}}
+
+
+class TestAnotherType:
+    """A section that gets another type keeps what both types have; the rest is refused by name."""
+
+    ways = pytest.mark.parametrize("way", ["arm", "set", "file"])
+
+    def changed(self, tmp_path: Path, way: str, section: str, base: str, **change: Any) -> Any:
+        """Return the section of a run to which a change was made in one of the three ways."""
+        more = {"validation": None, "warm_start": None, "cluster": {"cpu_ranks": 4}, "name": "base"}
+        tree = (
+            yaml.load(SMALL.read_text(), Loader)
+            | more
+            | {"arms": {"baseline": {}, "treatment": {"steps": 4}}}
+        )
+        *parents, last = section.split(".")
+        owner = tree
+        for parent in parents:
+            owner = owner.setdefault(parent, {})
+        owner[last] = yaml.load(base, Loader)
+        tree["compare"] = {}
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree))
+        if way == "file":
+            child = {"defaults": "base.yaml", **nested({f"{section}.{key}": change[key] for key in change})}
+            (tmp_path / "child.yaml").write_text(yaml.safe_dump(child))
+            config = load_recipe(tmp_path / "child.yaml").run_config("baseline")
+        else:
+            prefix, arm = ("arms.other.", "other") if way == "arm" else ("", "baseline")
+            sets = [f"{prefix}{section}.{key}={json.dumps(value)}" for key, value in change.items()]
+            config = load_recipe(tmp_path / "base.yaml", sets).run_config(arm)
+        for name in section.split("."):
+            config = getattr(config, name)
+        return config
+
+    @ways
+    @pytest.mark.parametrize(
+        ("section", "base", "change", "kept"),
+        [
+            (
+                "policy.backend",
+                "{tensor_parallel: 2, sequence_parallel: true, keep_gathered: false}",
+                {"type": "megatron", "pipeline_parallel": 2},
+                {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+            ),
+            (
+                "policy.backend",
+                "{type: megatron, context_parallel: 2, distributed_optimizer: true}",
+                {"type": "dtensor"},
+                {"context_parallel": 2},
+            ),
+            (
+                "algorithm",
+                "{type: grpo, prompts_per_step: 64, group_size: 4, minibatches_per_step: 2, clip_high: 0.28}",
+                {"type": "ppo"},
+                {"prompts_per_step": 64, "group_size": 4, "minibatches_per_step": 2, "clip_high": 0.28},
+            ),
+            ("algorithm", "{type: sft, batch_size: 8}", {"type": "dpo", "beta": 0.2}, {"batch_size": 8}),
+            ("algorithm", "{type: grpo, group_size: 4}", {"batch_size": 8, "type": "sft"}, {"batch_size": 8}),
+            (
+                "task",
+                "{type: gsm8k, path: x.jsonl, answer: boxed}",
+                {"type": "jsonl", "prompt_field": "question"},
+                {"path": "x.jsonl", "answer": "boxed", "prompt_field": "question"},
+            ),
+            ("task", "{type: arithmetic, max_operand: 3}", {"type": "word_problems"}, {"max_number": 20}),
+        ],
+    )
+    def test_common_keys_stay(
+        self, tmp_path: Path, way: str, section: str, base: str, change: dict[str, Any], kept: dict[str, Any]
+    ) -> None:
+        found = self.changed(tmp_path, way, section, base, **change)
+        assert found.type == change["type"]
+        assert {key: getattr(found, key) for key in kept} == kept
+
+    @ways
+    @pytest.mark.parametrize(
+        ("section", "base", "kind", "lost", "only"),
+        [
+            ("policy.backend", "{keep_gathered: true}", "megatron", "keep_gathered", "dtensor"),
+            (
+                "policy.backend",
+                "{type: megatron, pipeline_parallel: 2, tensor_parallel: 2}",
+                "dtensor",
+                "pipeline_parallel",
+                "megatron",
+            ),
+            (
+                "algorithm",
+                "{type: grpo, prompts_per_step: 16, dynamic_sampling: {max_tries: 3}}",
+                "ppo",
+                "dynamic_sampling",
+                "grpo",
+            ),
+            ("algorithm", "{type: ppo, gae_lambda: 1.0, group_size: 2}", "grpo", "gae_lambda", "ppo"),
+            ("algorithm", "{type: dpo, beta: 0.2, batch_size: 8}", "sft", "beta", "dpo"),
+        ],
+    )
+    def test_a_key_of_the_old_type_alone_is_refused_until_null_drops_it(
+        self, tmp_path: Path, way: str, section: str, base: str, kind: str, lost: str, only: str
+    ) -> None:
+        with pytest.raises(RecipeError) as refusal:
+            self.changed(tmp_path, way, section, base, type=kind)
+        line = str(refusal.value)
+        reason = refusal.value.reason
+        assert (reason.code, reason["types"]) == (Code.KEY_OF_OTHER_TYPE, [only])
+        assert reason["field"].endswith(f"{section}.{lost}")
+        assert "null" in line and len(line.splitlines()) == 1
+        for change in ({"type": kind, lost: None}, {lost: None, "type": kind}):
+            assert self.changed(tmp_path, way, section, base, **change).type == kind
+
+    def test_an_arm_keeps_what_the_baseline_resolves_to(self, tmp_path: Path) -> None:
+        base = "{type: grpo, prompts_per_step: 16}"
+        assert self.changed(tmp_path, "arm", "algorithm", base, type="ppo").group_size == 8
+        assert self.changed(tmp_path, "set", "algorithm", base, type="ppo").group_size == 1, "PPO's default"
+
+    def test_an_arm_s_own_values_stay_when_it_gets_another_type(self) -> None:
+        own = "arms.treatment={policy.backend: {tensor_parallel: 1, sequence_parallel: false}, steps: 4}"
+        sets = ["cluster.cpu_ranks=2", "policy.backend={tensor_parallel: 2, sequence_parallel: true}", own]
+        recipe = load_recipe(SMALL, [*sets, "arms.treatment.policy.backend.type=megatron"])
+        assert own_run(recipe, "treatment").policy.backend.tensor_parallel == 1
+
+    def test_one_model_with_several_types_keeps_all(self) -> None:
+        base = "algorithm.importance_correction={type: truncated, low: 0.5, high: 2.0}"
+        for key in ("algorithm.importance_correction", "arms.treatment.algorithm.importance_correction"):
+            recipe = load_recipe(SMALL, [base, f"{key}.type=icepop"])
+            config: Any = own_run(recipe, "treatment").algorithm
+            assert config.importance_correction.model_dump() == {"type": "icepop", "low": 0.5, "high": 2.0}
+
+    def test_another_trainer_keeps_the_environment_alone(self) -> None:
+        ours = "algorithm: {type: grpo}, model: {preset: qwen2-tiny}, task: {type: arithmetic}"
+        recipe = load_recipe(
+            FOREIGN,
+            [
+                "trainer.env={A: b}",
+                "trainer.versions_of=[torch]",
+                f"arms.other={{trainer: {{type: abrun}}, {ours}}}",
+            ],
+        )
+        assert own_run(recipe, "other").trainer.env == {"A": "b"}
+
+    def test_a_launcher_keeps_what_both_have(self, snapshot: Snapshot) -> None:
+        launcher = "launcher={type: slurm, cpus_per_rank: 4, interface: ib0}"
+        recipe = load_recipe(SMALL, [launcher, "launcher.type=ray"])
+        assert recipe.launcher and recipe.launcher.type == "ray"
+        assert (recipe.launcher.cpus_per_rank, recipe.launcher.interface) == (4, "ib0")
+        snapshot(refused(SMALL, "launcher={type: slurm, account: lab}", "launcher.type=ray"))
+
+    def test_the_plan_names_the_type_and_no_default_of_one_type(self) -> None:
+        arm = "arms={baseline: {}, other: {policy.backend.type: megatron}}"
+        plan = make_plan(load_recipe(SMALL, [arm]))
+        assert plan.treatment_diff == {"other": {"policy.backend.type": ("dtensor", "megatron")}}
+        more = "arms.other.policy.backend.distributed_optimizer=false"
+        plan = make_plan(load_recipe(SMALL, [arm, more]))
+        assert plan.treatment_diff["other"]["policy.backend.distributed_optimizer"] == (None, False)
+
+    def test_what_a_launch_decides_is_no_matter_of_a_type_without_it(self) -> None:
+        arm = "arms.treatment.policy.backend.type=megatron"
+        recipe = load_recipe(SMALL, ["policy.backend.keep_gathered=auto", arm]).closed()
+        assert own_run(recipe, "treatment").policy.backend.type == "megatron"
+        baseline: Any = own_run(recipe, "baseline").policy.backend
+        assert baseline.keep_gathered is True
+
+
+def test_dotted_and_nested_are_inverse() -> None:
+    tree = {"a": {"b": {"c": 1, "d": {}}}, "e": [1]}
+    assert dotted(tree) == {"a.b.c": 1, "a.b.d": {}, "e": [1]}
+    assert nested(dotted(tree)) == tree
+
+
+class TestDefaults:
+    def write(self, folder: Path, **files: str) -> Path:
+        for name, text in files.items():
+            (folder / f"{name}.yaml").write_text(text)
+        return folder / "child.yaml"
+
+    @pytest.fixture
+    def base(self) -> str:
+        return SMALL.read_text()
+
+    def test_a_path(self, tmp_path: Path, base: str) -> None:
+        path = self.write(tmp_path, base=base, child="defaults: base.yaml\nname: child\nsteps: 5\n")
+        recipe = own(path)
+        assert (recipe.name, recipe.steps, recipe.algorithm.type) == ("child", 5, "grpo")
+
+    def test_in_a_list_the_later_wins_and_the_file_itself_last(self, tmp_path: Path, base: str) -> None:
+        files = {"one": "steps: 11\nseeds: [7, 8]\n", "two": "steps: 12\ncheckpoint: {every: 3}\n"}
+        child = "defaults: [base.yaml, one.yaml, two.yaml]\ncheckpoint: {keep: 9}\n"
+        recipe = own(self.write(tmp_path, base=base, child=child, **files))
+        assert (recipe.steps, recipe.seeds) == (12, [7, 8])
+        assert (recipe.checkpoint.every, recipe.checkpoint.keep) == (3, 9)
+
+    def test_relative_to_the_file_that_says_it(self, tmp_path: Path, base: str) -> None:
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "deep" / "middle.yaml").write_text("defaults: ../base.yaml\nsteps: 4\n")
+        assert load_recipe(self.write(tmp_path, base=base, child="defaults: deep/middle.yaml\n")).steps == 4
+
+    def test_the_same_base_twice_is_no_cycle(self, tmp_path: Path, base: str) -> None:
+        files = {"one": "defaults: base.yaml\n", "two": "defaults: base.yaml\nsteps: 6\n"}
+        assert load_recipe(
+            self.write(tmp_path, base=base, child="defaults: [one.yaml, two.yaml]", **files)
+        ).steps
+
+    def test_each_file_is_read_once_however_many_name_it(self, tmp_path: Path, base: str) -> None:
+        layers = {f"l{number}": f"defaults: [l{number + 1}.yaml, l{number + 1}.yaml]" for number in range(40)}
+        path = self.write(tmp_path, **layers, l40=base, child="defaults: l0.yaml\nsteps: 7\n")
+        assert own(path).steps == 7
+
+    def test_what_a_link_inherits_lies_beside_the_link(self, tmp_path: Path, base: str) -> None:
+        for folder, steps in (("one", 3), ("two", 4)):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "near.yaml").write_text(f"steps: {steps}\n")
+            (tmp_path / folder / "link.yaml").symlink_to(tmp_path / "link.yaml")
+        child = "defaults: [base.yaml, one/link.yaml, two/link.yaml]"
+        path = self.write(tmp_path, base=base, link="defaults: near.yaml", child=child)
+        assert own(path).steps == 4
+
+    def test_there_are_at_most_so_many(self, tmp_path: Path, snapshot: Snapshot) -> None:
+        layers = {f"l{number}": f"defaults: l{number + 1}.yaml" for number in range(100)}
+        snapshot(refused(self.write(tmp_path, **layers, child="defaults: l0.yaml")))
+        snapshot(refused(self.write(tmp_path, child=f"defaults: [{'a.yaml, ' * 17}]")))
+
+    def test_cycles_are_refused(self, tmp_path: Path, snapshot: Snapshot) -> None:
+        path = self.write(tmp_path, child="defaults: other.yaml", other="defaults: child.yaml")
+        assert "cycle" in refused(path) and "child.yaml > other.yaml > child.yaml" in refused(path)
+        snapshot(refused(self.write(tmp_path, child="defaults: child.yaml")))
+
+    @pytest.mark.parametrize("value", ["3", "{a: b}", "[1]", '"a\\nb"'])
+    def test_what_is_no_path_is_refused(self, tmp_path: Path, value: str, snapshot: Snapshot) -> None:
+        snapshot(refused(self.write(tmp_path, child=f"defaults: {value}")))
+
+    def test_a_missing_base_names_both_files(self, tmp_path: Path, snapshot: Snapshot) -> None:
+        snapshot(refused(self.write(tmp_path, child="defaults: gone.yaml")))
+
+
+def test_yaml_reads_as_people_write_it(tmp_path: Path, snapshot: Snapshot) -> None:
+    assert own(SMALL, "policy.optimizer.eps=1e-6").policy.optimizer.eps == 1e-6
+    assert "on" in load_recipe(SMALL, ["arms.on.steps=9"]).arms
+    for text in ("010", "1:30", "yes", "2020-01-01"):
+        snapshot(refused(SMALL, f"steps={text}"))
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: a\nsteps: 1\nmodel: {}\nsteps: 2\n")
+    snapshot(refused(path))
+    snapshot(refused(path))
+    path.write_text("name: a\nmodel:\n  preset: a\n  preset: b\n")
+    snapshot(refused(path))
+
+
+def test_primaries_of_the_command_line(snapshot: Snapshot) -> None:
+    claim = parse_primary("timing/train/total_step_time_s:steps 10-50:0.1")
+    assert (claim.metric, claim.window, claim.margin) == (
+        "timing/train/total_step_time_s",
+        "steps 10-50",
+        0.1,
+    )
+    for bad in ("", "a", "a:all", "a:all:b", ":all:1", "a:all:-1", "a:never:1", "a:all:nan", "a:all:1:2"):
+        with pytest.raises(RecipeError) as caught:
+            parse_primary(bad)
+        snapshot(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+RESOLVED = [
+    load_recipe(SMALL).model_dump(),
+    load_recipe(SMALL, ["algorithm={type: ppo}", "policy.backend={type: megatron}", "wandb={}"]).model_dump(),
+    load_recipe(
+        SMALL, ["task={type: word_problems}", "validation={every: 1}", "warm_start={steps: 1}"]
+    ).model_dump(),
+    load_recipe(FOREIGN).model_dump(),
+]
+PYDANTICS = (
+    "Input should",
+    "List should",
+    "Value error",
+    "validation error",
+    "valid ",
+    "https://",
+    "instance",
+)
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
+    """Any field of a resolved recipe with any value: a line of ours, or none."""
+    tree = copy.deepcopy(data.draw(st.sampled_from(RESOLVED)))
+    *parents, key = data.draw(st.sampled_from(places(tree)))
+    owner: Any = tree
+    for parent in parents:
+        owner = owner[parent]
+    texts = st.text().filter(lambda text: not any(words in text for words in PYDANTICS))  # it would be quoted
+    owner[key] = data.draw(st.sampled_from(VALUES) | st.integers() | st.floats() | texts)
+    try:
+        stored_recipe(tree)
+    except RecipeError as error:
+        line = str(error)
+        assert line.isprintable() and not any(words in line for words in PYDANTICS), line
+        assert "another kind of" not in line, line
+
+
+@pytest.mark.parametrize(
+    "path", ["a" * 5000, f"a/{'b' * 300}", "a/" * 2100, "ü" * 128, '"a\\0b"', "~nobody-at-all/x"]
+)
+@pytest.mark.parametrize(
+    "key",
+    ["model.path", "task.path", "compare.reference", "checkpoint.start_from", "validation.path"],
+)
+def test_a_path_that_no_file_system_takes_is_refused(key: str, path: str, snapshot: Snapshot) -> None:
+    sections = {"model.path": "model={path: x}", "task.path": "task={type: jsonl, path: x}"}
+    sections["validation.path"] = "validation={every: 1}"
+    snapshot(refused(SMALL, *([sections[key]] if key in sections else []), f"{key}={path}"))
+
+
+# --- fuzz: a mutated recipe either plans or is refused in one line ---
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 10**40, 10**400,
+    0.0, -0.5, 1e308, float("inf"), float("nan"), "", "x", "1e-6",
+    "a\nb", "\x00", "ü\u2028", "a" * 5000, [], {}, [None], [[[]]], {"a": {"b": {}}}, {"type": "grpo"},
+    {"type": 3}, {"": 1}, {"a.b": 1}, list(range(3000)), ["last 20%"] * 50, {str(i): i for i in range(500)},
+    "2020-01-01",
+]  # fmt: skip
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every path to a value inside a tree of mappings and lists."""
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+    return [each for key in keys for each in [(*path, key), *places(tree[key], (*path, key))]]
+
+
+def mutate(tree: dict[str, Any], draw: random.Random) -> Any:
+    tree = copy.deepcopy(tree)
+    found = places(tree)
+    if not found:
+        return draw.choice(VALUES)
+    *parents, key = draw.choice(found)
+    owner: Any = tree
+    for parent in parents:
+        owner = owner[parent]
+    value = owner[key]
+    match draw.randrange(7):
+        case 0 | 1:
+            owner[key] = copy.deepcopy(draw.choice(VALUES))
+        case 2:
+            del owner[key]
+        case 3 if isinstance(owner, dict):
+            del owner[key]
+            text = str(key)
+            owner[draw.choice([text[:-1], text.upper(), text + "s", f"{text}.{text}", "", "type"])] = value
+        case 4:
+            owner[key] = draw.choice([[value], {"value": value}, {key: value}, [value] * 40])
+        case 5 if isinstance(value, int | float):
+            owner[key] = draw.choice([-value, value * 10**9, float(value), str(value), value + 1, value * 2])
+        case _:
+            other = owner
+            for parent in draw.choice(found):
+                other = other[parent] if isinstance(other, dict) and parent in other else other
+            owner[key] = copy.deepcopy(other) if other is not owner else None
+    return tree
+
+
+def corrupt(text: str, draw: random.Random) -> bytes:
+    """Bytes damaged, or a line repeated elsewhere (which also gives a key twice)."""
+    if draw.random() < 0.7:
+        return damaged(text.encode(), draw)
+    lines = text.split("\n")
+    lines.insert(draw.randrange(len(lines)), draw.choice(lines))
+    return "\n".join(lines).encode()
+
+
+def fuzz(path: Path, folder: Path, count: int) -> None:
+    """A recipe that ships, mutated: it plans and is shown, or is refused in one line."""
+    text = path.read_text()
+    tree = yaml.load(text, Loader)  # as abrun reads it: 1e-3 is a number
+    shutil.copytree(path.parent, folder / "recipes")  # with what its `defaults:` name
+    target = folder / "recipes" / path.name
+    outcomes = {"planned": 0, "refused": 0}
+    for round_ in range(count):
+        draw = random.Random(f"{SEED} recipes {path.stem} {round_}")
+        content, overrides = text.encode(), []
+        match draw.randrange(5):
+            case 0 | 1:
+                content = corrupt(text, draw)
+            case 2 | 3:
+                mutated = mutate(tree, draw)
+                for _ in range(draw.choice([0, 0, 0, 1, 2])):
+                    mutated = mutate(mutated, draw) if isinstance(mutated, dict) else mutated
+                content = yaml.safe_dump(mutated, allow_unicode=True).encode()
+            case _:
+                key = ".".join(map(str, draw.choice(places(tree))))
+                value = yaml.safe_dump(draw.choice(VALUES), default_flow_style=True).encode()
+                overrides = [f"{key}={damaged(value, draw).decode(errors='replace')}"]
+        target.write_bytes(content)
+        try:
+            with bounded():
+                plan = make_plan(load_recipe(target, overrides))
+                Console(file=io.StringIO()).print(preview(plan))
+            outcomes["planned"] += 1
+        except RecipeError as error:
+            check_line(error)
+            outcomes["refused"] += 1
+        except Exception as error:
+            said = f"{type(error).__name__}: {error} for {content!r} {overrides!r}"
+            raise AssertionError(f"round {round_}: {said}") from error
+    assert count < 30 or outcomes["refused"] > count / 3, outcomes
+    assert count < 300 or outcomes["planned"] > count / 50, outcomes
+
+
+@each_recipe
+def test_fuzz_a_sample(path: Path, tmp_path: Path) -> None:
+    fuzz(path, tmp_path, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@each_recipe
+def test_fuzz(path: Path, tmp_path: Path) -> None:
+    fuzz(path, tmp_path, 1 + rounds(2000) // len(RECIPES))
+
+
+@pytest.mark.parametrize("margin", ["-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "[1]"])
+def test_a_margin_that_is_none_is_one_line(margin: str, snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, f"compare.primary=[{{metric: x, margin: {margin}}}]"))
+
+
+def test_a_claim_of_nothing_is_one_line(snapshot: Snapshot) -> None:
+    snapshot(refused(SMALL, "compare.primary=[{metric: x, margin: null}]"))
+
+
+@pytest.mark.parametrize("project", ["", "team/project", "what?", "a\tb", "x" * 129])
+def test_a_project_that_wandb_refuses_is_refused_before_the_runs(project: str, snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        load_recipe(SMALL, [f"wandb={json.dumps({'project': project})}"])
+    snapshot(refusal.value)
+
+
+@pytest.mark.parametrize(("switch", "means"), [(True, "full"), (False, "none"), ("selective", "selective")])
+def test_recomputing_all_or_nothing_may_be_said_as_a_switch(switch: bool | str, means: str) -> None:
+    policy = Policy.model_validate({"activation_checkpointing": switch, "compile": True})
+    assert policy.activation_checkpointing == means
+
+
+def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "the {recipes}", tmp_path / "here"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    metrics = '{format: csv, path: "{run_dir}/m.csv"}'
+    trainer = f'{{type: command, argv: ["{{recipe_dir}}/train.sh", "{{seed}}"], metrics: {metrics}}}'
+    (there / "a.yaml").write_text(
+        f"name: a\ntrainer: {trainer}\nsteps: 3\narms: {{baseline: {{}}}}\nseeds: [0, 1]\n"
+        "compare: {reference: runs.json}\n"
+    )
+    recipe = load_recipe(there / "a.yaml")
+    assert recipe.compare.reference == "runs.json"  # it is nowhere: said as it was written
+    config = recipe.run_config("baseline")
+    names = dict.fromkeys(("experiment", "arm", "rerun", "run_dir"), "/x")
+    assert isinstance(config, CommandRunConfig)
+    assert invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
+    (there / "runs.json").touch()
+    assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
+    (here / "runs.json").touch()
+    assert load_recipe(there / "a.yaml").compare.reference == "runs.json"
+
+
+def test_an_override_that_every_arm_has_its_own_value_for_is_refused(snapshot: Snapshot) -> None:
+    arms = "arms={baseline: {policy.logprobs.impl: logits}, treatment: {policy.logprobs.impl: chunked}}"
+    for override in ("policy.logprobs.impl=triton", "policy.logprobs={impl: triton}"):
+        snapshot(refused(SMALL, arms, override))
+    one_arm = "arms={baseline: {}, treatment: {policy.logprobs.impl: chunked}}"
+    assert own(SMALL, one_arm, "policy.logprobs.impl=logits").policy.logprobs.impl == "logits"
+    both = own(SMALL, arms, "arms.treatment.policy.logprobs.impl=triton")
+    assert both.arms["treatment"]["policy.logprobs.impl"] == "triton"

@@ -1,0 +1,351 @@
+"""Experiments of other trainers' logs: arms, baseline, pairs, status and notes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.errors import AbrunError, ComparisonError, StoreError
+from abrun.logs.log import EMPTY
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.recipe.claims import Primary
+from abrun.recorded.experiment import Experiment
+from abrun.recorded.selection import Reading
+from abrun.recorded.sources import open_sources
+from abrun.report.comparing import compare, with_options
+from abrun.runs.files import write_json
+from abrun.runs.layout import RunName
+from abrun.runs.lines import LineWriter
+from tests.reasons import only, refused
+from tests.snapshot import Snapshot
+
+
+def write(
+    folder: Path, name: str, values: Sequence[float] = (0.5, 0.25), metric: str = "train/reward"
+) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = "".join(f"{step},{value}\n" for step, value in enumerate(values, 1))
+    path.write_text(f"step,{metric}\n{rows}")
+    return path
+
+
+def load(*sources: object, **options: Any) -> Experiment:
+    return open_sources([str(source) for source in sources], Reading(may_unpair=True, **options))
+
+
+def names(experiment: Experiment) -> list[str]:
+    return [str(name) for name in experiment.runs]
+
+
+def test_one_folder_of_all_arms(tmp_path: Path) -> None:
+    for arm in ("fused", "baseline"):
+        for seed in (10, 2):
+            write(tmp_path / "exp 1", f"{arm}-s{seed}.csv")
+    write(tmp_path / "exp 1", "baseline-s2-aa1.csv")
+    experiment = load(tmp_path / "exp 1")
+    assert experiment.arms == ("baseline", "fused") and experiment.name == "exp-1"
+    assert names(experiment) == [
+        "baseline/seed-2",
+        "baseline/seed-2-aa1",
+        "fused/seed-2",
+        "baseline/seed-10",
+        "fused/seed-10",
+    ]
+    first, second = experiment.pairs("fused")
+    assert (first.seed, second.seed) == (2, 10) and len(first.reruns) == 1 and second.reruns == ()
+    run = first.baseline
+    assert run.place.endswith("baseline-s2.csv") and run.status == "unknown" and run.finished
+    assert run.identity is run.config is run.environment is None
+    assert run.series("train/reward").values.tolist() == [0.5, 0.25]
+    assert experiment.treatment_diff is None and experiment.launched_compare_sha256 is None
+
+
+def test_sources_are_arms(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for seed in (0, 1):
+            write(tmp_path, f"{arm}/run-{seed}/seed{seed}.csv")
+    experiment = load(tmp_path / "old", tmp_path / "new")
+    assert experiment.arms == ("old", "new") and experiment.name == "old-vs-new"
+    assert names(experiment) == ["old/seed-0", "new/seed-0", "old/seed-1", "new/seed-1"]
+    assert load(tmp_path / "old", tmp_path / "new", baseline="new").arms == ("new", "old")
+    assert load(f"x={tmp_path / 'old'}", f"baseline=csv:{tmp_path / 'new'}").arms == ("baseline", "x")
+    by_pattern = load(tmp_path / "old", tmp_path / "new", pattern="run-{seed}")
+    assert names(by_pattern) == names(experiment)
+
+
+def test_files_given_one_by_one(tmp_path: Path) -> None:
+    files = [write(tmp_path, f"{arm}-s{seed}.csv") for arm in ("a", "b") for seed in (0, 1)]
+    assert names(load(*files)) == ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1"]
+    files = [write(tmp_path, f"{arm}/seed-{seed}.csv") for arm in ("a", "b") for seed in (0, 1)]
+    assert names(load(*files)) == ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1"]
+    one, other = write(tmp_path, "before.csv"), write(tmp_path, "after.csv")
+    assert names(load(one, other)) == ["before/seed-0", "after/seed-0"]
+
+
+def test_patterns_with_arms_over_several_sources(tmp_path: Path) -> None:
+    for host in ("host1", "host2"):
+        for arm in ("a", "b"):
+            write(tmp_path, f"{host}/{arm}_{host[-1]}.csv")
+    experiment = load(tmp_path / "host1", tmp_path / "host2", pattern="{arm}_{seed}")
+    assert names(experiment) == ["a/seed-1", "b/seed-1", "a/seed-2", "b/seed-2"]
+    with refused(Code.ARM_NAMED_TWICE, pattern="{arm}_{seed}"):
+        load(f"x={tmp_path / 'host1'}", f"y={tmp_path / 'host2'}", pattern="{arm}_{seed}")
+
+
+def test_aliases_and_step_columns(tmp_path: Path, snapshot: Snapshot) -> None:
+    for arm in ("baseline", "b"):
+        write(tmp_path, f"{arm}-s0.csv", metric="critic/score/mean")
+    assert load(tmp_path, aliases=["verl"]).metrics() == ["train/reward"]
+    assert load(tmp_path, aliases=["x=critic/score/mean"]).metrics() == ["x"]
+    recognised = load(tmp_path, step_column="step")
+    assert recognised.metrics() == ["train/reward"]
+    assert "critic/score/mean is train/reward" in recognised.guessed[-1]["guess"]
+    with pytest.raises(ComparisonError) as error:
+        load(tmp_path, aliases=["x=critic/score"])
+    snapshot(error.value)
+
+
+def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    for name in ("baseline-s0", "baseline-s1", "b-s1"):
+        write(tmp_path, f"{name}.csv")
+    (tmp_path / "b-s0.csv").touch()
+    experiment = load(tmp_path)
+    empty = experiment.runs[RunName(arm="b", seed=0)]
+    assert empty.metrics == {} and empty.notes == (EMPTY,)
+    (tmp_path / "b-s1.csv").write_text("step,loss\n")
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
+        load(tmp_path)
+    assert error.value.reason["why"]["note"] == EMPTY
+    snapshot(error.value)
+    (tmp_path / "b-s0.csv").unlink()
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=1) as error:
+        load(tmp_path)
+    assert error.value.reason["why"]["note"] == Code.NOTHING_NUMERIC()
+
+
+@pytest.mark.parametrize(
+    ("files", "options"),
+    [
+        (["a-s0", "b-s0"], {"baseline": "c"}),
+        (["a-s0", "a-s1"], {}),
+        (["a", "b"], {"alone": True}),
+        (["baseline-s0", "b-s0", "b-s0-aa1"], {}),
+        (["baseline-s0", "b-s0"], {"group": "g"}),
+        ([], {}),
+    ],
+)
+def test_what_cannot_be_told_is_one_line(
+    tmp_path: Path, files: list[str], options: dict[str, Any], snapshot: Snapshot
+) -> None:
+    for name in files:
+        write(tmp_path, f"{name}.csv")
+    with pytest.raises(AbrunError) as caught:
+        load(tmp_path, **options)
+    assert str(caught.value).isprintable()
+    snapshot(caught.value)
+
+
+def test_two_sources_of_one_name(tmp_path: Path) -> None:
+    for folder in ("x/logs", "y/logs"):
+        write(tmp_path, f"{folder}/s0.csv")
+        write(tmp_path, f"{folder}/s1.csv")
+    assert load(tmp_path / "x/logs", tmp_path / "y/logs").arms == ("x", "y")
+    for folder in ("z/a/logs", "z/b/logs"):
+        write(tmp_path, f"{folder}/s0.csv")
+    with refused(Code.SOURCES_OF_ONE_NAME, arm="logs"):
+        load(tmp_path / "x/logs", f"logs={tmp_path / 'y/logs'}")
+    with pytest.raises(StoreError, match="no such file"):
+        load("baseline=nowhere", tmp_path)
+
+
+def _stored(directory: Path, arm: str, seed: int, **attempt: Any) -> None:
+    config = {
+        "experiment": "e",
+        "arm": arm,
+        "seed": seed,
+        "rerun": 0,
+        "config": {"steps": 2, "policy": {"dtype": "bf16"}},
+    }
+    write_json(directory / "config.json", config)
+    write_json(directory / "environment.json", {"python": "3.11.7"})
+    write_json(directory / "attempts/0001.json", {"status": "finished", **attempt})
+    writer = LineWriter(directory / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write({"step": step, "attempt": 1, "time_s": 0.0, "train/reward": float(seed)})
+    writer.close()
+
+
+def test_run_directories_of_abrun(tmp_path: Path) -> None:
+    _stored(tmp_path / "baseline" / "seed-1", "baseline", 1)
+    write_json(tmp_path / "baseline" / "seed-1" / "result.json", {"step": 2})
+    _stored(tmp_path / "b" / "seed-1", "b", 1, status="failed", message="out of memory")
+    _stored(tmp_path / "copied" / "elsewhere", "b", 2)
+    (tmp_path / "b" / "seed-1" / "checkpoints").mkdir()
+    write(tmp_path / "b" / "seed-1" / "checkpoints", "x.csv")  # not a run
+    runs = {str(name): run for name, run in load(tmp_path).runs.items()}
+    assert sorted(runs) == ["b/seed-1", "b/seed-2", "baseline/seed-1"]
+    assert [runs[name].status for name in sorted(runs)] == ["failed", "unknown", "finished"]
+    assert runs["b/seed-1"].failure == "out of memory"
+    assert runs["b/seed-1"].identity == {"arm": "b", "seed": 1, "rerun": 0}
+    assert runs["b/seed-1"].config == {"steps": 2, "policy.dtype": "bf16", "initial_weights": None}
+    assert runs["b/seed-1"].environment == {"python": "3.11.7"}
+    assert runs["b/seed-2"].series("train/reward").values.tolist() == [2.0, 2.0]
+    (tmp_path / "b" / "seed-1" / "config.json").write_text(
+        '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}'
+    )
+    with pytest.raises(StoreError, match=r"config\.json: seed: got 'x'"):
+        load(tmp_path)
+
+
+def test_an_experiment_is_no_arm(tmp_path: Path) -> None:
+    """Runs of several arms would be pooled as seeds of one."""
+    for name, first in (("old", 0), ("new", 0), ("later", 2)):
+        for arm in ("baseline", "fused"):
+            for seed in (first, first + 1):
+                _stored(tmp_path / name / arm / f"seed-{seed}", arm, seed)
+    arms = "'baseline', 'fused'"
+    for old, new in (("old", "new"), ("old", "new/fused"), ("a={}/old", "b={}/later")):
+        with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms) as error:
+            load(*(one.format(tmp_path) if "{" in one else tmp_path / one for one in (old, new)))
+        assert error.value.reason["example"].endswith("old/baseline")
+    for seed in (0, 1):
+        write(tmp_path, f"csv/seed-{seed}/m.csv")
+    with refused(Code.SOURCE_OF_SEVERAL_ARMS, arms=arms):
+        load(tmp_path / "old", tmp_path / "csv")
+    with refused(Code.SOURCE_OF_SEVERAL_ARMS) as error:
+        (tmp_path / "above").mkdir()
+        load((tmp_path / "old").rename(tmp_path / "above/old").parent, tmp_path / "csv")
+    assert error.value.reason["example"].endswith("above/old/baseline")
+    (tmp_path / "above/old").rename(tmp_path / "old")
+    assert load(tmp_path / "old/fused", tmp_path / "csv").arms == ("fused", "csv")
+    assert load(tmp_path / "old/fused", tmp_path / "new/fused").arms == ("old", "new")
+    # More seeds of the same arms: the runs say which they are
+    pooled = load(tmp_path / "old", tmp_path / "later")
+    assert pooled.arms == ("baseline", "fused") and len(pooled.pairs("fused")) == 4
+
+
+def test_one_folder_as_both_arms_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "runs/s0.csv")
+    write(tmp_path, "runs/s1.csv")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for other in ("runs", "runs/", "link", "runs/s0.csv"):
+        with refused(Code.RUN_IN_TWO_SOURCES):
+            load(f"baseline={tmp_path / 'runs'}", f"treatment={tmp_path / other}")
+
+
+def test_one_file_as_both_arms_of_a_folder_is_refused(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        held = write(tmp_path, f"runs/baseline/s{seed}.csv")
+        link = tmp_path / f"runs/treatment/s{seed}.csv"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(held) if seed else link.hardlink_to(held)
+    with refused(Code.RUN_GIVEN_TWICE):
+        load(tmp_path / "runs")
+    with refused(Code.RUN_IN_TWO_SOURCES):
+        load(tmp_path / "runs/baseline", tmp_path / "runs/treatment")
+
+
+def _arms(folder: Path, rows: dict[str, list[str]], header: str) -> Experiment:
+    for name, lines in rows.items():
+        (folder / f"{name}.csv").write_text("\n".join([header, *lines]) + "\n")
+    return load(folder)
+
+
+def _judged(experiment: Experiment, folder: Path) -> Any:
+    claim = Primary(metric="train/reward", window="all", margin=0.2)
+    return compare(with_options(experiment, [claim]), output=folder / "report", formats=("json",))
+
+
+def test_without_shared_prompts_step_one_is_not_tested(tmp_path: Path, snapshot: Snapshot) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed + shift}" for step in range(1, 5)]
+        for arm, shift in (("baseline", 0.0), ("b", 0.15))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward"), tmp_path).content
+    assert content.verdict == "MATCH" and content.step_one == []
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert why.code is Code.PROMPTS_NOT_KNOWN and (why["metric"], why["seed"]) == ("train/reward", 0)
+    assert (why["baseline_value"], why["value"]) == pytest.approx((0.1, 0.25))
+    snapshot(sentence(why))
+    finished = next(guard for guard in content.guards if guard.guard == "finished")
+    assert (finished.result, finished.reason) == ("not recorded", Code.ENDINGS_NOT_KNOWN())
+
+
+@pytest.mark.parametrize("times", [5, 200])
+def test_nor_is_how_far_trainer_and_engine_are_apart(tmp_path: Path, times: int) -> None:
+    """However far: what would be open is set aside as what would fail is."""
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed + kl / 10},{kl}" for step in range(1, 5)]
+        for arm, kl in (("baseline", 1e-3), ("b", 1e-3 * times))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/gen_kl_error"), tmp_path).content
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert content.step_one == []
+    assert (why.code, why["metric"]) == (Code.PROMPTS_NOT_KNOWN, "train/gen_kl_error")
+
+
+def test_equal_lengths_at_step_one_show_that_prompts_were_shared(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + shift},{31.5 + seed}" for step in range(1, 5)]
+        for arm, shift in (("baseline", 0.0), ("b", 0.02))
+        for seed in (0, 1, 2)
+    }
+    header = "step,train/reward,train/mean_gen_tokens_per_sample"
+    content = _judged(_arms(tmp_path, rows, header), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    assert only(content.reasons, Code.STEP_ONE_DIFFERS)["metric"] == "train/reward"
+
+
+def test_a_loss_alike_within_pairs_shows_that_prompts_were_shared(tmp_path: Path) -> None:
+    """Another gradient from the same loss is the treatment's doing, whether or not prompts are hashed."""
+    rows = {
+        f"{arm}-s{seed}": [
+            f"{step},{0.1 * step},{2 + 0.1 * seed - 0.01 * step + rounding},{grad_norm + 0.01 * seed}"
+            for step in range(1, 5)
+        ]
+        for arm, rounding, grad_norm in (("baseline", 0.0, 1.0), ("b", 1e-6, 1.3))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    assert only(content.reasons, Code.STEP_ONE_DIFFERS)["metric"] == "train/grad_norm"
+
+
+def test_equal_first_rewards_show_that_prompts_were_shared(tmp_path: Path) -> None:
+    rows = {
+        f"{arm}-s{seed}": [
+            f"{step},{0.1 * step + 0.01 * seed},{loss},{norm + 0.01 * seed}" for step in range(1, 5)
+        ]
+        for arm, loss, norm in (("baseline", 0.9, 2.0), ("b", 0.002, 0.6))
+        for seed in (0, 1, 2)
+    }
+    content = _judged(_arms(tmp_path, rows, "step,train/reward,train/loss,train/grad_norm"), tmp_path).content
+    assert content.verdict == "MISMATCH"
+    differing = [reason for reason in content.reasons if reason.code is Code.STEP_ONE_DIFFERS]
+    assert "train/loss" in [reason["metric"] for reason in differing]
+    assert Code.STEP_ONE_NOT_READ not in [reason.code for reason in content.not_tested]
+
+
+def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path, snapshot: Snapshot) -> None:
+    rows = {
+        f"{arm}-s{seed}": [f"{step},{0.1 * step + 0.01 * seed}" for step in range(1, last + 1)]
+        for arm, last in (("baseline", 15), ("b", 20))
+        for seed in (0, 1)
+    }
+    experiment = _arms(tmp_path, rows, "step,train/reward")
+    claim = Primary(metric="train/reward", margin=0.5)
+    content = compare(
+        with_options(experiment, [claim]), output=tmp_path / "report", formats=("json",)
+    ).content
+    assert content.verdict == "INVALID"
+    missing = content.reasons[0]
+    assert missing.code is Code.STEPS_MISSING and missing["runs"] == ["baseline/seed-0", "baseline/seed-1"]
+    assert (missing["run_ends"], missing["first"], missing["last"]) == (15, 17, 20)
+    snapshot(sentence(missing))

@@ -1,0 +1,323 @@
+"""Regression mode: an ensemble frozen as a file, and a later run compared with it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.errors import ComparisonError, StoreError
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.recipe.claims import Primary
+from abrun.recorded.reference import against_reference, freeze, load_reference
+from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import compare, compare_sources, freeze_arm
+from abrun.report.evidence import evidence
+from abrun.runs.layout import RunName
+from tests.reasons import only, refused
+from tests.snapshot import Snapshot
+from tests.verdict.simulate import edit, edit_rows, write_experiment
+
+
+@pytest.fixture
+def frozen(simulated, tmp_path: Path) -> Path:
+    freeze(load_experiment(simulated()), "baseline", tmp_path / "ref.json")
+    return tmp_path / "ref.json"
+
+
+def later(
+    tmp_path: Path, frozen: Path, arm: str = "baseline", change=lambda experiment_dir: None, **scenario
+):
+    """The verdict on a later experiment's arm against the frozen one."""
+    experiment_dir = write_experiment(tmp_path / "later", **scenario)
+    change(experiment_dir)
+    experiment = against_reference(load_experiment(experiment_dir), load_reference(frozen), arm)
+    return compare(experiment, output=tmp_path / "report", formats=("json",)).content
+
+
+def test_the_same_runs_match(tmp_path, frozen):
+    content = later(tmp_path, frozen)
+    assert content.verdict == "MATCH" and content.primaries[0].estimate.certified_bound == 0.0
+    assert content.baseline == "reference" and content.reference == "simulated"
+    assert not content.post_hoc  # the claims were frozen with the reference
+    assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
+
+
+def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_path, snapshot):
+    freeze(load_experiment(simulated(compare={})), "baseline", tmp_path / "ref.json")
+
+    def move(experiment_dir: Path) -> None:
+        for directory in experiment_dir.glob("baseline/seed-?"):
+            edit_rows(directory, lambda row: row.update(step=row["step"] + 1000))
+
+    content = later(tmp_path, tmp_path / "ref.json", change=move)
+    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_STEP
+    assert content.reasons[0]["grids"][0]["runs"][0] == "reference/seed-0"
+    snapshot(sentence(content.reasons[0]))
+
+
+def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simulated, tmp_path):
+    experiment = load_experiment(simulated())
+    began = replace(experiment.runs[RunName(arm="treatment", seed=0)], span_s=(1e9, 1e9 + 60))
+    experiment = replace(experiment, runs={**experiment.runs, began.name: began})
+    for number, margin in enumerate((experiment.compare.primary[0].margin, 0.016)):
+        claims = [experiment.compare.primary[0].model_copy(update={"margin": margin})]
+        chosen = replace(experiment, compare=experiment.compare.model_copy(update={"primary": claims}))
+        freeze(chosen, "baseline", tmp_path / f"{number}.json")
+        held = against_reference(experiment, load_reference(tmp_path / f"{number}.json"), "treatment")
+        content = compare(held, output=tmp_path / "report", formats=("json",)).content
+        assert content.post_hoc == (number == 1), margin
+
+
+def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
+    arm = str(simulated() / "treatment")
+    experiment = open_sources([arm], Reading(alone=True), [Primary(metric="train/reward", margin=0.05)])
+    freeze(experiment, experiment.baseline, tmp_path / "ref.json")
+    report = tmp_path / "report"
+    comparison = compare_sources([arm], Reading(), reference=tmp_path / "ref.json", output=report, formats=())
+    assert comparison.verdict == "MATCH" and comparison.content.num_pairs == 5
+    with refused(Code.ONE_ARM_OF_RUNS):
+        compare_sources([arm], Reading(), output=report)
+
+
+def test_a_shift_is_a_mismatch(tmp_path, frozen):
+    def lower(experiment_dir: Path) -> None:
+        for directory in experiment_dir.glob("baseline/seed-?"):
+            edit_rows(
+                directory,
+                lambda row: row.update({"train/reward": row["train/reward"] - 0.1 * (row["step"] > 1)}),
+            )
+
+    content = later(tmp_path, frozen, change=lower)
+    assert content.verdict == "MISMATCH"
+    assert content.primaries[0].estimate.mean_difference == pytest.approx(-0.1)
+
+
+def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen, snapshot):
+    content = later(tmp_path, frozen, seeds=[1, 3, 4])
+    assert content.num_pairs == 3 and Code.REFERENCE_SEEDS_UNUSED(seeds=[0, 2]) in content.not_tested
+    content = later(tmp_path / "other", frozen, seeds=[7, 8])
+    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_SEED
+    assert content.reasons[0]["baseline_seeds"] == [0, 1, 2, 3, 4]
+    snapshot(sentence(content.reasons[0]))
+
+
+def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
+    def installed(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content["versions"].update(vllm="0.27.0"))
+
+    content = later(tmp_path, frozen, change=installed)
+    assert content.arms["baseline"].treatment_diff == {} and content.step_one
+
+
+def test_other_versions_are_what_is_tested(tmp_path, frozen):
+    def newer(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content["versions"].update(torch="2.12.0"))
+
+    content = later(tmp_path, frozen, change=newer)
+    assert content.verdict == "MATCH"
+    assert content.arms["baseline"].treatment_diff == {"versions.torch": ["2.11.0", "2.12.0"]}
+    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert not content.step_one and why == Code.FIRST_STEP_OTHER_REFERENCE()
+
+
+@pytest.mark.parametrize("key", ["prompts_sha256", "initial_weights_hash"])
+def test_another_beginning_is_invalid(tmp_path, frozen, key, snapshot):
+    def other(experiment_dir: Path) -> None:
+        for path in experiment_dir.glob("*/*/environment.json"):
+            edit(path, lambda content: content.update({key: "f" * 64}))
+
+    content = later(tmp_path, frozen, change=other)
+    reason = content.reasons[0]
+    assert content.verdict == "INVALID" and (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, key)
+    snapshot(sentence(reason))
+
+
+def test_another_configuration_is_listed(tmp_path, frozen):
+    content = later(tmp_path, frozen, arm="treatment")
+    assert content.arms["treatment"].treatment_diff == {"policy.logprobs.impl": ["logits", "chunked"]}
+
+
+def test_windows_are_those_of_the_reference(tmp_path, frozen, snapshot):
+    assert later(tmp_path, frozen, steps=60).primaries[0].claim.steps == (33, 40)
+    content = later(tmp_path / "shorter", frozen, steps=36)
+    assert content.verdict == "INVALID"
+    assert content.reasons[0] == Code.REFERENCE_STEPS_DIFFER(
+        metric="train/reward", first=33, last=40, num_reference=8, num_later=4
+    )
+    snapshot(sentence(content.reasons[0]))
+
+
+def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
+    freeze(load_experiment(write_experiment(tmp_path / "long", steps=200)), "baseline", tmp_path / "ref.json")
+    found = later(tmp_path, tmp_path / "ref.json", steps=200)
+    assert found.verdict == "MATCH" and found.primaries[0].claim.steps == (161, 200)
+    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].claim.steps == (161, 200)
+    assert later(tmp_path / "shorter", tmp_path / "ref.json", steps=180).verdict == "INVALID"
+
+
+def test_windows_are_whole_and_the_rest_is_thinned(tmp_path):
+    experiment_dir = write_experiment(tmp_path / "long", steps=1000, seeds=[0, 1])
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    whole = load_experiment(experiment_dir).arm("baseline")[0]
+    kept = next(run for run in load_reference(tmp_path / "ref.json").runs if run.name.seed == 0)
+    reward, norm = kept.series("train/reward"), kept.series("train/grad_norm")
+    assert np.isin(np.arange(801, 1001), reward.steps).all() and reward.steps[0] == 1 and len(reward) < 260
+    assert len(norm) <= 66 and norm.values.max() == whole.series("train/grad_norm").values.max()
+    assert [reward.at(step) for step in (1, 900)] == [
+        whole.series("train/reward").at(step) for step in (1, 900)
+    ]
+    assert (tmp_path / "ref.json").stat().st_size < 100_000
+
+
+def test_a_reference_is_safe_to_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    experiment_dir = write_experiment(
+        tmp_path / "x", seeds=[0, 1], model={"path": "/home/somebody/weights"}, wandb={"entity": "somebody"}
+    )
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    text = (tmp_path / "ref.json").read_text()
+    assert "somebody" not in text and "node-1" not in text and str(tmp_path) not in text
+    again = tmp_path / "again.json"
+    freeze(load_experiment(experiment_dir), "baseline", again)
+    assert again.read_text() == text
+
+
+def test_nan_survives(tmp_path, simulated):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "baseline/seed-2", lambda row: row.update({"train/entropy": "NaN"}))
+    freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+    json.loads((tmp_path / "ref.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    kept = next(run for run in load_reference(tmp_path / "ref.json").runs if run.name.seed == 2)
+    assert kept.first_non_finite("train/entropy") == 1
+
+
+def test_margins_in_its_sigma(tmp_path, simulated):
+    """k sigma of a frozen reference is absolute: the spread of the compared runs does not move it."""
+    recipe = {"compare": {"primary": [{"metric": "train/reward", "margin": "2 sigma"}]}}
+    freeze_arm(load_experiment(simulated(**recipe)), "baseline", tmp_path / "ref.json")
+    reference = load_reference(tmp_path / "ref.json")
+    windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
+    content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
+    lower_bound = np.std(windows, ddof=1) * np.sqrt(4 / chi2.ppf(0.95, 4))
+    assert content.primaries[0].claim.margin == pytest.approx(
+        2 * lower_bound, rel=5e-3
+    )  # three digits are kept
+    assert (content.primaries[0].claim.test, content.primaries[0].claim.margin_unit) == ("paired TOST", "")
+    assert reference.compare.primary[0].margin == content.primaries[0].claim.margin
+
+
+def reference_of(run: str) -> str:
+    head = '"schema_version": 1, "name": "x", "compare": {}, "config": {}, "environment": {}'
+    return f'{{{head}, "runs": [{{{run}, "config": {{}}, "environment": {{}}}}]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"schema_version": 1, "runs": [{}]}',
+        "\x00\x01",
+        '{"schema_version": 1, "runs": [], "recipe": {}}',
+        reference_of('"seed": 0, "rerun": 0, "metrics": []'),
+        reference_of('"seed": "0", "rerun": 0, "metrics": {}'),
+        reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
+    ],
+    ids=["empty", "no claims", "binary", "experiment", "metrics", "seed", "values"],
+)
+def test_other_files_are_refused_in_one_line(tmp_path, content, snapshot):
+    (tmp_path / "ref.json").write_text(content)
+    with pytest.raises((ComparisonError, StoreError)) as caught:
+        load_reference(tmp_path / "ref.json")
+    snapshot(caught.value)
+
+
+def test_files_that_are_not_there_or_cannot_be(simulated, tmp_path):
+    with refused(Code.NO_REFERENCE_FILE, path=str(tmp_path / "ref.json")):
+        load_reference(tmp_path / "ref.json")
+    (tmp_path / "file").touch()
+    with refused(Code.REFERENCE_NOT_WRITTEN):
+        freeze(load_experiment(simulated()), "baseline", tmp_path / "file" / "ref.json")
+
+
+def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
+    source, script = str(simulated()), tmp_path / "train.py"
+    script.write_text("print()")
+    done = CliRunner().invoke(app, ["freeze", source, "-o", str(script)])
+    assert isinstance(done.exception, ComparisonError)
+    assert done.exception.code is Code.OUTPUT_NOT_A_REFERENCE
+    assert script.read_text() == "print()"
+    for replaces in (False, True):
+        done = CliRunner().invoke(app, ["freeze", source, "-o", str(tmp_path / "ref.json")])
+        assert ("in place of" in done.output) == replaces, done.output
+
+
+def test_one_seed_is_no_ensemble(tmp_path):
+    experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
+    with refused(Code.REFERENCE_NEEDS_SEEDS, arm="baseline", num_seeds=1):
+        freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
+
+
+def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
+    experiment_dir = simulated(shift={"treatment": -0.1})
+    reference, where = tmp_path / "fused.json", [str(experiment_dir)]
+    freeze(load_experiment(experiment_dir), "baseline", reference)
+    with refused(Code.REFERENCE_NEEDS_ARM, arms=["baseline", "treatment"]):
+        compare_sources(where, Reading(), reference=reference, formats=())
+    for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
+        comparison = compare_sources(where, Reading(), reference=reference, arm=arm, formats=("json",))
+        assert arm == "baseline" or comparison.verdict == verdict
+        assert comparison.content.experiment.startswith(f"simulated's arm '{arm}' against ")
+        assert (experiment_dir / f"report-against-reference-{arm}" / "verdict.json").is_file()
+
+
+def test_unused_seeds_of_the_reference_narrow_the_interval(simulated, tmp_path):
+    """Three of ten frozen seeds have a later run; a margin in percent stays with the pairs."""
+
+    def against(claim: dict, folder: str):
+        frozen = write_experiment(tmp_path / folder, seeds=[*range(10)], compare={"primary": [claim]})
+        freeze(load_experiment(frozen), "baseline", tmp_path / f"{folder}.json")
+        later_seeds = {"seeds": [1, 3, 4], "noise": 0.04, "arm": "treatment"}
+        return later(tmp_path / f"{folder}-later", tmp_path / f"{folder}.json", **later_seeds)
+
+    content = against({"metric": "train/reward", "margin": 0.2}, "absolute")
+    claim = content.primaries[0]
+    assert claim.claim.test == "control variate TOST" and claim.claim.unused_seeds == (0, 2, 5, 6, 7, 8, 9)
+    assert content.reasons[0]["over"]["unused_seeds"] == 7
+    assert claim.estimate.freedom is not None and 2 <= claim.estimate.freedom <= 2.5
+    assert claim.estimate.mean_difference != pytest.approx(np.mean(claim.estimate.differences), rel=1e-3)
+    content = against({"metric": "train/reward", "margin": "20%"}, "relative")
+    claim = content.primaries[0]
+    assert claim.claim.test == "paired TOST" and claim.claim.unused_seeds == ()
+    assert claim.estimate.mean_difference == pytest.approx(np.mean(claim.estimate.differences))
+
+
+def test_numbers_against_a_reference_agree_and_say_what_they_are_of(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    """A reference drops steps outside its windows, and its other seeds move the estimated difference."""
+    claims = {"primary": [{"metric": "train/reward", "margin": 0.06}]}
+    scenario = {"steps": 200, "noise": 0.02, "compare": claims}
+    frozen = write_experiment(tmp_path / "frozen", seeds=[0, 1, 2, 3, 4, 5], **scenario)
+    freeze(load_experiment(frozen), "baseline", tmp_path / "ref.json")
+    content = later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario)
+    lines = [text for _, text in evidence(content)]
+    (claim,) = content.primaries
+    estimate = claim.estimate
+    assert estimate.treatment_mean is not None and estimate.baseline_mean is not None
+    of_pairs = estimate.treatment_mean - estimate.baseline_mean
+    assert claim.claim.unused_seeds == (4, 5)
+    assert f"{of_pairs:+.3g}" != f"{estimate.mean_difference:+.3g}"
+    (levels,) = [line for line in lines if "paired difference" in line]
+    assert f"paired difference {of_pairs:+.3g}, " in levels
+    assert f" {claim.estimate.mean_difference:+.3g} [" in levels
+    (shared,) = [line for line in lines if "steps shared" in line]
+    snapshot(shared)

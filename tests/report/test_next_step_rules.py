@@ -1,0 +1,218 @@
+"""Which next steps are suggested when: the rules, by their codes."""
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from abrun.messages import MESSAGES
+from abrun.messages.message import value_names
+from abrun.report import next_step
+from abrun.report.facts import Facts
+from abrun.report.next_step import Rule, suggested
+
+RULES = {
+    name: rules
+    for name, rules in vars(next_step).items()
+    if isinstance(rules, tuple) and isinstance(rules[0], Rule)
+}
+CONTENT = {"post_hoc": False, "sensitivity": None, "primaries": ["claim"], "descriptions": []}
+OTHERS = {"launched": False}
+REFERENCE = {"regression": True}
+UNCLAIMED = {"content.primaries": []}
+DESCRIBED = {"content.descriptions": [SimpleNamespace(num_runs=(1, 1))]}
+SEVERAL = {"content.descriptions": [SimpleNamespace(num_runs=(2, 1))]}
+UNDECIDED = {"undecided": ["claim"]}
+DECIDABLE = {**UNDECIDED, "num_that_decide": 9}
+UNTESTABLE = {"untestable": True}
+OTHER = {"other_claims": ["claim"]}
+LOOK = {"waiting": {"arm"}}
+OPEN_STEP = {"unsettled": {"arm"}}
+NO_SHARED_STEP = "a run"
+NOT_RECORDED = {"claim_not_recorded": True}
+
+
+def facts(verdict, known) -> Any:
+    """Facts of a launched and claimed experiment of which nothing else is known but `known`."""
+    content = CONTENT | {"verdict": verdict}
+    experiment = {
+        "can_plant": False,
+        "versions_follow_arms": False,
+        "compare": SimpleNamespace(step_one=True),
+        "runs": {},
+    }
+    values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
+    values |= {"launched": True, "paired": True, "failing": [], "broken": [], "seeds_left": []}
+    values |= {"waiting": set(), "unsettled": set(), "held_by_all": ([], [])}
+    for name, value in known.items():
+        holder, _, key = name.rpartition(".")
+        {"content": content, "experiment": experiment, "": values}[holder][key] = value
+    records = {"content": SimpleNamespace(**content), "experiment": SimpleNamespace(**experiment)}
+    return SimpleNamespace(**values | records)
+
+
+CASES = {
+    "MATCH": ({}, "FREEZE_RUNS"),
+    "MATCH, unpaired": ({"paired": False}, ""),
+    "MATCH, declared and unpaired": ({"paired": False, "declared": True}, "FREEZE_RUNS"),
+    "MATCH, post hoc": ({"content.post_hoc": True}, "TEST_ON_FRESH_SEEDS FREEZE_RUNS"),
+    "MATCH, post hoc, can plant": (
+        {"content.post_hoc": True, "experiment.can_plant": True},
+        "TEST_ON_FRESH_SEEDS FREEZE_RUNS",
+    ),
+    "MATCH, can plant": ({"experiment.can_plant": True}, "PLANT_FAULTS FREEZE_RUNS"),
+    "MATCH, with a reference": (REFERENCE, "LAUNCH_NEXT_CHANGE"),
+    "MATCH, of others, with a reference": (OTHERS | REFERENCE, "COMPARE_NEXT_CHANGE"),
+    "MISMATCH": ({}, "CONFIRM_ON_FRESH_SEEDS"),
+    "MISMATCH, failed runs": (
+        {"failing": [SimpleNamespace(guard="finished")]},
+        "READ_ENDINGS CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "MISMATCH, engines and completions": (
+        {"engines_differ": True, "both_kept_completions": True},
+        "FIND_MISMATCH READ_COMPLETIONS CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "MISMATCH, with a reference": (
+        REFERENCE | {"both_kept_completions": True},
+        "CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "MISMATCH, of others, at step one": (
+        OTHERS | {"deviating": ["check"]},
+        "SKIP_STEP_ONE CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "MISMATCH, of others, at a claim, too": (
+        OTHERS | {"deviating": ["check"], "differing": ["claim"]},
+        "CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "INCONCLUSIVE": ({}, "TELL_FROM_CHANCE"),
+    "INCONCLUSIVE, one run each": (DESCRIBED | DECIDABLE, "TRAIN_THREE_SEEDS"),
+    "INCONCLUSIVE, a look to come": (LOOK | UNTESTABLE, "FINISH_LOOK"),
+    "INCONCLUSIVE, a look that step one leaves open": (
+        LOOK | OPEN_STEP | {"float32_tells": True},
+        "RUN_IN_FLOAT32 DECLARE_ROUNDING",
+    ),
+    "INCONCLUSIVE, step one and a claim": (OPEN_STEP | DECIDABLE, "DECLARE_ROUNDING TRAIN_MORE_PAIRS"),
+    "INCONCLUSIVE, no number of pairs": (UNDECIDED, "PLAN_WIDER_MARGIN"),
+    "INCONCLUSIVE, prompts": (DECIDABLE | {"prompt_limited": [1]}, "TRAIN_MORE_PAIRS DOUBLE_PROMPTS"),
+    "INCONCLUSIVE, prompts, beyond the margin": (
+        UNDECIDED | {"prompt_limited": [1], "beyond_margin": True},
+        "PLAN_WIDER_MARGIN",
+    ),
+    "INCONCLUSIVE, untestable": (UNTESTABLE | OTHER, "TRAIN_LONGER CLAIM_WHAT_SHOWS"),
+    "INCONCLUSIVE, untestable and undecided": (
+        UNTESTABLE | OTHER | DECIDABLE,
+        "TRAIN_LONGER TRAIN_MORE_PAIRS",
+    ),
+    "INCONCLUSIVE, unclaimed, nothing shown": (UNCLAIMED | {"nothing_shown": "flat"}, "TRAIN_LONGER"),
+    "INCONCLUSIVE, unclaimed, nothing claimable": (UNCLAIMED, "DECLARE_METRIC"),
+    "INCONCLUSIVE, unclaimed": (
+        UNCLAIMED | {"claimable": "reward", "seeds_settle_claim": True, "several_runs": True},
+        "DECLARE_MARGIN PLAN_SEEDS",
+    ),
+    "INCONCLUSIVE, with a reference, unclaimed": (
+        REFERENCE | UNCLAIMED | OPEN_STEP,
+        "REPEAT_IN_FLOAT32 CLAIM_AGAINST_REFERENCE",
+    ),
+    "INCONCLUSIVE, with a reference": (REFERENCE, "NARROW_INTERVAL"),
+    "INCONCLUSIVE, with a reference, untestable": (REFERENCE | UNTESTABLE, "MEND_REASONS"),
+    "INCONCLUSIVE, with a reference, a seed left": (REFERENCE | {"seeds_left": [3]}, "OTHER_SEED_TOO"),
+    "INCONCLUSIVE, with a reference, seeds left": (
+        REFERENCE | UNTESTABLE | {"seeds_left": [3, 4]},
+        "OTHER_SEEDS_ALONE",
+    ),
+    "INCONCLUSIVE, of others, one run each": (
+        OTHERS | UNCLAIMED | DESCRIBED | OPEN_STEP | {"claimable": "reward"},
+        "REPEAT_IN_FLOAT32 CLAIM_ALIKE TRAIN_TWO_EACH",
+    ),
+    "INCONCLUSIVE, of others, nothing claimable": (OTHERS | UNCLAIMED | SEVERAL, "LOG_OR_TRAIN_LONGER"),
+    "INCONCLUSIVE, of others, one run each and a look": (OTHERS | DESCRIBED | LOOK, "TRAIN_FOR_LOOK"),
+    "INCONCLUSIVE, of others, no shared metric": (
+        OTHERS | UNCLAIMED | OPEN_STEP,
+        "REPEAT_IN_FLOAT32 NAME_METRICS",
+    ),
+    "INCONCLUSIVE, of others, no shared metric, and a look": (
+        OTHERS | UNCLAIMED | LOOK,
+        "TRAIN_FOR_LOOK",
+    ),
+    "INCONCLUSIVE, of others, unreadable values": (
+        OTHERS | UNCLAIMED | {"experiment.runs": {"run": SimpleNamespace(unread={"reward": "line 3"})}},
+        "MEND_REASONS",
+    ),
+    "INCONCLUSIVE, of others, at step one": (
+        OTHERS | OPEN_STEP,
+        "REPEAT_IN_FLOAT32 FRESH_SEEDS_DECIDE",
+    ),
+    "INCONCLUSIVE, of others, untestable": (
+        OTHERS | UNTESTABLE | OTHER | DECIDABLE,
+        "CLAIM_WHAT_SHOWS MEND_REASONS",
+    ),
+    "INCONCLUSIVE, of others, a look to come": (OTHERS | LOOK | UNDECIDED, "TRAIN_FOR_LOOK"),
+    "INCONCLUSIVE, of others, beyond the margin": (
+        OTHERS | UNDECIDED | {"beyond_margin": True},
+        "SEE_OTHER_DIFFERENCES CONFIRM_DIFFERENCE",
+    ),
+    "INCONCLUSIVE, of others, few pairs decide": (
+        OTHERS | UNDECIDED | {"num_that_decide": 3},
+        "TRAIN_MORE_PAIRS",
+    ),
+    "INCONCLUSIVE, of others": (OTHERS | DECIDABLE, "TRAIN_MORE_PAIRS TEST_IN_STAGES"),
+    "INCONCLUSIVE, of others, unpaired": (OTHERS | DECIDABLE | {"paired": False}, "TRAIN_MORE_PAIRS"),
+    "INVALID": ({}, "MEND_RECIPE"),
+    "INVALID, runs failed": (
+        {"broken": [SimpleNamespace(status="failed")]} | NOT_RECORDED,
+        "READ_FIRST_LOG RESUME_RUNS",
+    ),
+    "INVALID, runs missing": ({"broken": [SimpleNamespace(status="missing")]}, "RESUME_RUNS"),
+    "INVALID, another alias": (
+        NOT_RECORDED | OTHER | {"better_aliases": {"train/reward": "reward"}},
+        "READ_BY_OTHER_NAME MEND_RECIPE",
+    ),
+    "INVALID, a claim not recorded": (NOT_RECORDED | OTHER, "CLAIM_WHAT_SHOWS MEND_RECIPE"),
+    "INVALID, of others, seeds that both have": (
+        OTHERS | {"can_unpair": True, "shared_seeds": [1]},
+        "COMPARE_SHARED_SEEDS MEND_REASONS",
+    ),
+    "INVALID, of others, no shared seed": (OTHERS | {"can_unpair": True}, "UNPAIR MEND_REASONS"),
+    "INVALID, of others, windows that runs lack": (
+        OTHERS | {"held_by_all": (["claim"], [1, 2])},
+        "CLAIM_SHARED_STEPS COMPARE_WHOLE_SEEDS MEND_REASONS",
+    ),
+    "INVALID, of others, versions follow the arms": (
+        OTHERS | {"experiment.versions_follow_arms": True},
+        "CALL_VERSIONS_TREATMENT MEND_REASONS",
+    ),
+    "INVALID, of others, no shared step": (
+        OTHERS | {"experiment.runs": {"run": NO_SHARED_STEP}},
+        "NAME_STEP_COLUMN MEND_REASONS",
+    ),
+}
+
+
+@pytest.fixture
+def functions(monkeypatch) -> None:
+    """What the rules ask of runs is written into the experiment of a case."""
+    monkeypatch.setattr(next_step, "versions_follow_arms", lambda experiment: experiment.versions_follow_arms)
+    monkeypatch.setattr(next_step, "no_shared_step", lambda runs: runs == [NO_SHARED_STEP])
+
+
+def suggested_in(case: str) -> list[Rule]:
+    return [*suggested(facts(case.partition(",")[0], CASES[case][0]))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_situation_gets_its_steps_in_this_order(case, functions) -> None:
+    assert [rule.text.name for rule in suggested_in(case)] == CASES[case][1].split()
+
+
+def test_every_rule_is_reached(functions) -> None:
+    reached = {id(rule) for case in CASES for rule in suggested_in(case)}
+    assert len(RULES) == 11
+    assert [
+        f"{name}: {rule.text.name}" for name in RULES for rule in RULES[name] if id(rule) not in reached
+    ] == []
+
+
+def test_sentences_take_their_values_from_facts() -> None:
+    taken = {name for rule in chain(*RULES.values()) for name in value_names(MESSAGES[rule.text])}
+    assert taken and taken <= {*dir(Facts)}

@@ -1,0 +1,445 @@
+"""The HTML report: self-contained, safe with any name, true to the data where it thins it, deterministic."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from abrun.reasons import Code
+from abrun.recipe.claims import Compare
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.report import page
+from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means
+from abrun.report.page import charts, render_page
+from abrun.report.panels import NUM_WINDOWS, memory_peaks
+from abrun.runs.layout import RunName
+from abrun.stats.series import Series
+from abrun.verdict.guards import Guard
+from abrun.verdict.verdict_file import EnvironmentOfRuns
+from tests.snapshot import Snapshot
+from tests.verdict.verdicts import claim, section, verdict
+
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "\"quoted\" 'name' & <b>bold</b>",
+    "line\nbreak/../../etc\\passwd",
+    "separators \u2028 and \u2029, half a pair \ud800, <!--<script>",
+)
+
+
+def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings) -> Experiment:
+    """`values`: {(arm, seed[, rerun]): {metric: values or (steps, values)}}."""
+    runs = {}
+    for (arm, *numbers), metrics in values.items():
+        key = RunName(arm=arm, seed=numbers[0], rerun=numbers[1] if numbers[1:] else 0)
+        series = {}
+        for metric, one in metrics.items():
+            steps, of_metric = one if isinstance(one, tuple) else (np.arange(1, len(one) + 1), one)
+            series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
+        status = "failed" if (arm, *numbers) in failed else "finished"
+        runs[key] = RecordedRun(name=key, place=str(key), status=status, metrics=series)
+    return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
+
+
+def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline", "treatment")):
+    random = np.random.default_rng(0)
+
+    def curve():
+        return np.linspace(0.2, 0.7, num_steps) + 0.02 * random.standard_normal(num_steps)
+
+    return {(arm, seed): {metric: curve() for metric in metrics} for arm in arms for seed in range(seeds)}
+
+
+def foreign(text):
+    return Code.FOREIGN_TEXT(text=text)
+
+
+def hostile_page():
+    """Every name that a run or a recipe brings in is hostile."""
+    arms = ("baseline", HOSTILE[0])
+    of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
+    claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
+    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=foreign(HOSTILE[3]))
+    environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
+    content = verdict(
+        claims,
+        experiment=HOSTILE[1],
+        reasons=[*map(foreign, HOSTILE)],
+        notes=[*map(foreign, HOSTILE)],
+        not_tested=[*map(foreign, HOSTILE)],
+        reference=HOSTILE[0],
+        guards=[guard],
+        environments=[environment],
+        arms={arms[1]: section(treatment_diff={HOSTILE[0]: [HOSTILE[1], {HOSTILE[2]: 2**70}]})},
+    )
+    return render_page(of_experiment, content)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of scripts, styles and data blocks."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.texts, self.open = [], [], None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open = tag
+
+    def handle_endtag(self, tag):
+        self.open = None
+
+    def handle_data(self, data):
+        if self.open in ("script", "style", "title"):
+            self.texts.append((*self.tags[-1], data))
+
+    def data(self, name):
+        return json.loads("".join(text for _, attrs, text in self.texts if attrs.get("id") == name))
+
+
+def drawn(values, claims=(), metric="train/reward", **options):
+    return charts.chart(experiment(values, **options), metric, claims)
+
+
+def test_nothing_is_loaded():
+    page = render_page(experiment(learning()), verdict([claim()]))
+    for tag, attributes in Page(page).tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form"), tag
+        assert not {"src", "href", "srcset", "style", "onclick", "onload"} & attributes.keys()
+    code = re.sub(r"/\*! https://github.com/leeoniya/uPlot .*?\*/", "", page)
+    assert re.findall(r"https?://[^\"' )]*", code) == ["http://www.w3.org/2000/svg"]  # a name, never fetched
+    assert "url(" not in code and "@import" not in code and "fetch(" not in code
+
+
+def test_the_policy_allows_exactly_what_the_page_holds():
+    page = Page(render_page(experiment(learning()), verdict([claim()])))
+    policy = next(attrs for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy["content"].split(";"))
+    assert rules["default-src"] == "'none'" and rules["img-src"] == "data:"
+
+    def hashes(wanted):
+        blocks = [text for tag, attrs, text in page.texts if tag == wanted and "type" not in attrs]
+        digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in blocks]
+        return [f"'sha256-{digest}'" for digest in digests]
+
+    assert rules["script-src"].split() == hashes("script") and len(hashes("script")) == 5
+    assert rules["style-src"].split() == hashes("style") and len(hashes("style")) == 2
+
+
+def test_names_are_data_and_nothing_else():
+    page = hostile_page()
+    page.encode()  # half a surrogate pair is gone
+    assert "<img" not in page and "onerror=alert(1)>" not in page
+    assert "\u2028" not in page and "\u2029" not in page
+    tags = [tag for tag, _ in Page(page).tags]
+    assert set(tags) == {"html", "head", "meta", "title", "style", "body", "noscript", "p", "script"}
+    report = Page(page).data("report")
+    assert report["arms"][1] == HOSTILE[0] and set(HOSTILE[:3]) < set(report["metrics"])
+    assert report["content"]["arms"][HOSTILE[0]]["treatment_diff"][HOSTILE[0]][1] == {HOSTILE[2]: str(2**70)}
+
+
+def sources():
+    folder = Path(charts.__file__).parent
+    own = [path for path in folder.iterdir() if path.suffix in (".html", ".js") and "uPlot" not in path.name]
+    assert len(own) == 5
+    return [path.read_text() for path in own]
+
+
+def test_no_markup_is_made_from_strings():
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function"
+    assert not any(re.search(forbidden, source) for source in sources())
+
+
+def test_words_promise_no_more_than_was_tested():
+    assert not any(re.search("identical|no regression", source, re.IGNORECASE) for source in sources())
+
+
+def test_the_same_input_gives_the_same_bytes():
+    pages = {render_page(experiment(learning()), verdict([claim()])) for _ in range(2)}
+    assert len(pages) == 1
+
+
+def test_few_steps_are_all_shown():
+    values = learning(num_steps=500)
+    chart = drawn(values)
+    assert chart["num_buckets"] == 0 and chart["steps"].tolist() == list(range(1, 501))
+    row = chart["rows"][chart["arms"][1]["seeds"][2]["row"]]
+    assert row == pytest.approx(values["treatment", 2]["train/reward"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [501, 749, 1000, 10_000, 12_345])
+def test_a_bucket_keeps_its_smallest_and_largest_value_in_their_order(num_steps):
+    random = np.random.default_rng(1)
+    values = {(arm, 0): {"x": random.standard_normal(num_steps)} for arm in ("baseline", "treatment")}
+    chart = drawn(values, metric="x")
+    assert chart["num_buckets"] == NUM_BUCKETS and (np.diff(chart["steps"]) > 0).all()
+    shown = chart["rows"][chart["arms"][1]["seeds"][0]["row"]].reshape(-1, 2)
+    covered = 0
+    for (first, last), pair in zip(chart["ends"], shown, strict=True):
+        held = values["treatment", 0]["x"][first - 1 : last]
+        expected = [held.min(), held.max()] if held.argmin() < held.argmax() else [held.max(), held.min()]
+        assert pair == pytest.approx(expected, rel=1e-6)
+        covered += len(held)
+    assert covered == num_steps
+
+
+def test_mean_and_band_are_those_of_every_step_before_they_are_thinned():
+    values = learning(num_steps=2000, seeds=4)
+    of_arm = np.array([values["baseline", seed]["train/reward"] for seed in range(4)])
+    mean, sd = of_arm.mean(axis=0), of_arm.std(axis=0, ddof=1)
+    chart = drawn(values)
+    arm = chart["arms"][0]
+    first, last = chart["ends"][7]
+    for row, whole in zip((arm["mean"], *arm["band"]), (mean, mean - sd, mean + sd), strict=True):
+        shown = chart["rows"][row].reshape(-1, 2)
+        assert shown[7, 0] == pytest.approx(whole[first - 1 : last].mean(), rel=1e-6)
+        assert np.isnan(shown[:, 1]).all() and str(row) not in chart["gaps"]
+
+
+@pytest.mark.parametrize("num_steps", [501, 749, 10_007])
+def test_the_mean_of_a_bucket_counts_every_step_once_and_no_gap(num_steps):
+    values = np.random.default_rng(3).standard_normal((2, num_steps))
+    values[0, 17], values[1, :40] = np.nan, np.nan
+    buckets = bucket_indices(num_steps)
+    assert buckets is not None
+    means = bucket_means(values, buckets)
+    for shown, (first, last) in zip(means.T, buckets[:, [0, -1]], strict=True):
+        held = values[:, first : last + 1]
+        expected = [np.nan if np.isnan(row).all() else np.nanmean(row) for row in held]
+        assert shown == pytest.approx(expected, nan_ok=True)
+    chart = drawn({("baseline", 0): {"x": values[1]}, ("treatment", 0): {"x": values[0]}}, metric="x")
+    mean = chart["arms"][0]["mean"]
+    whole_buckets_of_nan = int(np.isnan(means[1]).sum())
+    assert chart["gaps"].get(str(mean), np.empty(0)).tolist() == [
+        2 * at for at in range(whole_buckets_of_nan)
+    ]
+
+
+def test_nan_is_a_gap_that_is_counted_and_an_absent_step_is_not(snapshot):
+    values: dict[Any, Any] = learning()
+    values["treatment", 1]["train/reward"][29:] = [np.nan] * 10 + [np.inf]
+    values["baseline", 0]["train/reward"] = (np.arange(2, 41, 2), np.linspace(0.2, 0.7, 20))
+    chart = drawn(values)
+    snapshot("\n".join(chart["notes"]))
+    broken, sparse = chart["arms"][1]["seeds"][1]["row"], chart["arms"][0]["seeds"][0]["row"]
+    assert chart["gaps"][str(broken)].tolist() == list(range(29, 40))
+    assert str(sparse) not in chart["gaps"] and np.isnan(chart["rows"][sparse][0])
+    assert chart["gaps"][str(chart["arms"][1]["mean"])].tolist() == list(range(29, 40))
+
+
+def test_a_metric_that_is_nan_throughout_has_a_chart_without_values(snapshot):
+    values = {key: {"x": np.full(2000, np.nan)} for key in learning()}
+    chart = drawn(values, metric="x", claims=[claim(metric="x")])
+    assert np.isnan(chart["rows"]).all()
+    snapshot(chart["notes"][0])
+    render_page(experiment(values), verdict([claim(metric="x")]))
+
+
+def test_a_metric_of_one_arm_only(snapshot):
+    values = learning()
+    values["treatment", 0]["treatment/only"] = np.ones(40)
+    chart = drawn(values, metric="treatment/only", claims=[claim(metric="treatment/only")])
+    assert [one["arm"] for one in chart["arms"]] == [1]
+    snapshot("\n".join(chart["notes"]))
+
+
+def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean(snapshot):
+    values = learning()
+    values["treatment", 2]["train/reward"] = np.full(17, 5.0)
+    chart = drawn(values, claims=[claim()], failed=[("treatment", 2)])
+    arm = chart["arms"][1]
+    assert [seed["finished"] for seed in arm["seeds"]] == [True, True, False] and arm["count"] == 2
+    assert chart["rows"][arm["mean"]].max() < 1 and len(chart["differences"][0]["pairs"]) == 2
+    snapshot("\n".join(chart["notes"]))
+
+
+def test_differences_stand_on_the_scale_of_the_claim():
+    steps = np.arange(40)
+    metric, flat = "train/grad_norm", np.zeros(40)
+    values: dict[Any, Any] = {("baseline", seed): {metric: np.exp(0.1 * seed + flat)} for seed in range(3)}
+    values |= {("treatment", seed): {metric: np.exp(0.12 * seed + flat)} for seed in range(3)}
+    values["treatment", 0][metric] = np.where(steps == 3, 0.0, 1.0)  # outside of the logarithm's domain
+    values["baseline", 0, 1] = {metric: np.exp(0.5 + flat)}
+    chart = drawn(values, [claim(metric=metric, transform="log")] * 2, metric)
+    panel, *others = chart["differences"]
+    assert not others and panel["arm"] == 1 and panel["unit"] == "log ratio"
+    assert chart["rows"][panel["pairs"][2]["row"]] == pytest.approx(np.full(40, 0.04), abs=1e-6)
+    assert chart["gaps"][str(panel["mean"])].tolist() == [3]
+    assert chart["rows"][panel["reruns"][0]["row"]] == pytest.approx(np.full(40, 0.5))
+    assert len(panel["windows"]) == NUM_WINDOWS and panel["windows"][0]["steps"][0] == 1
+    from scipy import stats
+
+    reach = stats.t.ppf(1 - 0.025 / 8, 2) * 0.02 / 3**0.5
+    assert panel["windows"][5]["interval"] == pytest.approx((0.02 - reach, 0.02 + reach))
+
+
+def test_numbers_that_float32_would_blur_stay_exact():
+    values = {("baseline", 0): {"x": 1.7e9 + np.arange(40)}, ("treatment", 0): {"x": np.full(40, 1e300)}}
+    chart = drawn(values, metric="x")
+    assert chart["rows"][0].tolist() == values["baseline", 0]["x"].tolist()
+
+
+def test_memory_is_the_mean_over_seeds_by_phase():
+    metric = "memory/{}/peak_allocated_bytes"
+    values = {
+        (arm, seed): {metric.format("logprobs"): [1, (2 + seed) * 2**30], metric.format("loss"): [2**30, 1]}
+        for arm in ("baseline", "treatment")
+        for seed in range(3)
+    }
+    memory = memory_peaks(experiment(values))
+    assert memory and memory.unit == "GiB" and memory.phases == ["overall", "logprobs", "loss"]
+    assert memory.means == [[3, 3, 1], [3, 3, 1]]
+    assert memory.held_by == ["logprobs", "logprobs"] and memory.allocator == {}
+    assert memory_peaks(experiment(learning())) is None
+
+
+def test_the_memory_section_says_which_phase_holds_each_arm_s_peak_and_what_the_allocator_did():
+    def run(first, second, reserved, retries):
+        return {
+            "memory/forward_backward/peak_allocated_bytes": [first * 2**30, 2**30],
+            "memory/optimizer/peak_allocated_bytes": [second * 2**30, 2**30],
+            "memory/forward_backward/peak_reserved_bytes": [reserved * 2**30, 2**30],
+            "memory/optimizer/peak_reserved_bytes": [2**30, 2**30],
+            "memory/inactive_bytes": [2**29, 2**28],
+            "memory/allocator_retries": [retries, 1],
+        }
+
+    values = {("baseline", seed): run(9, 5, 12, 2 * seed) for seed in (0, 1)}
+    values |= {("treatment", seed): run(4, 5, 7 + seed, 0) for seed in (0, 1)}
+    memory = memory_peaks(experiment(values))
+    assert memory and memory.held_by == ["forward backward", "optimizer"]
+    reserved, idle, retries = memory.allocator.values()
+    assert (reserved, idle) == ([12, 7.5], [0.5, 0.5])
+    assert retries == [2, 1]  # of a run's steps, mean over seeds
+
+
+def test_claims_come_first_and_every_metric_has_its_chart():
+    page = Page(render_page(experiment(learning(metrics=("a", "train/reward", "z"))), verdict([claim()])))
+    report = page.data("report")
+    assert report["metrics"] == ["train/reward", "a", "z"] and report["num_claimed"] == 1
+    assert [page.data(f"chart-{index}")["metric"] for index in range(3)] == report["metrics"]
+    assert page.data("chart-0")["windows"] == [[33, 40]]
+
+
+NOTHING = {("baseline", 0): {}, ("treatment", 0): {}}
+
+
+@pytest.mark.parametrize("values", [{}, NOTHING, learning(num_steps=1, seeds=1)])
+def test_little_data_still_has_a_page(values):
+    unknown = dict.fromkeys(("margin", "mean_difference", "ci90", "interval", "certified_bound"))
+    bare = claim(num_pairs=0, steps=(0, 0), differences=[], **unknown)
+    page = Page(render_page(experiment(values), verdict([bare], verdict="INVALID")))
+    assert page.data("report")["content"]["verdict"] == "INVALID"
+
+
+def test_a_large_experiment_is_a_small_page():
+    random = np.random.default_rng(2)
+    metrics = [f"train/metric-{index:02d}" for index in range(40)]
+    values = {
+        (arm, seed): {metric: random.standard_normal(10_000) for metric in metrics}
+        for arm in ("baseline", "treatment")
+        for seed in range(10)
+    }
+    large = experiment(values)
+    claims = [claim(metric=metric, steps=(8001, 10_000)) for metric in metrics[:3]]
+    assert len(render_page(large, verdict(claims)).encode()) < 10e6
+
+
+def test_a_claim_s_last_step_is_on_the_axis_of_many_steps():
+    """The claim's interval stands at its last step: where buckets end before it, it would not be drawn."""
+    found = drawn(learning(num_steps=1203), [claim(steps=(964, 1203))])
+    assert found["num_buckets"] == NUM_BUCKETS
+    assert (found["steps"][0], found["steps"][-1]) == (1, 1203)
+    assert (np.diff(found["steps"]) > 0).all()
+
+
+def test_many_runs_are_drawn_thinly_and_the_page_says_so(snapshot: Snapshot) -> None:
+    """100 seeds of 600 steps: means of all, 32 lines, fewer buckets; the extremes of a bucket stay."""
+    values = learning(num_steps=600, seeds=100)
+    chart = drawn(values, [claim()])
+    (baseline, _) = chart["arms"]
+    assert baseline["count"] == 100 and len(baseline["seeds"]) == 32
+    (difference,) = chart["differences"]
+    assert difference["num_pairs"] == 100 and len(difference["pairs"]) == 32
+    assert all(len(window["pairs"]) == 100 for window in difference["windows"])
+    snapshot("\n".join(chart["notes"]))
+    assert (
+        chart["rows"].size <= charts.MOST_VALUES
+        and charts.LEAST_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS
+    )
+
+
+def test_the_scripts_of_the_page_declare_each_name_once() -> None:
+    """They stand in one page, where a second `const` of a name stops all of them."""
+    names = [
+        name
+        for path in sorted((Path(page.__file__).parent).glob("*.js"))
+        if not path.name.startswith("uPlot")
+        for name in re.findall(
+            r"^(?:const|let|var|class|(?:async )?function\*?) +([\w$]+)", path.read_text(), re.MULTILINE
+        )
+    ]
+    assert len(names) > 50 and sorted(set(names)) == sorted(names)
+
+
+# --- experiments of many metrics ---
+
+
+def of_many_metrics(num_metrics: int, num_steps: int = 120) -> str:
+    random = np.random.default_rng(5)
+    metrics = [
+        "train/reward",
+        "train/entropy",
+        *(f"extra/metric-{index:05d}" for index in range(num_metrics)),
+    ]
+    values = {
+        (arm, seed): dict(zip(metrics, random.standard_normal((len(metrics), num_steps)), strict=True))
+        for arm in ("baseline", "treatment")
+        for seed in range(4)
+    }
+    return render_page(experiment(values), verdict([claim(metric="extra/metric-00003", steps=(97, 120))]))
+
+
+def test_a_page_of_many_metrics_stays_small_and_has_a_mean_of_each() -> None:
+    page = of_many_metrics(1200)
+    report, means = Page(page).data("report"), Page(page).data("means")
+    assert len(page.encode()) < 2_000_000
+    assert len(report["metrics"]) == 1202 and report["left_out"] == {"count": 0, "names": []}
+    full = report["metrics"][: means["first"]]
+    assert full[0] == "extra/metric-00003" and {"train/reward", "train/entropy"} == set(full[1:])
+    seeds = [len(arm["seeds"]) for arm in Page(page).data("chart-0")["arms"]]
+    assert seeds == [4, 4]
+    assert [chart[0] for chart in means["charts"]] == report["metrics"][means["first"] :]
+    assert len(means["axes"]) == 1 and len(means["axes"][0]["ends"]) == charts.MEAN_BUCKETS
+    _, _, _, notes, baseline, treatment = means["charts"][7]
+    assert notes == [] and baseline[:2] == [0, 4] and treatment[:2] == [1, 4]
+    random = np.random.default_rng(5)
+    drawn = [random.standard_normal((1202, 120)) for _ in range(4)]
+    metric = int(means["charts"][7][0][-5:]) + 2
+    curve = np.mean([run[metric] for run in drawn], axis=0)
+    first, last = means["axes"][0]["ends"][5]
+    assert baseline[2][5] == pytest.approx(curve[first - 1 : last].mean(), abs=2e-3)
+
+
+def test_what_a_page_leaves_out_is_named_on_it(monkeypatch) -> None:
+    monkeypatch.setattr("abrun.report.page.MAX_BYTES", 100_000)
+    monkeypatch.setattr("abrun.report.page.MAX_SHORTENED_BYTES", 200_000)
+    page = of_many_metrics(700)
+    report, means = Page(page).data("report"), Page(page).data("means")
+    assert means["first"] + len(means["charts"]) == len(report["metrics"]) < 702
+    assert report["left_out"]["count"] == 702 - len(report["metrics"])
+    assert len(report["left_out"]["names"]) == 20
+
+
+def test_a_page_of_usual_size_has_every_seed() -> None:
+    page = of_many_metrics(100)
+    data = Page(page).data
+    assert 'id="means"' not in page and len(data("report")["metrics"]) == 102
+    assert all(len(arm["seeds"]) == 4 for index in range(102) for arm in data(f"chart-{index}")["arms"])

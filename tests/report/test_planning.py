@@ -1,0 +1,282 @@
+"""`abrun plan`: power and pairs from assumptions, or from what an earlier experiment measured."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+from typer.testing import CliRunner
+
+from abrun.cli import app, main
+from abrun.experiment.power import Spread, assumed_spread, claim_power
+from abrun.experiment.starter.shipped import find_recipe
+from abrun.recipe.claims import Compare, Primary
+from abrun.recorded.stored import load_experiment
+from abrun.report.planning import measured_spread, plan_json, plan_report
+from abrun.stats.equivalence import pairs_needed, power, runs_needed, sd_of_difference, welch_tost
+from abrun.stats.sigma_margin import sigma_lower_bound
+from tests.verdict.simulate import OUT_OF_MEMORY, RECIPE, fail
+
+
+def shown(report) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report)
+    return capture.get()
+
+
+def claim(**fields) -> Primary:
+    return Primary.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
+
+
+@pytest.mark.parametrize(
+    ("margin", "correlation", "powers", "needed"),  # verdict.md's table, in sigmas
+    [
+        (1.0, 0.0, ("5%", "9%", "35%"), 19),
+        (1.0, 0.8, ("37%", "79%", "100%"), 6),
+        (1.5, 0.0, ("15%", "35%", "85%"), 10),
+        (2.0, 0.8, ("91%", "100%", "100%"), 3),
+    ],
+)
+def test_the_design_s_table(margin, correlation, powers, needed):
+    primary = claim(margin=margin, sigma=1.0, correlation=correlation)
+    expected = claim_power(primary, Compare(), assumed_spread(primary, False))
+    assert expected
+    for pairs, text in zip((3, 5, 10), powers, strict=True):
+        assert expected.power(pairs) == pytest.approx(float(text[:-1]) / 100, abs=0.006)
+    assert expected.pairs_needed == needed and expected.pairs_needed_range is None
+
+
+def test_an_earlier_experiment_says_spread_and_correlation(simulated):
+    experiment = load_experiment(simulated(seeds=list(range(8))))
+    spread = measured_spread(experiment, claim(margin=0.02))
+    windows = {
+        arm: np.array([run.series("train/reward").values[-8:].mean() for run in experiment.arm(arm).values()])
+        for arm in experiment.arms
+    }
+    assert spread and spread.sigma == pytest.approx(windows["baseline"].std(ddof=1))
+    assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
+    difference = windows["treatment"] - windows["baseline"]
+    assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
+    text = shown(plan_report("next", Compare(primary=[claim(margin=0.02)]), 4, earlier=experiment))
+    assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
+    assert f"upper 80% bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
+    assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"seeds": [7, 8], "steps": 80, "compare": {}}, False),
+        ({"task": {"type": "arithmetic", "max_operand": 3}}, True),
+        ({"algorithm": {"type": "ppo", "prompts_per_step": 4}, "model": {"path": "a/b"}}, True),
+    ],
+)
+def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
+    simulated, tmp_path, monkeypatch, change, differs, snapshot
+):
+    recipe = tmp_path / "next.yaml"
+    recipe.write_text(json.dumps({**RECIPE, "name": "next", **change}))
+    monkeypatch.chdir(simulated().parent)
+    found = CliRunner().invoke(app, ["plan", str(recipe), "--from", "./simulated"])
+    assert found.exit_code == 0 and found.stdout.startswith("next: ")
+    assert bool(found.stderr) == differs
+    if differs:
+        snapshot(found.stderr)
+
+
+def test_without_a_recipe_an_earlier_experiment_plans_its_own(simulated, monkeypatch):
+    monkeypatch.chdir(simulated().parent)
+    margin = ["--set", "compare.primary.0.margin=0.5"]
+    own, named = (
+        CliRunner().invoke(app, ["plan", *recipe, "--from", "./simulated", *margin])
+        for recipe in ([], ["simulated"])
+    )
+    assert own.exit_code == 0 and own.stdout == named.stdout and not own.stderr
+    assert own.stdout.startswith("simulated: 5 pairs planned") and "±0.5" in own.stdout
+
+
+@pytest.mark.parametrize(
+    ("failed", "counts"),
+    [(("baseline", "treatment"), "4 failed, 2 finished"), (("treatment",), "4 finished, 2 failed")],
+)
+def test_an_earlier_experiment_without_a_pair_plans_nothing(
+    simulated, monkeypatch, capsys, failed, counts, snapshot
+):
+    directory = simulated(seeds=[0, 1])
+    for arm in failed:
+        for seed in (0, 1):
+            fail(directory / arm / f"seed-{seed}", after_steps=0)
+    monkeypatch.setattr("sys.argv", ["abrun", "plan", "quickstart", "--from", str(directory)])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    said, errors = capsys.readouterr()
+    assert (exited.value.code, said) == (2, "")
+    *_, line = errors.splitlines()
+    assert f" ({counts}; {failed[0]}/seed-0: exit code 1: {OUT_OF_MEMORY}); " in line
+    assert line.endswith(f": abrun plan {find_recipe(Path('quickstart'))} --sigma X")
+    snapshot(line)
+
+
+def test_without_a_sigma_it_says_how_to_get_one(simulated, snapshot):
+    text = shown(plan_report("next", Compare(primary=[claim()]), 4))
+    snapshot(text.splitlines()[2])
+    directory = simulated(seeds=[0, 1])
+    fail(directory / "treatment/seed-1", after_steps=0)
+    one_pair = load_experiment(directory)
+    found = shown(plan_report("next", Compare(primary=[claim()]), 4, earlier=one_pair))
+    snapshot(found.splitlines()[2])
+    assert "1.5 sigma" in text and "19 pairs" in text  # the general table
+
+
+def test_options_replace_assumptions():
+    text = shown(plan_report("next", Compare(primary=[claim(sigma=5.0)]), 5, sigma=1.0, correlation=0.8))
+    assert "sigma 1, pair correlation 0.80" in text and "79%" in text
+
+
+def test_several_claims_must_all_pass():
+    claims = [claim(sigma=1.0, correlation=0.8), claim(metric="train/grad_norm", sigma=0.8, correlation=0.8)]
+    text = shown(plan_report("next", Compare(primary=claims), 6))
+    least = sum(power(1.0, sigma, 0.8, 6) for sigma in (1.0, 0.8)) - 1
+    assert f"All 2 claims must pass: at least {least:.0%} with 6 pairs" in text
+
+
+def test_a_limit_is_named_and_not_planned():
+    claims = [claim(metric="train/reward", margin=None, above=0.6), claim(sigma=1.0)]
+    text = shown(plan_report("next", Compare(primary=claims), 6))
+    content = plan_json("next", Compare(primary=claims), 6)
+    assert "above 0.6: not planned" in text and "pair correlation" in text
+    assert "sigma unknown" not in text and "All 2 claims" not in text
+    assert [one["power_now"] is None for one in content["claims"]] == [True, False]
+
+
+def test_looks_cost_power():
+    once = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)]), 6))
+    looks = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)], looks=[3, 6]), 6))
+    assert " at level 0.0278 " in looks
+    assert "6 pairs" in once and "7 pairs" in looks
+
+
+@pytest.mark.parametrize("margin", [1.0, "1.5 sigma"])
+def test_looks_say_how_many_pairs_to_expect(margin):
+    """Against experiments drawn pair by pair, and no more than the last look takes."""
+    primary = claim(margin=margin, sigma=1.0, correlation=0.5)
+    looks = (3, 6, 12)
+    expected = claim_power(primary, Compare(), assumed_spread(primary, False), alpha=0.02)
+    assert expected
+    pairs, chance = expected.of_looks(looks, [0.02] * 3)
+    single = [expected.power(count) for count in looks]
+    assert looks[0] < pairs < looks[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
+    assert expected.of_looks([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
+    text = shown(plan_report("next", Compare(primary=[primary], looks=list(looks)), 12))
+    assert "pairs are expected" in text
+
+
+def test_margins_in_sigmas_need_no_sigma():
+    text = shown(plan_report("next", Compare(primary=[claim(margin="1 sigma")]), 4))
+    assert "margin in sigmas" in text and "22 pairs" in text
+
+
+def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
+    """At the estimate itself, "80 %" of pilots of three and five pairs was .64 to .78 on average."""
+    experiment = load_experiment(simulated(seeds=list(range(4))))
+    primary = claim(margin="1 sigma")
+    spread = measured_spread(experiment, primary)
+    assert spread and spread.law.spread == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
+    expected = claim_power(primary, Compare(), spread)
+    assert expected and expected.pairs_needed_range
+    text = shown(plan_report("next", Compare(primary=[primary]), 4, earlier=experiment))
+    snapshot(text.splitlines()[2])
+    low, high = expected.pairs_needed_range
+    assert low and expected.pairs_needed and high and low < expected.pairs_needed < high
+
+
+def test_sigmas_of_a_reference_are_planned_by_the_bound_that_the_verdict_takes(tmp_path):
+    reference = tmp_path / "reference.json"
+    reference.write_text(json.dumps({"runs": [{"seed": seed} for seed in range(5)]}))
+    primary = claim(margin="1.5 sigma", correlation=0.8)
+    expected = claim_power(primary, Compare(reference=str(reference)), assumed_spread(primary, True))
+    assert expected and expected.power(5) == pytest.approx(
+        power(1.5 * sigma_lower_bound(1.0, 5), 1.0, 0.8, 5)
+    )
+    gone = Compare(reference=str(tmp_path / "none.json"))
+    assert claim_power(primary, gone, assumed_spread(primary, True)) is None
+
+
+def test_runs_that_are_not_paired_are_planned_as_such(simulated):
+    """By Welch, without the correlation of pairs: as many as a verdict over them says are needed."""
+    compare, assumed = Compare(primary=[claim(margin=0.1, sigma=0.1, correlation=0.9)], paired=False), []
+    for paired in (True, False):
+        told = compare.model_copy(update={"paired": paired})
+        expected = claim_power(told.primary[0], told, assumed_spread(told.primary[0], False, paired=paired))
+        assert expected is not None
+        assumed.append(expected.pairs_needed)
+    assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), runs_needed(0.1, (0.1, 0.1))]
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
+    found = [welch_tost(a, b, 0.1).equivalent for a, b in zip(left, right, strict=True)]
+    assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
+    experiment = load_experiment(simulated(seeds=[*range(6)]))
+    for text in (
+        shown(plan_report("next", compare, 5)),
+        shown(plan_report("next", compare, 5, earlier=experiment)),
+        shown(plan_report("next", compare.model_copy(update={"primary": [claim(margin="2 sigma")]}), 5)),
+    ):
+        assert text.startswith("next: 5 runs ") and " unpaired" in text
+        assert re.findall(r"\bpairs?\b", text) == []
+
+
+def test_a_share_of_the_climb_is_planned_with_the_climb_s_own_spread(simulated):
+    """By the spread of the differences alone half of the pairs were named."""
+    experiment = load_experiment(simulated(seeds=list(range(8))))
+    level = 0.2 * np.random.default_rng(0).standard_normal(8)
+    for run in experiment.runs.values():  # a start of its own for each seed: the climbs vary, the ends do not
+        run.metrics["train/reward"].values[:8] += level[run.name.seed]
+    spreads = [
+        measured_spread(experiment, claim(margin=margin)) for margin in ("10% of climb", "50% of climb")
+    ]
+    plain = measured_spread(experiment, claim(margin=0.1))
+    assert plain and spreads[0] and spreads[1]
+    assert plain.sd_difference < spreads[0].sd_difference < spreads[1].sd_difference
+    climb_sd = np.std(
+        [
+            run.series("train/reward").values[-4:].mean() - run.series("train/reward").values[:4].mean()
+            for run in experiment.arm("baseline").values()
+        ],
+        ddof=1,
+    )
+    assert spreads[1].sd_difference == pytest.approx(0.5 * climb_sd, rel=0.2)
+
+
+def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
+    """Before: .41 .65 .84 .99 at 3, 4, 5, 8 pairs, where .26 .50 .70 .96 match."""
+    rng, share, climb = np.random.default_rng(0), 0.5, (0.15, 0.05)
+    sd = np.hypot(0.045, share * climb[1])  # of difference ± share of the climb, as a long pilot measures it
+    measured = Spread(sigma=None, correlation=0.0, sd_difference=float(sd), climb=climb[0])
+    planned = claim_power(claim(margin="50% of climb"), Compare(), measured)
+    assert planned
+    for num_pairs in (3, 5, 8, 10):
+        differences = 0.045 * rng.standard_normal((20_000, num_pairs))
+        margins = share * (climb[0] + climb[1] * rng.standard_normal((20_000, num_pairs)))
+        reach = stats.t.ppf(0.95, num_pairs - 1) / np.sqrt(num_pairs)
+        above = [
+            (each.mean(axis=1) > reach * each.std(axis=1, ddof=1))
+            for each in (margins - differences, margins + differences)
+        ]
+        matched = np.mean(above[0] & above[1])
+        assert planned.power(num_pairs) == pytest.approx(matched, abs=0.06), num_pairs
+        forgetful = claim_power(
+            claim(margin="50% of climb"), Compare(), replace(measured, sd_difference=0.045)
+        )
+        assert forgetful and forgetful.power(num_pairs) > planned.power(num_pairs)
+
+
+def test_a_pilot_of_a_share_of_the_level_measures_the_spread_at_the_margin(simulated):
+    earlier = load_experiment(simulated())
+    spreads = {margin: measured_spread(earlier, claim(margin=margin)) for margin in (0.1, "50%")}
+    alone, at_margin = spreads[0.1], spreads["50%"]
+    assert alone and at_margin and at_margin.sd_difference > 1.05 * alone.sd_difference

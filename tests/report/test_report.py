@@ -1,0 +1,245 @@
+"""Files and terminal: complete, readable, and the same bytes for the same runs."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from abrun.errors import ComparisonError
+from abrun.reasons import Code
+from abrun.recipe.claims import Primary
+from abrun.recorded.sources import Reading
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import compare, compare_sources, verdict_in
+from abrun.report.write import slugs
+from abrun.runs.rundir import RunDir
+from tests.verdict.simulate import edit_rows, fail
+
+TWO_CLAIMS = {
+    "primary": [{"metric": "train/reward", "margin": 0.02}, {"metric": "train/grad_norm", "margin": 0.3}]
+}
+
+
+def hashes(directory):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(directory.iterdir())}
+
+
+def shown(comparison, width=120):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(comparison.summary())
+    return console.export_text()
+
+
+def test_the_same_runs_give_the_same_bytes(simulated, tmp_path):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    for output in ("one", "two"):
+        compare_sources([str(experiment_dir)], Reading(), output=tmp_path / output)
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    assert set(hashes(tmp_path / "one")) == {
+        ".report.json",
+        "verdict.json",
+        "report.html",
+        "report.md",
+        *(f"{s}.{form}" for s in ("train-reward", "overview") for form in ("png", "svg")),
+    }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"baseline": "gone"}, {"pattern": "x"}, {"group": "g"}, {"aliases": ("trl",)}, {"step_column": "s"}],
+)
+def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option):
+    (name,) = option
+    flag = {"aliases": "--alias", "step_column": "--step-column"}.get(name, f"--{name}")
+    with pytest.raises(ComparisonError, match=f"^{flag}: got .* an experiment, whose arms") as caught:
+        compare_sources([str(simulated(seeds=[0, 1]))], Reading(**option), output=tmp_path / "report")
+    assert "\n" not in str(caught.value) and not (tmp_path / "report").exists()
+
+
+def test_another_process_gives_the_same_bytes(simulated, tmp_path):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
+    compare_sources([str(experiment_dir)], Reading(), output=tmp_path / "here")
+    code = (
+        "import sys; from pathlib import Path; from abrun.report.comparing import compare_sources, Reading; "
+        "compare_sources([sys.argv[1]], Reading(), output=Path(sys.argv[2])); "
+        "forbidden = {'torch', 'triton', 'transformers', 'vllm', 'megatron'} & set(sys.modules); "
+        "assert not forbidden, forbidden"
+    )
+    there = [str(experiment_dir), str(tmp_path / "there")]
+    subprocess.run([sys.executable, "-c", code, *there], check=True)
+    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+
+
+def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
+    experiment_dir = simulated()
+    judged(experiment_dir)
+    content = json.loads((experiment_dir / "report/verdict.json").read_text())
+    assert content["schema_version"] == 5
+    assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
+    assert content["post_hoc"] is False and content["exit_code"] == 0
+    wanted = "arm,metric,window,transform,margin,num_pairs,baseline_mean,baseline_sd,mean_difference,ci90"
+    wanted += ",certified_bound,p_tost,p_difference,pair_correlation,result"
+    assert set(wanted.split(",")) <= content["primaries"][0].keys()
+    low, high = content["primaries"][0]["ci90"]
+    assert content["primaries"][0]["certified_bound"] == max(abs(low), abs(high))
+    for key in ("guards", "step_one", "divergence", "savings"):
+        assert content[key] and all(entry["arm"] == "treatment" for entry in content[key])
+    section = content["arms"]["treatment"]
+    assert section["treatment_diff"] == {"policy.logprobs.impl": ["logits", "chunked"]}
+    assert section["coverage"] == {"shared_steps": 40, "all_steps": 40}
+
+
+def test_summaries_are_those_of_the_window(simulated, judged):
+    experiment_dir = simulated()
+
+    def reward(level):
+        return lambda row: row.update({"train/reward": level if row["step"] > 32 else 0.0})
+
+    for seed in range(5):
+        edit_rows(experiment_dir / f"baseline/seed-{seed}", reward(0.1 * seed))
+        edit_rows(experiment_dir / f"treatment/seed-{seed}", reward(0.1 * seed + 0.01))
+    primary = judged(experiment_dir).arms[0].primaries[0]
+    assert primary.estimate.baseline_mean == pytest.approx(0.2)
+    assert primary.estimate.baseline_sd == pytest.approx(0.1 * 2.5**0.5)
+    assert primary.estimate.mean_difference == pytest.approx(0.01)
+    assert primary.estimate.pair_correlation == pytest.approx(1.0)
+
+
+def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
+    experiment_dir = simulated(compare=TWO_CLAIMS, noise=0.05)
+    judged(experiment_dir, formats=("markdown", "png"))
+    lines = (experiment_dir / "report/report.md").read_text().splitlines()
+    assert lines[0] == "# INCONCLUSIVE: simulated"
+    assert len([line for line in lines if not line.startswith("![")]) <= 30
+    assert [line for line in lines if line.startswith("!")] == [
+        "![claims](claims.png)",
+        "![train-reward](train-reward.png)",
+        "![train-grad_norm](train-grad_norm.png)",
+        "![overview](overview.png)",
+    ]
+
+
+def test_even_a_broken_experiment_has_a_short_report(simulated, judged):
+    experiment_dir = simulated(seeds=list(range(12)), controls={"aa_reruns": 0})
+    for seed in range(12):
+        fail(experiment_dir / f"baseline/seed-{seed}", after_steps=2, message=f"reason {max(seed, 2)}")
+    judged(experiment_dir, formats=("markdown", "png", "svg"))
+    lines = (experiment_dir / "report/report.md").read_text().splitlines()
+    assert lines[0] == "# INVALID: simulated"
+    assert len([line for line in lines if not line.startswith("![")]) <= 30
+    assert any("baseline/seed-0 and 2 more failed (" in line for line in lines)
+    assert any("and 4 more" in line for line in lines)
+
+
+def test_the_terminal_says_verdict_and_why_first(simulated, judged):
+    comparison = judged(simulated(shift=0.04))
+    lines = shown(comparison).splitlines()
+    assert "MISMATCH: simulated" in lines[0]
+    assert "train/reward: differs by +0.0" in lines[1]
+    text = "\n".join(lines)
+    for part in ("certified bound", "step one", "guards", "divergence", "step time 0.8", "verdict.json"):
+        assert part in text
+
+
+def test_brackets_in_messages_are_no_markup(simulated, judged):
+    experiment_dir = simulated()
+    fail(experiment_dir / "treatment/seed-0", after_steps=3, message="[red]index [/] out of range")
+    assert "[red]index [/] out of range" in shown(judged(experiment_dir), width=400)
+
+
+def test_post_hoc_stands_in_the_headline(simulated, judged):
+    experiment_dir = simulated()
+    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
+    assert (experiment_dir / "report/report.md").read_text().startswith("# MATCH (post hoc): simulated")
+    assert "MATCH (post hoc)" in shown(comparison)
+
+
+@pytest.mark.parametrize("scenario", [{"shift": 0.04}, {"noise": 0.05}, {}])
+def test_words_promise_no_more_than_was_tested(simulated, judged, scenario):
+    comparison = judged(simulated(**scenario))
+    text = (shown(comparison) + json.dumps(comparison.as_json())).lower()
+    assert "identical" not in text and "no regression" not in text and "same" not in text
+
+
+def test_only_asked_formats_are_written(simulated, judged):
+    comparison = judged(simulated(), formats=("json",))
+    assert [path.name for path in comparison.files] == ["verdict.json"]
+    with pytest.raises(ComparisonError, match="--format: got 'pdf'; allowed: json, html, markdown, png, svg"):
+        judged(simulated(), formats=("pdf",))
+
+
+def test_an_output_that_is_a_file_is_refused(simulated, judged, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ComparisonError, match=r"^--output: \S+/taken "):
+        judged(simulated(), output=tmp_path / "taken")
+
+
+def test_slugs_never_collide():
+    assert list(slugs(["train/reward", "train-reward", "a b/c", "overview", "../../x"])) == [
+        "train-reward",
+        "train-reward-2",
+        "a-b-c",
+        "overview-2",
+        "x",
+    ]
+
+
+def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
+    """Their address is a run's to say, so what is none is left out."""
+    experiment_dir = simulated()
+    runs = [RunDir(experiment_dir / "baseline" / f"seed-{seed}") for seed in range(2)]
+    runs[0].note_wandb({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
+    runs[1].note_wandb({"id": "b", "url": "javascript:alert(1)"})
+    found = compare(
+        load_experiment(experiment_dir), output=tmp_path / "out", formats=["markdown", "json", "html"]
+    )
+    assert found.content.wandb == {"baseline/seed-0": "https://wandb.ai/team/p/runs/a"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "**wandb**: [baseline/seed-0](https://wandb.ai/team/p/runs/a)" in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "https://wandb.ai/team/p/runs/a" in page and "javascript:alert" not in page
+
+
+def test_a_report_post_hoc_leaves_the_declared_one(simulated):
+    experiment_dir = simulated()
+    asked = [Primary(metric="train/reward", margin=0.5)]
+    narrower = [Primary(metric="train/reward", margin=0.4)]
+    other = [{"primaries": asked}, {"primaries": narrower}, {"step_one": False}]
+    other += [{"reading": Reading(unpaired=True)}, {"primaries": asked + narrower}]
+    other += [{"primaries": narrower + asked}, {"primaries": asked}]
+    shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
+    assert "what was declared" not in shown_first
+    before = (experiment_dir / "report/verdict.json").read_bytes()
+    folders = []
+    for options in other:
+        given = {"reading": Reading(), "formats": ["json"], **options}
+        found = compare_sources([str(experiment_dir)], **given)
+        assert found.content.post_hoc
+        (file,) = found.files
+        folders.append(file.parent)
+        assert (experiment_dir / "report/verdict.json").read_bytes() == before
+        last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
+        assert "what was declared" in last and f" in {experiment_dir / 'report'}, which stays" in last
+    assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
+    assert folders[4] == folders[5]  # in whatever order
+    assert {folder.parent for folder in folders} == {experiment_dir}
+    assert verdict_in(experiment_dir) == "MATCH"
+    (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
+    assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
+    again = [Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
+    found = compare_sources([str(experiment_dir)], Reading(), primaries=again, formats=["json"])
+    assert found.files == [experiment_dir / "report/verdict.json"]
+    chosen = experiment_dir / "report"
+    found = compare_sources(
+        [str(experiment_dir)], Reading(), primaries=asked, formats=["json"], output=chosen
+    )
+    assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)
+
+
+def test_the_metrics_of_a_claim_on_memory_are_not_among_the_others(simulated, judged):
+    claims = [{"metric": "memory", "window": "all", "below": "0.8x"}]
+    content = judged(simulated(compare={"primary": claims})).content
+    assert Code.METRICS_WITHOUT_CLAIM(num_metrics=6) in content.not_tested

@@ -1,0 +1,308 @@
+"""Who may read what abrun writes: readers are kept, new files follow a record, no other name is changed."""
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.runs.access import UnreadableError
+from abrun.runs.experiment import run_state, write_experiment
+from abrun.runs.files import make_private_folder, write_file, write_json
+from abrun.runs.layout import RunName
+from abrun.runs.lock import LOCK, Locked, launcher_lock, launcher_of
+from abrun.runs.records import Node, RunRecord
+from abrun.runs.rundir import RunDir
+from abrun.runs.samples import Sample
+from tests.snapshot import Snapshot
+
+NAME = RunName(arm="baseline", seed=0)
+GROUP_ID = 65534  # of nobody: any group besides the one that runs the tests
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def plan(experiment_dir: Path, name: RunName = NAME) -> RunDir:
+    """An experiment of one planned run, as a launcher writes it."""
+    run = {"arm": name.arm, "seed": name.seed, "rerun": name.rerun}
+    write_experiment(experiment_dir, {"experiment": experiment_dir.name, "runs": [run]})
+    directory = RunDir(experiment_dir / str(name))
+    record = RunRecord(experiment=experiment_dir.name, name=name, initial_weights=None, config={"steps": 9})
+    directory.write_record(record)
+    return directory
+
+
+def work(run: RunDir, step: int) -> None:
+    """One launch of a run that writes each kind of file."""
+    with launcher_lock(run.path.parent.parent):
+        run.begin_launch(["cpu"], None)
+        with run.open_log() as log:
+            os.write(log, b"printed\n")
+        run.update_launch(pid=os.getpid())
+        writer = run.begin_attempt()
+        writer.environment({"python": "3.11"})
+        writer.metrics(step, {"train/reward": 1.0})
+        writer.validation(step, prompts_sha256="0", rewards=[1.0], lengths=[1])
+        sample = Sample(prompt="p", text="t", reward=1.0, logprob_error=None, num_tokens=1, truncated=None)
+        writer.samples(step, [sample])
+        writer.heartbeat(step)
+        run.write_node(Node(attempt=writer.attempt, node=0, host="n"))
+        run.note_wandb({"id": "x"})
+        writer.final_sketch(b"sketch")
+        writer.finish(step)
+        run.end_launch("finished", None, exit_code=0)
+
+
+def share(folder: Path) -> None:
+    """chmod -R g+rX"""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode | (0o050 if path.is_dir() else 0o040))
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
+        for path in (folder, *folder.rglob("*"))
+        if not path.is_dir()
+    }
+
+
+@pytest.mark.usefixtures("umask")
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # a project's own, which is no record of abrun
+    (tmp_path / "config.json").chmod(0o644)
+    run = plan(tmp_path / "runs" / "demo")
+    work(run, 1)
+    assert len(modes(tmp_path / "runs")) > 12
+    assert set(modes(tmp_path / "runs").values()) == {0o600}
+
+
+@pytest.mark.usefixtures("umask")
+def test_after_one_chmod_all_that_is_written_later_is_readable(tmp_path: Path) -> None:
+    experiment_dir = tmp_path / "demo"
+    run = plan(experiment_dir)
+    work(run, 1)
+    share(experiment_dir)
+    shutil.rmtree(run.path / "nodes")  # a folder, and files, that are made anew
+    for name in ("samples.jsonl", "stdout.log", "result.json", "heartbeat.json"):
+        (run.path / name).unlink()
+    (experiment_dir / "launcher.lock").unlink()
+    work(run, 2)
+    other = plan(experiment_dir, RunName(arm="treatment", seed=7))
+    work(other, 1)
+    assert set(modes(experiment_dir).values()) == {0o640}
+    for folder in (path for path in experiment_dir.rglob("*") if path.is_dir()):
+        assert folder.stat().st_mode & 0o070 == 0o050, folder
+
+
+def test_one_run_can_be_shared(tmp_path: Path) -> None:
+    run = plan(tmp_path / "demo")
+    work(run, 1)
+    share(run.path)
+    work(run, 2)
+    assert set(modes(run.path).values()) == {0o640}
+
+
+@pytest.mark.usefixtures("umask")
+def test_in_a_folder_with_the_set_group_id_bit_new_experiments_are_shared(tmp_path: Path) -> None:
+    runs_dir = tmp_path / "runs"
+    runs_dir.mkdir()
+    runs_dir.chmod(0o2750)
+    run = plan(runs_dir / "demo")
+    work(run, 1)
+    assert set(modes(runs_dir).values()) == {0o640}
+    assert all(path.stat().st_mode & 0o070 == 0o050 for path in runs_dir.rglob("*") if path.is_dir())
+
+
+def test_nobody_else_gains_the_right_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    path.chmod(0o666)
+    write_json(path, {})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_public_file_that_is_replaced_keeps_its_readers(tmp_path: Path) -> None:
+    path = tmp_path / "report.md"
+    for before, after in ((0o600, 0o600), (0o644, 0o644), (0o664, 0o664)):
+        path.write_text("old")
+        path.chmod(before)
+        write_file(path, b"new", mode=0o666)
+        assert (stat.S_IMODE(path.stat().st_mode), path.read_text()) == (after, "new")
+
+
+def test_the_group_is_kept_and_no_other_group_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group of the file before is asked for; where it cannot be had, this process's own reads nothing."""
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    path.chmod(0o640)
+    real, asked = os.lstat, list[int]()
+
+    class OtherGroup:
+        st_mode, st_gid = real(path).st_mode, GROUP_ID
+
+    def refuse(file: int, owner: int, group: int) -> None:
+        asked.append(group)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "lstat", lambda each: OtherGroup if each == path else real(each))
+    monkeypatch.setattr(os, "fchown", refuse)
+    write_json(path, {})
+    assert asked == [GROUP_ID] and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+# --- second names ---
+
+CHANGED = {
+    "metrics.jsonl": b'{"step": 1, "attempt": 1}\nno row\n{"st',
+    "events.jsonl": b'{"event": "x", "attempt": 1}\n{"torn',
+    "validation.jsonl": b"torn",
+    "samples.jsonl": b"torn",
+    "stdout.log": b"printed\n",
+    "heartbeat.json": b"{}",
+    "launch.json": b"{}",
+    "environment.json": b"{}",
+    "result.json": b"{}",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_other_name_of_a_file_keeps_its_content(tmp_path: Path, name: str) -> None:
+    """A stranger's archive can hold hard links to files of whoever unpacks it."""
+    run, theirs = plan(tmp_path / "demo"), tmp_path / ".bashrc"
+    theirs.write_bytes(CHANGED[name])
+    theirs.chmod(0o644)
+    os.link(theirs, run.path / name)
+    work(run, 2)
+    assert theirs.read_bytes() == CHANGED[name]
+    assert (theirs.stat().st_nlink, stat.S_IMODE(theirs.stat().st_mode)) == (1, 0o644)
+    assert (run.path / name).stat().st_nlink == 1
+    if name in ("stdout.log", "events.jsonl"):
+        assert (run.path / name).read_bytes().startswith(CHANGED[name].partition(b'{"torn')[0])
+    assert not list(run.path.glob(".*.partial"))
+
+
+def test_a_lock_with_a_second_name_is_replaced(tmp_path: Path) -> None:
+    theirs, lock = tmp_path / ".bashrc", tmp_path / "runs" / LOCK
+    theirs.write_text("alias ls=ls\n")
+    lock.parent.mkdir()
+    os.link(theirs, lock)
+    with launcher_lock(lock.parent):
+        assert launcher_of(lock.parent)
+        with pytest.raises(Locked), launcher_lock(lock.parent):
+            pass
+    assert theirs.read_text() == "alias ls=ls\n" and theirs.stat().st_nlink == 1
+
+
+def test_a_lock_that_gains_a_second_name_still_holds(tmp_path: Path) -> None:
+    """A backup by `cp -al` while a launcher is at work."""
+    with launcher_lock(tmp_path / "runs"):
+        os.link(tmp_path / "runs" / LOCK, tmp_path / "backup")
+        with pytest.raises(Locked), launcher_lock(tmp_path / "runs"):
+            pass
+        assert launcher_of(tmp_path / "runs")
+
+
+def test_a_backup_of_hard_links_keeps_what_it_holds(tmp_path: Path) -> None:
+    run = plan(tmp_path / "demo")
+    work(run, 1)
+    subprocess.run(["cp", "-al", tmp_path / "demo", tmp_path / "backup"], check=True)
+    files = [path for path in (tmp_path / "backup").rglob("*") if path.is_file()]
+    before = {path: (path.read_bytes(), path.stat().st_mode) for path in files}
+    run.reopen("a test")
+    work(run, 2)
+    assert {path: (path.read_bytes(), path.stat().st_mode) for path in files} == before
+    assert sorted(run.step_attempts()) == [1, 2]  # the rows before are in the copy, too
+
+
+def test_a_folder_for_a_library_is_private_and_no_link_is_followed(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    run = plan(tmp_path / "demo")
+    work(run, 1)
+    (run.path / "wandb").mkdir(mode=0o755)
+    assert make_private_folder(run.path / "wandb") == 0o077
+    assert stat.S_IMODE((run.path / "wandb").stat().st_mode) == 0o700
+    share(tmp_path / "demo")
+    assert make_private_folder(run.path / "wandb") == 0o027
+    assert stat.S_IMODE((run.path / "wandb").stat().st_mode) == 0o750
+    (run.path / "wandb").rmdir()
+    (tmp_path / "mine").mkdir(mode=0o755)
+    (run.path / "wandb").symlink_to(tmp_path / "mine")
+    with pytest.raises(StoreError) as refusal:
+        make_private_folder(run.path / "wandb")
+    snapshot(refusal.value)
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o755
+
+
+# --- files that may not be read ---
+
+
+def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse to open or list a path, as to another user."""
+
+    def refused(call: Callable[..., object]) -> Callable[..., object]:
+        def checked(first: object, *rest: object, **options: object) -> object:
+            if isinstance(first, str | os.PathLike) and os.fspath(first) == str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(first, *rest, **options)
+
+        return checked
+
+    monkeypatch.setattr(os, "open", refused(os.open))
+    monkeypatch.setattr(os, "listdir", refused(os.listdir))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "config.json", "launch.json", "heartbeat.json", "attempts", "attempts/0001.json", "nodes"]
+)
+def test_a_run_that_may_not_be_read_is_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = plan(tmp_path / "demo")
+    work(run, 1)
+    (run.path / "result.json").unlink()
+    forbid(run.path / name, monkeypatch)
+    if name == "nodes":  # are asked of a run at work
+        run.begin_launch(["cpu"], None)
+    state = run_state(tmp_path / "demo", NAME)
+    assert state.status == "unreadable"
+    assert state.message and state.message.startswith(
+        f"{run.path / name}: cannot be read: Permission denied; "
+    )
+    assert state.message.endswith(f"chmod -R u+rX {tmp_path / 'demo'}")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "events.jsonl", "validation.jsonl"])
+def test_rows_that_may_not_be_read_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, snapshot: Snapshot
+) -> None:
+    run = plan(tmp_path / "demo")
+    work(run, 1)
+    forbid(run.path / name, monkeypatch)
+    read = {
+        "metrics": run.metrics,
+        "samples": run.samples,
+        "events": run.events,
+        "validation": run.validations,
+    }
+    with pytest.raises(UnreadableError) as refusal:
+        read[name.partition(".")[0]]()
+    snapshot(refusal.value)
+
+
+def test_a_lock_that_may_not_be_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launcher_lock(tmp_path):
+        forbid(tmp_path / LOCK, monkeypatch)
+        assert str(launcher_of(tmp_path)).startswith("unknown, launcher.lock ")

@@ -1,0 +1,226 @@
+"""One launcher at a time, and none for ever."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.runs import lock
+from abrun.runs.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
+from abrun.runs.owner import this_process
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from abrun import store
+with store.launcher_lock(Path(sys.argv[1])) as lease:
+    print("held", flush=True)
+    time.sleep(60)
+"""
+ELSEWHERE = {"pid": 1, "host": "elsewhere", "boot_id": "another", "token": "theirs"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"BEAT_S": 0.05, "LEASE_S": 0.4, "SETTLE_S": 0.01, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(lock, name, seconds)
+
+
+def leave(directory: Path, owner: dict[str, Any]) -> None:
+    """A lock as its owner left it."""
+    (directory / LOCK).write_text(json.dumps(owner))
+
+
+def taken(directory: Path, **options: Any) -> list[str]:
+    """What is said while the lock is got, and given back."""
+    said: list[str] = []
+    with launcher_lock(directory, say=said.append, **options):
+        pass
+    return said
+
+
+def took_over(owner: str, *, is_gone: bool = False, as_asked: bool = False) -> str:
+    return sentence(Code.LOCK_TAKEN_OVER(owner=owner, is_gone=is_gone, as_asked=as_asked))
+
+
+def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
+        name = f"process {holder.pid} on host {socket.gethostname()}"
+        for options in ({}, {"take_over": True}):  # which asks no living neighbour to go
+            with pytest.raises(Locked) as refused:
+                taken(tmp_path, **options)
+            assert refused.value.reason == Code.LAUNCHED_BY_ANOTHER(
+                path=tmp_path / LOCK, owner=name, pid=holder.pid, may_take_over=False
+            )
+        assert launcher_of(tmp_path) == name
+    finally:
+        holder.kill()
+        holder.wait()
+    assert launcher_of(tmp_path) is None
+    assert taken(tmp_path) == [took_over(name, is_gone=True)]
+    assert taken(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pid": os.getppid(), "boot_id": None},  # alive, but no launcher: an id that is used again
+        {"pid": os.getppid(), "process_started": "1"},
+        {"pid": os.getpid(), "pid_namespace": "pid:[1]", "host": "a-container-of-this-machine"},
+    ],
+)
+def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path, other: dict[str, Any]) -> None:
+    leave(tmp_path, {**this_process(), "process_started": None, **other})
+    host = other.get("host", socket.gethostname())
+    assert taken(tmp_path) == [took_over(f"process {other['pid']} on host {host}", is_gone=True)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"pid": "x"}', "\0" * 512])
+def test_a_lock_file_of_a_writer_that_crashed_is_nobodys(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_text(content)
+    assert taken(tmp_path) == []
+
+
+def test_a_lock_of_a_machine_that_is_gone_runs_out(tmp_path: Path, snapshot) -> None:
+    """A container that came back under another name, say. The clock of the other machine does not count."""
+    for clock in (0, time.time() + 1e6):
+        leave(tmp_path, ELSEWHERE)
+        os.utime(tmp_path / LOCK, (clock, clock))
+        start = time.monotonic()
+        waiting, took = taken(tmp_path)
+        assert time.monotonic() - start > lock.LEASE_S
+        snapshot(waiting)
+        assert took == took_over("process 1 on host elsewhere")
+
+
+def test_a_launcher_elsewhere_that_shows_life_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot
+) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 3600.0)  # which nobody waits for, once there is life
+    leave(tmp_path, ELSEWHERE)
+    said: list[str] = []
+
+    def say(line: str) -> None:  # it touches the file while this one waits
+        said.append(line)
+        os.utime(tmp_path / LOCK)
+
+    with pytest.raises(Locked) as refused, launcher_lock(tmp_path, say=say):
+        pass
+    reason = refused.value.reason
+    assert (reason["pid"], reason["may_take_over"]) == (None, True)
+    snapshot(refused.value)
+    assert len(said) == 1
+    assert launcher_of(tmp_path) == "process 1 on host elsewhere"
+    os.utime(tmp_path / LOCK, (0, 0))
+    assert launcher_of(tmp_path) is None
+
+
+def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = Lease(tmp_path)
+    with monkeypatch.context() as patch:  # as if on another machine, where the kernel's lock does not reach
+        patch.setattr(lock, "this_process", lambda: {**this_process(), "host": "a", "boot_id": "a"})
+        older.acquire()
+    with pytest.raises(Locked) as refused:
+        Lease(tmp_path).acquire()
+    assert not refused.value.alive
+    newer = Lease(tmp_path)
+    note = newer.acquire(take_over=True)
+    owner = f"process {os.getpid()} on host a"
+    assert note == Code.LOCK_TAKEN_OVER(owner=owner, is_gone=False, as_asked=True)
+    time.sleep(2 * lock.BEAT_S)
+    with pytest.raises(TakenOverError) as taken_over:
+        older.refresh()
+    owner = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert taken_over.value.reason == Code.TAKEN_OVER(path=tmp_path / LOCK, owner=owner)
+    older.close()
+    newer.refresh()
+    assert launcher_of(tmp_path)  # the older one has not given back what is the newer one's
+    with pytest.raises(Locked):
+        taken(tmp_path)
+    newer.close()
+    assert taken(tmp_path) == []
+
+
+def test_an_owner_touches_its_lock(tmp_path: Path) -> None:
+    with launcher_lock(tmp_path) as lease:
+        os.utime(tmp_path / LOCK, (0, 0))
+        time.sleep(2 * lock.BEAT_S)
+        lease.refresh()
+        assert (tmp_path / LOCK).stat().st_mtime > 1e9
+        (tmp_path / LOCK).unlink()  # by hand: nobody has it
+        time.sleep(2 * lock.BEAT_S)
+        lease.refresh()
+
+
+def test_two_at_once_on_a_file_that_is_replaced_do_not_both_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has the file open when another, with a full disk, removes it and a third makes it anew."""
+    third, kernel_lock = Lease(tmp_path), lock._kernel_lock
+
+    def late(file: int) -> bool | None:
+        monkeypatch.setattr(lock, "_kernel_lock", kernel_lock)
+        (tmp_path / LOCK).unlink()
+        third.acquire()
+        return kernel_lock(file)
+
+    monkeypatch.setattr(lock, "_kernel_lock", late)
+    with pytest.raises(Locked):
+        Lease(tmp_path).acquire()
+    third.close()
+
+
+def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), launcher_lock(tmp_path):
+        raise ZeroDivisionError
+    with launcher_lock(tmp_path), pytest.raises(Locked), launcher_lock(tmp_path):
+        pass
+    assert taken(tmp_path) == []
+
+
+def test_without_locks_of_the_kernel_the_process_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_kernel_lock", lambda file: None)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
+        with pytest.raises(Locked) as refused:
+            taken(tmp_path)
+        assert refused.value.reason["pid"] == holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
+    owner = f"process {holder.pid} on host {socket.gethostname()}"
+    assert taken(tmp_path) == [took_over(owner, is_gone=True)]
+
+
+def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    assert launcher_of(tmp_path) is None
+    with pytest.raises(StoreError) as refusal:
+        taken(tmp_path)
+    reason = refusal.value.reason
+    assert reason.code is Code.UNWRITABLE and "regular file" in reason["error"]
+
+
+def test_of_two_that_follow_a_machine_that_is_gone_the_slower_only_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, ELSEWHERE)
+    # Another machine's lock of the same file is not seen here, and it writes last
+    monkeypatch.setattr(lock.time, "sleep", lambda _: leave(tmp_path, {**ELSEWHERE, "token": "faster"}))
+    with pytest.raises(Locked) as refused:
+        Lease(tmp_path).acquire(take_over=True)
+    assert refused.value.code == Code.LOCKED

@@ -1,0 +1,267 @@
+"""Metrics and validations of a run as they are read: by step, the last attempt, with checksums."""
+
+import hashlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+
+from abrun.errors import StoreError
+from abrun.logs import read_logs
+from abrun.reasons import Code
+from abrun.runs import experiment, lines
+from abrun.runs.experiment import metrics_of
+from abrun.runs.lines import LineWriter
+from abrun.runs.rundir import RunDir
+from tests.snapshot import Snapshot
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("{", "[1]", "3", '{"step": "1"}', '{"step": 1.5}', '{"no": 1}', '{"step": 18446744073709551615}'),
+        *('{"step": 2, "x": [1]}', '{"step": 2, "x": ' + "[" * 5000 + "]" * 5000 + "}"),
+    ],
+)
+def test_a_corrupt_line_is_one_line_with_file_and_number(
+    tmp_path: Path, bad: str, snapshot: Snapshot
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + bad + '\n{"step": 3}\n')
+    with pytest.raises(StoreError) as caught:
+        RunDir(tmp_path).metrics()
+    snapshot(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_metrics_are_by_step_and_the_last_attempt_wins(tmp_path: Path) -> None:
+    rows = [(1, 1, 0.1), (2, 1, 0.2), (3, 1, 0.3), (2, 2, 0.22), (3, 2, math.nan), (4, 2, 0.44)]
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for step, attempt, reward in rows:
+        writer.write({"step": step, "attempt": attempt, "train/reward": reward})
+    writer.write({"step": 4, "attempt": 1, "train/reward": 9.0})  # a zombie's: an older attempt never wins
+    writer.close()
+    reward = RunDir(tmp_path).metrics()["train/reward"]
+    assert reward.steps.tolist() == [1, 2, 3, 4]
+    assert reward.values.tolist() == pytest.approx([0.1, 0.22, math.nan, 0.44], nan_ok=True)
+    assert RunDir(tmp_path / "nowhere").metrics() == {}
+
+
+def as_lists(read: dict) -> dict:
+    return {name: (one.steps.tolist(), [repr(value) for value in one.values]) for name, one in read.items()}
+
+
+ROWS: list[list[dict[str, Any]]] = [  # of files that hold rows of several kinds
+    [{"x": 1.0, "y": 2.0}, {"x": math.nan, "y": -math.inf}, {"x": None, "y": 1}, {"y": True}, {}, {"z": 3}],
+    [{"x": 1.0}, {"step": 1, "x": 2.0}, {"x": 3.0, "z": 1.0}, {"step": 1, "z": 4.0}],
+    [
+        {"x": 1.0},
+        {"x": 2.0, "y": 1.0},
+        {"step": 1, "attempt": 2, "x": 5.0},
+        {"step": 2, "attempt": 1, "y": 2.0},
+    ],
+    [{"attempt": 2, "x": 1.0}, {"step": 1, "attempt": 1, "y": 1.0}, {"step": -3, "x": 0.0}, {"x": 1e30}],
+    [{"x": float(step % 3)} | ({"y": 1.0} if step % 7 == 0 else {}) for step in range(50)],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    rows = [{"step": step, "attempt": 1, "time_s": 0.5, **row} for step, row in enumerate(rows, 1)]
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    for row in rows:
+        writer.write(row)
+    writer.close()
+    newest: dict[int, int] = {}
+    for row in rows:
+        newest[row["step"]] = max(row["attempt"], newest.get(row["step"], 0))
+    expected: dict[str, dict[int, Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            is_metric = name not in ("step", "attempt", "time_s")
+            if is_metric and value is not None and row["attempt"] == newest[row["step"]]:
+                expected.setdefault(name, {})[row["step"]] = float(value)
+    assert as_lists(RunDir(tmp_path).metrics()) == {
+        name: (sorted(values), [repr(np.float64(values[step])) for step in sorted(values)])
+        for name, values in expected.items()
+    }
+
+
+def test_a_file_of_numbers_in_a_run_folder_is_not_believed(tmp_path: Path) -> None:
+    """A run of a stranger, or of an older version, may hold a metrics.npz."""
+    run = recorded_run(tmp_path, 3)
+    expected = as_lists(run.metrics())
+    for forged in (b"", b"torn", forged_cache(run)):
+        (tmp_path / "metrics.npz").write_bytes(forged)
+        assert as_lists(run.metrics()) == expected
+        assert (tmp_path / "metrics.npz").read_bytes() == forged
+
+
+def forged_cache(run: RunDir) -> bytes:
+    """Return what version 2 of the cache would have been of these lines, with other numbers."""
+    stored = io.BytesIO()
+    names = np.frombuffer(json.dumps(["x"]).encode(), np.uint8)
+    arrays: dict[str, Any] = {"names": names, "grid_of": np.zeros(1, np.int64), "num_grids": np.array(1)}
+    np.savez(stored, **arrays | {"values": np.full(3, 9.0), "steps-0": np.arange(1, 4)})
+    key = hashlib.sha256((run.path / "metrics.jsonl").read_bytes()).digest()
+    content = hashlib.sha256(stored.getvalue()).digest()
+    return stored.getvalue() + hashlib.sha256(b"abrun metrics 2 " + key + content).digest()
+
+
+# --- checksums ---
+
+
+def recorded_run(folder: Path, num_rows: int) -> RunDir:
+    writer = LineWriter(folder / "metrics.jsonl")
+    for step in range(1, num_rows + 1):
+        writer.write({"step": step, "attempt": 1, "time_s": 0.25, "x": -step / 7, "Jy*": math.nan})
+    writer.close()
+    (folder / "result.json").write_text("{}")
+    return RunDir(folder)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_every_flipped_bit_is_noticed(tmp_path: Path, num_rows: int) -> None:
+    run = recorded_run(tmp_path, num_rows)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StoreError) as caught:
+            run.metrics()
+        assert caught.value.code in (Code.LINE_INVALID, Code.METRICS_LINE_INVALID)
+        assert len(str(caught.value).splitlines()) == 1
+        assert run.missing_steps(num_rows) is not None
+
+
+def test_skimming_notices_another_value(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("-0.28", "-0.29"))
+    with pytest.raises(StoreError) as refusal:
+        run.rows().skim(2)
+    snapshot(refusal.value)
+
+
+def test_checksums_are_no_part_of_a_row(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = recorded_run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    assert [list(json.loads(line))[-1] for line in path.open()] == ["crc32"] * 3
+    assert set(run.metrics()) == {"x", "Jy*"}
+    assert all("crc32" not in row for row in [*run.rows().read(), *run.rows().skim(2)])
+    assert set(read_logs(f"jsonl:{path}")[0].metrics) == {"attempt", "time_s", "x", "Jy*"}
+    frame = pandas.read_json(path, lines=True)
+    assert frame["x"].tolist() == pytest.approx([-1 / 7, -2 / 7, -3 / 7])
+    content = path.read_text()
+    path.write_text(content.replace("-0.14", "-0.15"))
+    with pytest.raises(StoreError) as refusal:
+        read_logs(f"jsonl:{path}")
+    snapshot(refusal.value)
+
+
+def test_a_line_without_a_checksum_is_read_until_there_is_one(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = recorded_run(tmp_path, 2)
+    path = tmp_path / "metrics.jsonl"
+    earlier, later = '{"step": -1, "x": 1.0}\n', '{"step": 3, "x": 1.0}\n'
+    content = path.read_text()
+    path.write_text(earlier + content)  # a run of an older version that was resumed
+    assert run.metrics()["x"].steps.tolist() == [-1, 1, 2]
+    followed = run.rows()
+    assert len(followed.read()) == 3
+    with path.open("a") as file:
+        file.write(later)
+    for read in (run.metrics, followed.read):
+        with pytest.raises(StoreError) as refusal:
+            read()
+        snapshot(refusal.value)
+    assert [row["step"] for row in lines.sound_lines(path)] == [-1, 1, 2]
+
+
+def test_many_large_runs_are_read_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "WORTH_A_PROCESS", 100)
+    for index in range(4):
+        (tmp_path / str(index)).mkdir()
+        row = {"step": 1, "x": float(index)}
+        (tmp_path / str(index) / "metrics.jsonl").write_text(json.dumps(row) + "\n" * (index != 3))
+    directories = [RunDir(tmp_path / name) for name in ("2", "0", "gone", "3", "1")]
+    found = [isinstance(one, dict) and as_lists(one).get("x") for one in metrics_of(directories)]
+    assert found == [
+        ([1], ["np.float64(2.0)"]),
+        ([1], ["np.float64(0.0)"]),
+        None,
+        None,
+        ([1], ["np.float64(1.0)"]),
+    ]
+
+
+# --- validation ---
+
+
+def validation_line(step: object, attempt: int, rewards: list) -> str:
+    row = {"step": step, "attempt": attempt, "prompts_sha256": "ab", "rewards": rewards, "lengths": [3, 4]}
+    return json.dumps(row) + "\n"
+
+
+def test_of_several_attempts_the_last_validation_counts(tmp_path: Path) -> None:
+    assert RunDir(tmp_path).validations() == {}
+    lines = [
+        validation_line(4, 1, [0, 0.5]),
+        validation_line(0, 2, [0, 1]),
+        validation_line(4, 2, [1, -0.5]),
+        validation_line(8, 1, [1, 1]),  # an older attempt's last words
+        '{"step": 12, "attem',
+    ]
+    (tmp_path / "validation.jsonl").write_text("".join(lines))
+    found = RunDir(tmp_path).validations()
+    assert list(found) == [0, 4, 8]
+    assert found[4].rewards.tolist() == [1, -0.5] and found[4].lengths.tolist() == [3, 4]
+    assert found[0].prompts_sha256 == "ab"
+
+
+def test_every_flipped_bit_of_a_validation_is_noticed(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1)
+    writer = LineWriter(tmp_path / "validation.jsonl")
+    for step in (0, 4):
+        writer.write(json.loads(validation_line(step, 1, [0, 0.5])))
+    writer.close()
+    path = tmp_path / "validation.jsonl"
+    content = path.read_bytes()
+    assert list(run.validations()) == [0, 4]
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = run.validations()
+        except StoreError:
+            continue
+        assert [row.rewards.tolist() for row in found.values()] == [[0, 0.5], [0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}\n",
+        validation_line(1, 1, [1]),
+        validation_line(1, 1, [1, "x"]),
+        validation_line(1, 1, [[1, 2], [3, 4]]),
+        validation_line(None, 1, [1, 2]),
+        validation_line("Infinity", 1, [1, 2]),
+        validation_line("4", 1, [1, 2]),
+    ],
+)
+def test_a_corrupt_validation_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text(validation_line(0, 1, [0, 0]) + line)
+    with pytest.raises(StoreError) as raised:
+        RunDir(tmp_path).validations()
+    reason = raised.value.reason
+    assert (reason.code, reason["line"]) == (Code.VALIDATION_LINE_INVALID, 2)
+    assert len(str(raised.value).splitlines()) == 1

@@ -1,0 +1,534 @@
+"""Run directories: attempts and their fence, and what runs and experiments are said to be doing."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.reasons import Code, Reason
+from abrun.runs import owner, rundir
+from abrun.runs.experiment import open_experiment, planned_runs, run_dir, run_state
+from abrun.runs.files import read_json, write_json
+from abrun.runs.layout import RunName
+from abrun.runs.records import Node, RunRecord, recorded_reason
+from abrun.runs.rundir import RunDir
+from abrun.runs.writer import FencedError, RunWriter
+from tests.snapshot import Snapshot
+
+NAME = RunName(arm="baseline", seed=0)
+
+
+def make_run(experiment_dir: Path, name: RunName = NAME, **files: dict) -> Path:
+    write_json(
+        experiment_dir / "experiment.json",
+        {"schema_version": 1, "runs": [{"arm": name.arm, "seed": name.seed, "rerun": name.rerun}]},
+    )
+    directory = run_dir(experiment_dir, name)
+    write_json(directory / "config.json", {"config": {"steps": 60}})
+    for stem, content in files.items():
+        write_json(directory / f"{stem}.json", content)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [
+        ({}, "pending"),
+        ({"attempts/0001": {"status": "failed", "message": "why"}}, "failed"),
+        ({"attempts/0001": {"status": "failed", "message": "why"}, "result": {}}, "finished"),
+        ({"attempts/0001": {"status": "finished", "exit_code": 0}}, "pending"),  # result removed
+        ({"launch": {"launches": [{"status": "finished", "ended_s": 2.0}]}}, "pending"),
+    ],
+)
+def test_run_states(tmp_path: Path, files: dict, status: str) -> None:
+    make_run(tmp_path, **files)
+    state = run_state(tmp_path, *planned_runs(tmp_path))
+    assert (state.status, state.step, state.num_steps) == (status, 0, 60)
+    assert state.reason == (Code.FOREIGN_TEXT(text="why") if status == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("started_ago", "heartbeat_ago", "status"),
+    [(0.0, None, "running"), (1e6, 0.0, "running"), (1e6, 1e6, "stalled"), (1e6, None, "stalled")],
+)
+def test_an_attempt_under_way_runs_or_stalls(
+    tmp_path: Path, started_ago: float, heartbeat_ago: float | None, status: str
+) -> None:
+    now = time.time()
+    files: dict = {"attempts/0001": {"status": "running", "started_s": now - started_ago}}
+    if heartbeat_ago is not None:
+        files["heartbeat"] = {"time_s": now - heartbeat_ago, "step": 7}
+    make_run(tmp_path, **files)
+    state = run_state(tmp_path, *planned_runs(tmp_path))
+    assert (state.status, state.step) == (status, 0 if heartbeat_ago is None else 7)
+
+
+NOW = 1e9
+WAITS = {"place": "all_reduce (torch/distributed/d.py:9)", "doing": "logprobs", "waits": True}
+READS = {"place": "read (data/shards.py:88)", "doing": "generation", "waits": False}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([{}, {}], None),
+        ([{"silent_since_s": NOW - 90, "ranks": [{"rank": 0, **WAITS}]}, {}], None),  # for the other node
+        (
+            [
+                {"silent_since_s": NOW - 90, "ranks": [{"rank": 0, **WAITS}]},
+                {"silent_since_s": NOW - 80, "ranks": [{"rank": 2, **WAITS}, {"rank": 3, **READS}]},
+            ],
+            Code.RANKS_SILENT(
+                silent_s=80,
+                ranks=[
+                    {"rank": 3, "host": "n1", "place": READS["place"], "doing": READS["doing"]},
+                    {"rank": 0, "host": "n0", "place": WAITS["place"], "doing": WAITS["doing"]},
+                    {"rank": 2, "host": "n1", "place": WAITS["place"], "doing": WAITS["doing"]},
+                ],
+                num_unstarted=0,
+                num_more=0,
+            ),
+        ),
+        ([{}, {"time_s": NOW - 90}], Code.NODES_SILENT(nodes=[{"node": 1, "host": "n1"}], silent_s=90)),
+        ([{}, {"attempt": 1, "time_s": NOW - 90}], None),  # of the attempt before, on other nodes
+        ([{"attempt": 1}, {"attempt": 1}], Code.NO_NEW_STEP(step=7, silent_s=700)),  # they are silent yet
+    ],
+)
+def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[dict], expected: Reason | None, snapshot
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    beaten: dict = {"heartbeat": {"time_s": NOW - 700, "step": 7}}  # a long step, if the nodes say so
+    attempt: dict = {"attempts/0002": {"status": "running", "started_s": NOW - 1000}}
+    said: dict = {
+        f"nodes/{number:04d}": {"attempt": 2, "node": number, "host": f"n{number}", "time_s": NOW, **node}
+        for number, node in enumerate(nodes)
+    }
+    state = RunDir(make_run(tmp_path, **attempt, **beaten, **said)).state(NAME)
+    assert (state.status, state.reason) == ("stalled" if expected else "running", expected)
+    snapshot(state.message)
+
+
+@pytest.mark.parametrize(("patience_s", "status"), [(600.0, "running"), (60.0, "stalled")])
+def test_a_command_that_makes_no_step_stalls_by_its_own_patience(
+    tmp_path: Path, patience_s: float, status: str
+) -> None:
+    now = time.time()
+    files: dict = {"attempts/0001": {"status": "running", "started_s": now - 1000}}
+    beaten = {"time_s": now - 100, "step": 7, "patience_s": patience_s}
+    assert RunDir(make_run(tmp_path, **files, heartbeat=beaten)).state(NAME).status == status
+
+
+def test_only_the_newest_attempt_speaks_for_its_nodes(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt()
+    run.begin_attempt()
+    for attempt in (1, 2):
+        run.write_node(Node(attempt=attempt, host="here", time_s=1.0))
+    assert [node.attempt for node in run.nodes(2)] == [2] and run.nodes(1) == []
+    shutil.rmtree(run.path)
+    run.write_node(Node(attempt=2, host="here", time_s=1.0))
+    assert not run.path.exists()
+
+
+def test_attempts_count_from_one_and_say_how_they_ended(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    assert run.attempts() == [] and run.attempt().status == "pending"
+    writer = run.begin_attempt()
+    assert writer.attempt == 1 and run.state(NAME).status == "running"
+    writer.fail(
+        Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no\nmore"), exit_code=2, step=3
+    )
+    (attempt,) = run.attempts()
+    assert attempt.pid == os.getpid() and attempt.exit_code == 2 and attempt.ended_s
+    state = run.state(NAME)
+    reason = Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no more")
+    assert (state.status, state.reason, state.ending) == ("failed", reason, "exit code 2")
+    assert (attempt.message, run.events()[-1]["message"]) == (state.message, state.message)
+    writer = run.begin_attempt()
+    assert writer.attempt == 2 and run.state(NAME).status == "running"
+    writer.interrupt(exit_code=3)
+    state = run.state(NAME)
+    assert (state.status, state.reason) == ("interrupted", Code.STOPPED_BY_SIGNAL())
+    run.begin_attempt().finish(60)
+    assert (run.state(NAME).status, run.state(NAME).message) == ("finished", None)
+    assert [row["event"] for row in run.events()] == ["failed", "interrupted", "finished"]
+
+
+WRITES: dict[str, Callable[[RunWriter], None]] = {
+    "metrics": lambda writer: writer.metrics(2, {"x": 1.0}),
+    "validation": lambda writer: writer.validation(2, prompts_sha256="", rewards=[], lengths=[]),
+    "heartbeat": lambda writer: writer.heartbeat(2),
+    "event": lambda writer: writer.event("checkpoint"),
+    "environment": lambda writer: writer.environment({}),
+    "finish": lambda writer: writer.finish(2),
+}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_an_older_attempt_writes_nothing_more(tmp_path: Path, write: str) -> None:
+    run = RunDir(make_run(tmp_path))
+    older = run.begin_attempt()
+    WRITES["metrics"](older)
+    run.begin_attempt()
+    before = contents(run.path)
+    with pytest.raises(FencedError) as fenced:
+        WRITES[write](older)
+    assert fenced.value.reason == Code.ATTEMPT_FENCED(path=run.path, newest=2, attempt=1)
+    older.fail(Code.FOREIGN_TEXT(text="too late"), exit_code=2)
+    older.interrupt(exit_code=3)
+    assert contents(run.path) == before
+
+
+def test_of_two_attempts_that_begin_at_once_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either has begun: each gets a number of its own, and the higher one the run."""
+    run = RunDir(make_run(tmp_path))
+    begun: list[RunWriter] = []
+    make_folder = rundir.make_folder
+
+    def late(path: Path) -> None:  # the other one begins where this one has looked and not yet begun
+        monkeypatch.setattr(rundir, "make_folder", make_folder)
+        begun.append(run.begin_attempt())
+        make_folder(path)
+
+    monkeypatch.setattr(rundir, "make_folder", late)
+    newer = run.begin_attempt()
+    (older,) = begun
+    assert (older.attempt, newer.attempt) == (1, 2)
+    newer.metrics(1, {"x": 1.0})
+    with pytest.raises(FencedError):
+        older.metrics(1, {"x": 1.0})
+
+
+def test_an_older_attempt_that_ends_as_a_newer_begins_leaves_it_be(tmp_path: Path) -> None:
+    """It had passed its fence: what it writes then is its own file alone."""
+    run = RunDir(make_run(tmp_path))
+    older = run.begin_attempt()
+    older.check_fence = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    newer = run.begin_attempt()
+    older.interrupt(exit_code=3)
+    newer.metrics(1, {"x": 1.0})
+    assert [attempt.status for attempt in run.attempts()] == ["interrupted", "running"]
+    assert run.state(NAME).status == "running"
+
+
+def test_attempts_that_were_removed_by_hand_are_not_counted_again(tmp_path: Path) -> None:
+    """Otherwise the rows of older attempts would win over those of the new one."""
+    run = RunDir(make_run(tmp_path))
+    for value in (1.0, 2.0):
+        run.begin_attempt().metrics(1, {"x": value})
+    shutil.rmtree(run.path / "attempts")
+    writer = run.begin_attempt()
+    writer.metrics(1, {"x": 3.0})
+    assert writer.attempt == 3 and run.metrics()["x"].values.tolist() == [3.0]
+    shutil.rmtree(run.path / "attempts")
+    with pytest.raises(FencedError):
+        writer.metrics(2, {"x": 3.0})
+
+
+def test_an_attempt_killed_while_it_began_blocks_nothing(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    (run.path / "attempts").mkdir()
+    (run.path / "attempts" / "0001.json").touch()
+    assert run.attempt().number == 1 and run.attempts()[0].pid is None
+    assert run.begin_attempt().attempt == 2
+
+
+def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Path) -> None:
+    """A full disk kept job and launcher from saying anything."""
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    process = subprocess.Popen(["sleep", "60"])
+    run.update_launch(pid=process.pid)
+    assert run.state(NAME).status == "running"
+    process.kill()
+    process.wait()
+    state = run.state(NAME)
+    assert (state.status, state.reason) == ("failed", Code.PROCESS_GONE())
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed"), exit_code=None, signal="SIGKILL")
+    run.begin_attempt()
+    assert run.state(NAME).status == "running"
+    path = run.path / "attempts" / "0001.json"
+    for elsewhere in ({"host": "elsewhere", "boot_id": "another"}, {"pid_namespace": "pid:[1]"}):
+        write_json(path, read_json(path) | elsewhere | {"pid": process.pid})
+        assert run.state(NAME).status == "running"  # that cannot be told from here
+    run.begin_attempt()
+    path = run.path / "attempts" / "0002.json"
+    write_json(path, read_json(path) | {"process_started": "1"})  # the id is another's now
+    assert run.state(NAME).status == "failed"
+
+
+@pytest.mark.parametrize("by", ["job", "launcher"])
+def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Its end comes between the look at what it says and the one at whether it lives."""
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    writer = run.begin_attempt()
+    run.update_launch(pid=os.getpid())
+
+    def ends(owner: object) -> bool:
+        if by == "job":
+            writer.fail(Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
+        else:
+            run.end_launch("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
+        return True
+
+    monkeypatch.setattr(owner.Owner, "is_gone", property(ends))
+    state = run.state(NAME)
+    assert (state.status, state.reason) == ("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        None,
+        {},
+        {"code": "of_a_newer_version", "values": {}},
+        {"code": "killed", "values": {}},
+        {"code": "killed", "values": []},
+        {"code": "time_limit_reached", "values": {"limit_s": "long"}},
+        {"code": "killed", "values": {"signal": "SIGKILL", "more": 1}},
+    ],
+)
+def test_a_record_without_a_known_code_is_read_by_its_text(tmp_path: Path, code: dict | None) -> None:
+    attempt = {"status": "failed", "message": "killed by SIGKILL", "message_code": code}
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0001": attempt}))
+    assert run.state(NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
+
+
+def test_a_damaged_record_says_so(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0002": {"status": "failed", "message": "why"}}))
+    (run.path / "attempts" / "0001.json").write_text("{")
+    run.mend_records()
+    assert [recorded_reason(attempt) for attempt in run.attempts()] == [
+        Code.RECORD_DAMAGED(),
+        Code.FOREIGN_TEXT(text="why"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "killed_by", "tells"),
+    [
+        (Code.EXIT_CODE(exit_code=1, last_line=None), 1, None, True),
+        (Code.EXIT_CODE(exit_code=1, last_line=None), 137, None, False),
+        (Code.SEE_LOG(ending=Code.KILLED(signal="SIGKILL"), log="x"), None, "SIGKILL", True),
+        (Code.KILLED(signal="SIGKILL"), 137, None, False),
+        (Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None), None, "SIGKILL", True),
+        (Code.FOREIGN_TEXT(text="exit code 7; see the log"), 7, None, False),
+        (Code.FOREIGN_TEXT(text="no space"), 7, None, False),
+    ],
+)
+def test_a_reason_may_tell_the_exit_code_or_signal_too(
+    tmp_path: Path, reason: Reason, exit_code: int | None, killed_by: str | None, tells: bool
+) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    run.end_launch("failed", reason, exit_code=exit_code, signal=killed_by)
+    assert (run.state(NAME).reason, run.state(NAME).tells_ending) == (reason, tells)
+
+
+def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt().heartbeat(7)
+    assert run.state(NAME).step == 7
+    (run.path / "heartbeat.json").write_bytes(b"")
+    assert (run.state(NAME).status, run.state(NAME).step) == ("running", 0)
+
+
+def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
+    target.write_text("precious")
+    for name, write in (
+        ("metrics.jsonl", lambda _: run.begin_attempt()),
+        ("heartbeat.json", lambda writer: writer.heartbeat(1)),
+        ("result.json", lambda writer: writer.finish(1)),
+    ):
+        writer = run.begin_attempt()
+        content = (run.path / name).read_bytes() if (run.path / name).exists() else None
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).symlink_to(target)
+        with pytest.raises(StoreError) as caught:
+            write(writer)
+        snapshot(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+        (run.path / name).unlink()
+        if content is not None:
+            (run.path / name).write_bytes(content)
+    assert target.read_text() == "precious"
+
+
+def test_job_and_launcher_are_believed_in_turn(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+
+    def seen() -> tuple[str, str | None, str | None]:
+        state = run.state(NAME)
+        return state.status, state.message, state.ending
+
+    run.begin_launch(["cpu"], None)
+    run.update_launch(pid=1)
+    assert seen() == ("running", None, None)  # it is being started
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 7; see the log"), exit_code=7, signal=None)
+    assert seen() == ("failed", "exit code 7; see the log", "exit code 7")  # it never began an attempt
+    run.begin_launch(["cpu"], None)
+    run.begin_attempt()
+    assert seen() == ("running", None, None)
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed by SIGKILL"), exit_code=None, signal="SIGKILL")
+    assert seen() == ("failed", "killed by SIGKILL", "signal SIGKILL")  # it died without a word
+    again = run.begin_attempt()  # started again by a cluster: no launcher saw that
+    assert seen() == ("running", None, None)
+    again.fail(Code.FOREIGN_TEXT(text="no space"), exit_code=2)
+    assert seen() == ("failed", "no space", "exit code 2")
+    assert [launch.attempts for launch in run.launches()] == [0, 1]
+
+
+def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_launch(["cpu"], None)
+    run.begin_attempt()
+    newer = run.begin_attempt()  # a cluster's, say: the launcher's job stops, with exit code 2
+    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 2 (FencedError)"), exit_code=2, signal=None)
+    assert run.state(NAME).status == "running"
+    newer.interrupt(exit_code=3)
+    assert run.state(NAME).status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("stem", "content", "words"),
+    [
+        ("attempts/0001", {"pid": "x"}, "pid: got 'x'"),
+        ("attempts/0001", {"status": "asleep"}, "status: got 'asleep'"),
+        ("launch", {"launches": [None]}, "launches.0: got null"),
+    ],
+)
+def test_values_of_another_kind_are_one_line(tmp_path: Path, stem: str, content: dict, words: str) -> None:
+    make_run(tmp_path, NAME, **{stem: content})
+    state = run_state(tmp_path, NAME)
+    assert state.status == "failed" and state.message and len(state.message.splitlines()) == 1
+    assert re.search(rf"{stem}\.json: {words}; .*: restore the file", state.message)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = RunDir(tmp_path / "run")
+    assert not run.exists and run.find_record() is None
+    name = RunName(arm="b", seed=3, rerun=1)
+    record = RunRecord(experiment="e", name=name, initial_weights="../w", config={"steps": 2})
+    run.write_record(record)
+    assert run.exists and run.record() == record == run.find_record()
+    assert run.initial_weights == tmp_path / "run" / "../w"
+    write_json(run.path / "config.json", {"model_type": "qwen2"})
+    assert run.find_record() is None
+    with pytest.raises(StoreError) as refusal:
+        run.record()
+    snapshot(refusal.value)
+    for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
+        run.write_record(record)
+        write_json(run.path / "config.json", read_json(run.path / "config.json") | wrong)
+        for read in (run.record, run.find_record, lambda: run.state(name), lambda: run.initial_weights):
+            with pytest.raises(StoreError) as refusal:
+                read()
+            snapshot(refusal.value)
+
+
+def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path, snapshot: Snapshot) -> None:
+    with pytest.raises(StoreError) as refusal:
+        open_experiment(tmp_path / "mine")
+    snapshot(refusal.value)
+    make_run(tmp_path / "other")
+    with pytest.raises(StoreError) as refusal:
+        open_experiment(tmp_path / "mine")
+    snapshot(refusal.value)
+    write_json(tmp_path / "other" / "experiment.json", {"schema_version": 99})
+    with pytest.raises(StoreError) as refusal:
+        open_experiment(tmp_path / "other")
+    snapshot(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "validation.jsonl", "stdout.log"])
+def test_what_is_no_file_neither_hangs_nor_fills_the_memory(
+    tmp_path: Path, name: str, kind: str, snapshot: Snapshot
+) -> None:
+    run = RunDir(make_run(tmp_path))
+    path = run.path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert run.step_attempts() == {} and run.printed() == "" and run.state(NAME).status == "pending"
+    if name in ("metrics.jsonl", "events.jsonl"):
+        with pytest.raises(StoreError) as refusal:
+            run.begin_attempt()
+        snapshot(refusal.value)
+    else:
+        assert run.begin_attempt().attempt == 1
+
+
+@pytest.mark.parametrize("attempt", [10**18, 999_999_999, 10**400, True, "2"])
+def test_an_absurd_attempt_in_a_row_blocks_no_later_one(tmp_path: Path, attempt: object) -> None:
+    run = RunDir(make_run(tmp_path))
+    run.begin_attempt().metrics(1, {"x": 1.0})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "attempt": attempt, "x": 7.0}) + "\n")
+    assert run.step_attempts() == {1: 1}
+    writer = run.begin_attempt()
+    writer.metrics(2, {"x": 2.0})
+    assert writer.attempt == 2 and run.metrics()["x"].values.tolist() == [1.0, 2.0]
+
+
+def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    run = RunDir(make_run(tmp_path))
+    write_json(run.path / "attempts" / "999999999.json", {})
+    with pytest.raises(StoreError) as refusal:
+        run.begin_attempt()
+    snapshot(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(b'{"step": 2, "at', b"\xef\xbb\xbf{}", b'{"step": 2, "x": "y"}', b'{"step": 2, "x": [1]}', b"[]"),
+        b'{"step": 2, "attempt": 1, "x": 2.0}',  # without its checksum
+        b'{"step": 2, "attempt": 1, "x": 6.0, "crc32": "2ef28bf0"}',  # not with its own
+    ],
+)
+def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Path, bad: bytes) -> None:
+    """Nobody has to edit a file by hand; those who follow it lose no place."""
+    run = RunDir(make_run(tmp_path))
+    writer = run.begin_attempt()
+    for step in (1, 2, 3):
+        writer.metrics(step, {"x": float(step)})
+    path = run.path / "metrics.jsonl"
+    first, _, third, _ = path.read_bytes().split(b"\n")
+    path.write_bytes(first + b"\n")
+    follower = run.rows()
+    assert len(follower.read()) == 1
+    path.write_bytes(b"\n".join([first, bad, third, b""]))
+    assert "lacks 1 of 3 steps, from step 2" in str(run.missing_steps(3))
+    writer = run.begin_attempt()
+    writer.metrics(2, {"x": 20.0})
+    assert [row["step"] for row in follower.read()] == [3, 2]
+    assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.missing_steps(3) is None
+    (repair,) = (row["message"] for row in run.events() if row["event"] == "repair")
+    assert repair.startswith("lines of metrics.jsonl: 1 ") and repair.endswith(" line 2")
+    with path.open("ab") as file:
+        file.write(bad + b"\n")
+    assert str(run.missing_steps(3)).startswith("metrics.jsonl, line 5: is no row")

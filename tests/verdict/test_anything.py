@@ -1,0 +1,434 @@
+"""Runs of other trainers as they lie on disk: one command, no flags, and what was guessed is said."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.errors import ComparisonError
+from abrun.messages import sentence, sentences
+from abrun.reasons import Code
+from abrun.recipe.claims import parse_primary
+from abrun.recorded.sources import Reading, open_sources
+from abrun.report.comparing import compare_sources
+from tests.commands import commands_in
+from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
+from tests.reasons import only, refused
+from tests.snapshot import Snapshot
+
+EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
+ONE_EACH = ("two CSV files", "LLaMA-Factory", "SkyRL")
+NO_REWARD = ("LLaMA-Factory", "torchtitan")
+
+
+def described(sources: list[str], output: Path, primary: str | None = None, **options: Any) -> Any:
+    return compare_sources(
+        sources,
+        Reading(**options),
+        primaries=[parse_primary(primary)] if primary else None,
+        output=output,
+        formats=("json",),
+        command="abrun compare A B",
+    )
+
+
+def pasted(command: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[int, str, list[str]]:
+    """What a command line prints, and the next steps that it proposes, none of them wrapped."""
+    (words,) = commands_in(command)
+    monkeypatch.setattr(sys, "argv", ["abrun", *words, *more])
+    found = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "1000"})
+    steps = [line.rpartition(": abrun ")[2] for line in found.output.splitlines() if line.startswith("next ")]
+    return found.exit_code, found.output, [f"abrun {step.strip()}" for step in steps]
+
+
+def test_what_the_report_proposes_of_others_runs_works_when_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arm, of in (("old", "old"), ("new", "new"), ("later", "new")):
+        for seed in SEEDS:
+            write_csv(Path(f"r/{arm}/seed-{seed}.csv"), rows(of, seed), reward="Reward/x")
+    reads = "--alias train/reward=Reward/x"
+    claim = f"abrun compare r/old r/new --primary 'Reward/x:last 20%:0.05' {reads} --format=terminal"
+    code, _, (fresh, freeze) = pasted(claim, monkeypatch)
+    last = SEEDS[-1] + 1
+    assert code == 0 and fresh == f"{claim} --seeds {last}-{last + len(SEEDS) - 1}"
+    for arm in ("old", "new"):  # what its sentence asks for, before
+        for seed in range(last, last + len(SEEDS)):
+            write_csv(Path(f"r/{arm}/seed-{seed}.csv"), rows(arm, seed), reward="Reward/x")
+    code, output, (again, _) = pasted(fresh, monkeypatch)
+    assert code == 0 and f"{len(SEEDS)} of {len(SEEDS)} finished" in output
+    assert again.count("--seeds") == 1 and again.split()[-1].startswith(f"{last + len(SEEDS)}-")
+    _, output, _ = pasted(freeze, monkeypatch)
+    held = f"abrun compare NEW --reference old-vs-new.json {reads}"
+    assert output.endswith(f": {held}\n") and f"{2 * len(SEEDS)} seeds of old;" in output
+    code, output, (after,) = pasted(held.replace("NEW", "r/later"), monkeypatch)
+    assert code == 0 and "MATCH: later against old-vs-new" in output and "post hoc" not in output
+    assert after == held
+
+
+def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/seed-0", "a/seed-1", "a/seed-2", "b/seed-0", "b/seed-1", "mixed/x-0", "mixed/y-1"):
+        write_csv(Path(f"{name}.csv"), rows("old", int(name[-1])))
+    for sources in ("a", "a/seed-0.csv a/seed-1.csv a/seed-2.csv", "A=a"):
+        _, output, _ = pasted(f"abrun freeze {sources} -o a.json", monkeypatch)
+        assert "a.json: 3 seeds of a, without a claim (--primary" in output.lower()
+    _, output, (claim,) = pasted("abrun compare b --reference a.json", monkeypatch, "--format", "terminal")
+    assert claim == "abrun compare b --reference a.json --format terminal --primary METRIC:WINDOW:MARGIN"
+    claimed = claim.replace("METRIC:WINDOW:MARGIN", "'reward:last 20%:1e-9'")
+    write_csv(Path("b/seed-1.csv"), rows("new", 1))
+    code, output, (more,) = pasted(claimed, monkeypatch)
+    assert code == 4 and "(2), then compare again" in output and more == claimed
+    with refused(Code.MORE_THAN_SEEDS_DIFFERS, folder="mixed", num_runs=2):
+        open_sources(["mixed"], Reading(alone=True))
+
+
+def mean_of_last_fifth(arm: str, key: str, seeds: tuple[int, ...], every: int) -> float:
+    """With plain loops: every seed's mean, then theirs."""
+    means = []
+    for seed in seeds:
+        found = [row for row in rows(arm, seed) if row["step"] == 1 or row["step"] % every == 0 or every == 1]
+        first = LAST - LAST // 5 + 1 if every == 1 else 50  # of 6 or 7 steps the last two
+        inside = [row[key] for row in found if row["step"] >= first]
+        means.append(sum(inside) / len(inside))
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_described_by_one_command(tmp_path: Path, name: str) -> None:
+    found = described(LAYOUTS[name](tmp_path / "runs"), tmp_path / "report").content
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), found.reasons
+    ours, key = ("train/loss", "loss") if name in NO_REWARD else ("train/reward", "reward")
+    one = found.descriptions[0]
+    every, seeds = (10 if name in EVERY_10TH else 1), (SEEDS[:1] if name in ONE_EACH else SEEDS)
+    assert one.metric == ours and one.num_runs == (len(seeds), len(seeds)) and found.paired
+    baseline = "new" if "new" in found.baseline else "old"
+    treatment = next(arm for arm in ARMS if arm != baseline)
+    assert one.baseline == pytest.approx(mean_of_last_fifth(baseline, key, seeds, every), rel=1e-6)
+    assert one.treatment == pytest.approx(mean_of_last_fifth(treatment, key, seeds, every), rel=1e-6)
+    assert (one.interval is None) == (name in ONE_EACH)
+    assert found.guessed
+
+
+def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
+    sources = LAYOUTS["CSV, Step and Reward/mean"](tmp_path / "runs")
+    found = described(sources, tmp_path / "report")
+    one = found.content.descriptions[0]
+    claim = f"{one.metric}:{one.window}:{one.margin:g}"
+    assert found.next_steps[0].command == f"abrun compare A B --primary '{claim}'"
+    decided = described(sources, tmp_path / "claimed", claim)
+    assert decided.verdict == "MATCH" and decided.content.descriptions == []
+    assert decided.content.primaries[0].estimate.certified_bound == pytest.approx(one.certified_bound)
+    # by its own name, or the end of ours, it is the same claim
+    for name in ("Reward/mean", "reward"):
+        again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
+        assert again.content.primaries == decided.content.primaries
+
+
+@pytest.mark.parametrize(
+    ("claim", "shift", "verdict"),
+    [
+        (None, 0.0, "INCONCLUSIVE"),
+        ("train/reward:last 20%:0.1", 0.0, "MATCH"),
+        ("train/reward:last 20%:0.1", 0.5, "MISMATCH"),
+        ("train/reward:last 20%:<9", 0.0, "MATCH"),
+    ],
+)
+def test_where_nothing_was_launched_no_settings_are_spoken_of(
+    tmp_path: Path, claim: str | None, shift: float, verdict: str, snapshot: Snapshot
+) -> None:
+    """There is no recipe to set them in, and no one has said a precision."""
+    for arm, moved, norm in zip(ARMS, (0.0, shift), (1.0, 1.02), strict=True):
+        for seed in SEEDS:
+            first, *later = rows(arm, seed)
+            changed = [{**row, "reward": row["reward"] + moved} for row in later]
+            write_csv(tmp_path / arm / f"s{seed}.csv", [{**first, "grad_norm": norm**seed}, *changed])
+    found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report", claim)
+    assert found.verdict == verdict
+    screen = io.StringIO()
+    Console(file=screen, width=1000).print(found.summary())
+    content = found.content
+    reasons = [*content.reasons, *content.not_tested, *content.guessed, *content.notes]
+    reasons += [guard.reason for guard in content.guards]
+    text = " ".join(sentences(reasons)) + screen.getvalue()
+    unsettled = [one for one in found.content.not_tested if one.code is Code.STEP_ONE_NOT_SETTLED]
+    unsettled = [reason for reason in unsettled if reason["metric"] == "train/grad_norm"]
+    assert len(unsettled) == 1 and not unsettled[0]["has_recipe"]
+    snapshot(sentence(unsettled[0]))
+    for word in ("recipe", "bfloat16", "controls.", "compare.", "environment.json"):
+        assert word not in text, word
+
+
+def test_the_suggested_margin_owes_nothing_to_the_treatment(tmp_path: Path) -> None:
+    margins = set()
+    for shift in (0.0, 0.3):
+        for seed in SEEDS:
+            moved = [{**row, "reward": row["reward"] + shift} for row in rows("new", seed)]
+            write_csv(tmp_path / str(shift) / "old" / f"s{seed}.csv", rows("old", seed))
+            write_csv(tmp_path / str(shift) / "new" / f"s{seed}.csv", moved)
+        folders = [str(tmp_path / str(shift) / arm) for arm in ARMS]
+        one = described(folders, tmp_path / "report").content.descriptions[0]
+        margins.add((one.metric, one.margin, one.margin_is))
+    ((metric, margin, why),) = margins
+    first, last = ([row["reward"] for row in rows("old", 1)][part] for part in (slice(6), slice(-6, None)))
+    assert metric == "train/reward" and (why.code, why["of"]) == (Code.MARGIN_OFFERED, "climb")
+    assert margin == pytest.approx(0.1 * (sum(last) - sum(first)) / 6, rel=0.25)
+
+
+def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    for arm in ARMS:
+        for seed, name in zip(SEEDS, ("apple", "pear", "plum"), strict=True):
+            write_csv(tmp_path / arm / f"{name}.csv", rows(arm, seed))
+    sources = [str(tmp_path / arm) for arm in ARMS]
+    found = described(sources, tmp_path / "report")
+    assert not found.content.paired and found.content.descriptions[0].num_runs == (3, 3)
+    assert Code.NOTHING_SAYS_SEEDS() in found.content.guessed
+    command = found.next_steps[0].command
+    assert command.startswith("abrun compare A B --unpaired --primary 'train/reward:last 20%:")
+    with pytest.raises(ComparisonError) as error:
+        described(sources, tmp_path / "claimed", "train/reward:last 20%:0.1")
+    snapshot(error.value)
+
+
+def test_seeds_can_be_chosen(tmp_path: Path) -> None:
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
+    (tmp_path / "old" / "s3.csv").unlink()
+    assert described(sources, tmp_path / "report").verdict == "INVALID"
+    found = described(sources, tmp_path / "report", seeds=(1, 2))
+    assert found.content.descriptions[0].num_runs == (2, 2) and found.verdict == "INCONCLUSIVE"
+    with refused(Code.SEEDS_NOT_RECORDED, seeds=[9], recorded=[1, 2, 3]):
+        described(sources, tmp_path / "report", seeds=(9,))
+
+
+def test_a_start_that_begins_again_is_another_run(tmp_path: Path) -> None:
+    """Only a later start that goes on is the same run."""
+    names = {"loss": "loss_metrics/global_avg_loss"}
+    from tests.logs.layouts import write_events
+
+    for arm in ARMS:
+        for start, seed in (("20261120-0900", 1), ("20261120-1130", 2)):
+            write_events(tmp_path / arm / "outputs" / "tb" / start, rows(arm, seed), names)
+    found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report").content
+    assert found.descriptions[0].num_runs == (2, 2)
+    assert not any(" starts of " in sentence(guess) for guess in found.guessed)
+
+
+def test_what_is_guessed_stands_in_every_report(tmp_path: Path, snapshot: Snapshot) -> None:
+    sources = LAYOUTS["long CSV"](tmp_path / "runs")
+    found = compare_sources(
+        sources, Reading(), output=tmp_path / "report", formats=("json", "markdown", "html")
+    )
+    said = Code.BASELINE_GUESSED(baseline="old", others="'new'")
+    assert sentence(said) in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
+    assert "baseline is 'old'" in (tmp_path / "report/report.md").read_text()
+    assert found.content.guessed[0].code is Code.LOG_READ_AS
+    assert said in found.content.guessed
+    snapshot("\n".join(sentences(found.content.guessed)))
+
+
+def test_what_is_guessed_of_names_shows_an_arm_and_a_seed(tmp_path: Path, snapshot: Snapshot) -> None:
+    for name, seed in ((name, seed) for name in ("exp1", "exp2") for seed in SEEDS):
+        write_csv(tmp_path / f"runs/{name}_{seed}.csv", rows("old", seed))
+    guessed = described([str(tmp_path / "runs")], tmp_path / "report").content.guessed
+    named = only(guessed, Code.SEEDS_FROM)
+    assert (named["arm"], named["seed"]) == ("exp1", SEEDS[0]) and f"'exp1_{SEEDS[0]}.csv'" in named["how"]
+    snapshot(sentence(named))
+
+
+def test_seeds_of_one_folder_as_sources_are_arms_and_that_is_said(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        write_csv(tmp_path / f"s{seed}.csv", rows("old", seed))
+    sources = [str(tmp_path / f"s{seed}.csv") for seed in SEEDS]
+    found = described(sources, tmp_path / "report", primary="train/reward:last 20%:0.5").content
+    assert found.verdict == "INCONCLUSIVE"
+    assert Code.SOURCES_ARE_ARMS(num_sources=len(SEEDS)) in found.guessed
+
+
+def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
+    for arm, source in (("base", "old"), ("bf16", "new"), ("fused", "new")):
+        for seed in SEEDS:
+            write_csv(tmp_path / "runs" / f"{arm}_{seed}.csv", rows(source, seed))
+    found = compare_sources(
+        [str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=("markdown",)
+    )
+    assert found.content.baseline == "base"
+    lines = (tmp_path / "report/report.md").read_text().splitlines()
+    assert any(line.startswith("| arm | metric | steps |") for line in lines)
+    assert (
+        sum(line.startswith(("| bf16 | train/reward |", "| fused | train/reward |")) for line in lines) == 2
+    )
+
+
+def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1))
+    write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INCONCLUSIVE"
+    differing = only(found.content.reasons, Code.GRIDS_DIFFER)
+    ends = {arm: grid["last"] for arm, grid in differing["grids"].items()}
+    assert (ends, differing["num_shared"]) == ({"a": 60, "b": 40}, 40)
+    assert found.content.descriptions[0].steps == (33, 40)
+
+
+@pytest.mark.parametrize("options", [{}, {"unpaired": True}])
+def test_runs_without_a_shared_step_are_said_to_have_none_once(
+    tmp_path: Path, options: dict[str, Any], snapshot: Snapshot
+) -> None:
+    for seed in (0, 1, 2):
+        for arm, moved in (("old", 0), ("new", 200)):
+            later = [{**row, "step": row["step"] + moved} for row in rows(arm, seed)]
+            write_csv(tmp_path / arm / f"seed-{seed}.csv", later)
+    found = described([str(tmp_path / arm) for arm in ("old", "new")], tmp_path / "report", **options)
+    (reason, _) = found.content.reasons  # and that it is post hoc
+    assert found.verdict == "INVALID" and reason.code is Code.NO_SHARED_STEP
+    grids = [(len(grid["runs"]), grid["first"], grid["last"]) for grid in reason["grids"]]
+    assert grids == [(3, 1, 60), (3, 201, 260)]
+    snapshot(sentence(reason))
+    column, again = [step.command.replace(str(tmp_path), "") for step in found.next_steps]
+    assert again == "abrun compare A B" and column == f"{again} --step-column NAME"
+    why = only(found.content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
+    assert why in (Code.FIRST_STEP_NOT_PAIRED(), Code.FIRST_STEP_NOT_SHARED())
+
+
+def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, reward in (("r", {}), ("dead", {"reward": 0.5})):
+        for arm in ARMS:
+            for seed in SEEDS:
+                flat = [{**row, **reward, "loss": 0.5} for row in rows(arm, seed)]
+                write_csv(Path(f"{name}/{arm}/seed-{seed}.csv"), flat)
+    loss, reward = "--primary loss:all:0.1", "--primary 'reward:last 20%:0.5'"
+    _, output, (other, again) = pasted(f"abrun compare r/old r/new {loss} --no-step-one", monkeypatch)
+    assert (
+        other.count("--primary") == 1
+        and "train/reward:" in other
+        and again == f"abrun compare r/old r/new {loss} --no-step-one"
+    )
+    code, output, _ = pasted(other, monkeypatch)
+    assert code == 0 and "train/reward: equivalent within" in output and "train/loss: not" not in output
+    _, output, (left, _) = pasted(f"abrun compare r/old r/new {loss} {reward}", monkeypatch)
+    assert left == f"abrun compare r/old r/new {reward.replace('reward', 'train/reward')}"
+    _, _, found = pasted("abrun compare dead/old dead/new", monkeypatch)
+    assert found == ["abrun compare dead/old dead/new"]
+    assert pasted(f"{found[0]} {loss}", monkeypatch)[2] == [f"{found[0]} {loss}"]
+
+
+def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent in ("a", "b"):
+        for arm in ARMS:
+            for seed in SEEDS:
+                write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
+
+    def folder(parent: str, **options: Any) -> str:
+        sources, reading = [f"{parent}/{arm}/run0" for arm in ARMS], options.pop("reading", Reading())
+        (file,) = compare_sources(sources, reading, formats=["json"], **options).files
+        return str(file.parent)
+
+    first, other = folder("a"), folder("b")
+    assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
+    assert (folder("a/"), folder("b"), folder("a")) == (first, other, first)
+    wide, narrow = (parse_primary(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
+    claims = ([wide], [narrow], [narrow, parse_primary("loss:all:0.1")])
+    asked: list[dict[str, Any]] = [{"primaries": one} for one in claims]
+    asked += [{"step_one": False}, {"reading": Reading(seeds=SEEDS[:2])}, {"reading": Reading(unpaired=True)}]
+    folders = [folder("a", **options) for options in asked]
+    assert len({first, other, *folders}) == 2 + len(asked)  # none replaces another's
+    assert folder("a", primaries=claims[-1][::-1]) == folders[2]  # in whatever order
+    assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
+
+
+def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
+    (tmp_path / "old" / "s3.csv").unlink()
+    found = described(sources, tmp_path / "report")
+    assert found.next_steps[0].command == "abrun compare A B --seeds 1,2"
+
+
+def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows("old", 1), reward="foo", loss="bar", grad_norm="baz")
+    write_csv(tmp_path / "b.csv", rows("new", 1), reward="qux", loss="quux", grad_norm="corge")
+    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0].code is Code.NO_SHARED_METRIC
+    assert found.content.reasons[0]["baseline"][:3] == ["bar", "baz", "foo"]
+    assert "--alias train/reward=NAME" in found.next_steps[0].command
+    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
+    with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3):
+        described(sources[:1], tmp_path / "report")
+
+
+@pytest.mark.parametrize("between", [";", "\t"])
+def test_semicolons_and_tabs_are_read_too(tmp_path: Path, between: str) -> None:
+    sources = LAYOUTS["two CSV files"](tmp_path)
+    for source in sources:
+        Path(source).write_text(Path(source).read_text().replace(",", between))
+    assert described(sources, tmp_path / "report").content.descriptions[0].metric == "train/reward"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("unread", [["b"], ["a", "b"]])
+def test_text_in_the_place_of_numbers_is_named_with_its_line(
+    tmp_path: Path, kind: str, unread: list[str], snapshot: Snapshot
+) -> None:
+    for arm in ("a", "b"):
+        values = [f"{step / 20:.2f}%" if arm in unread else step / 20 for step in range(1, 21)]
+        lines = ["step,reward,loss", *(f"{step},{value},0.5" for step, value in enumerate(values, 1))]
+        if kind == "jsonl":
+            named = [{"step": step, "reward": one, "loss": 0.5} for step, one in enumerate(values, 1)]
+            lines = [json.dumps(row) for row in named]
+        (tmp_path / f"{arm}.{kind}").write_text("\n".join(lines) + "\n")
+    sources = [str(tmp_path / f"{arm}.{kind}") for arm in ("a", "b")]
+    first = f"{unread[0]}.{kind}, line {2 if kind == 'csv' else 1}, column reward: got '0.05%'; "
+    if unread == ["b"]:
+        found = described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
+        said = found.content.reasons[0]["unread"]
+        assert found.verdict == "INVALID" and first in said
+    else:
+        with pytest.raises(ComparisonError, match=re.escape(first)) as error:
+            described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
+        said = error.value
+    snapshot(said)
+
+
+def test_a_single_text_and_a_column_that_is_none_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            values = ["n/a" if (arm, seed, step) == ("b", 1, 3) else 0.04 * step for step in range(1, 21)]
+            Path(arm).mkdir(exist_ok=True)
+            table = "".join(f"{step},{value}\n" for step, value in enumerate(values, 1))
+            Path(f"{arm}/seed-{seed}.csv").write_text(f"step,train/reward\n{table}")
+    compare = "abrun compare a b"
+    code, output, _ = pasted(f"{compare} --primary 'train/reward:all:0.1' --format=terminal", monkeypatch)
+    where = "(step 3 is the first): b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
+    assert code == 5 and where in output
+    for path in Path("b").iterdir():
+        header, *lines = path.read_text().replace(",", ";").replace(".", ",").splitlines()
+        path.write_text("\n".join([f"{header};n", *(f"{line};1" for line in lines), ""]))
+    named = "b/seed-0.csv, line 2, column train/reward: got '0,04' (a decimal comma?); write a number"
+    code, output, (after,) = pasted(f"{compare} --format=terminal", monkeypatch)
+    assert code == 4 and f": {named}" in output and after == f"{compare} --format=terminal"
+    for path in Path("b").iterdir():
+        path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
+    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
+        described(["a", "b"], tmp_path / "out")
+    assert error.value.reason["why"].startswith(named)

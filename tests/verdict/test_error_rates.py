@@ -1,0 +1,255 @@
+"""The tester is tested: whole verdicts over thousands of simulated experiments with a known truth.
+
+A simulated experiment has two arms of learning curves with autocorrelated noise. Each pair's window means are
+normal over seeds with sd 1 (sigma) and correlation rho between the arms; the treatment is shifted by a known
+amount after step one. The rates are those that verdict.md promises.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from abrun.recipe.claims import Compare, Primary
+from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.runs.layout import RunName
+from abrun.stats.equivalence import paired_tost, power
+from abrun.stats.series import Series
+from abrun.stats.sigma_margin import Law, sigma_power
+from abrun.verdict.decide import judge
+from tests.bench.bench_levels import BASELINES, FEW_PROMPTS, dying_rates, sigma_rates, welch_rates
+from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
+
+EXPERIMENTS = 2000
+STEPS = np.arange(1, 31)
+WINDOW = slice(24, 30)  # the last 20 %
+PERSISTENCE = 0.9  # of the noise, from a step to the next
+
+
+def curves(
+    rng: np.random.Generator, num_pairs: int, rho: float, shift: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reward curves [P, S] of both arms: the noise of a seed is a stationary AR(1) in both, shared by rho."""
+    innovations = rng.normal(size=(3, num_pairs, len(STEPS))) * np.sqrt(1 - PERSISTENCE**2)
+    innovations[:, :, 0] = rng.normal(size=(3, num_pairs))
+    noise = np.empty_like(innovations)
+    noise[:, :, 0] = innovations[:, :, 0]
+    for step in range(1, len(STEPS)):
+        noise[:, :, step] = PERSISTENCE * noise[:, :, step - 1] + innovations[:, :, step]
+    noise /= window_sd()
+    arms = np.sqrt(rho) * noise[:1] + np.sqrt(1 - rho) * noise[1:]
+    arms += 5 * (1 - np.exp(-STEPS / 8))
+    arms[1] += shift
+    arms[:, :, 0] = noise[0, :, 0]  # step one is shared: nothing treated has had an effect
+    return arms[0], arms[1]
+
+
+@functools.cache
+def window_sd() -> float:
+    """Sd of the mean of a window of the stationary noise."""
+    size = WINDOW.stop - WINDOW.start
+    lags = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    return float(np.sqrt((PERSISTENCE**lags).mean()))
+
+
+def verdicts(
+    num_pairs: int, rho: float, shift: float, margin: float | str, *, num: int = EXPERIMENTS, **compare
+) -> dict[str, float]:
+    """The share of each verdict over simulated experiments."""
+    rng = np.random.default_rng([num_pairs, round(10 * rho), round(10 * shift)])
+    claim = Primary(metric="train/reward", margin=margin, climbs=False)
+    counts = dict.fromkeys(("MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"), 0)
+    for _ in range(num):
+        arms = dict(zip(("baseline", "treatment"), curves(rng, num_pairs, rho, shift), strict=True))
+        runs = [
+            RecordedRun(
+                name=RunName(arm=arm, seed=seed),
+                place="simulated",
+                status="finished",
+                metrics={"train/reward": Series(STEPS, values)},
+            )
+            for arm, of_arm in arms.items()
+            for seed, values in enumerate(of_arm)
+        ]
+        experiment = Experiment(
+            name="simulated",
+            arms=tuple(arms),
+            compare=Compare(primary=[claim], **compare),
+            runs={run.name: run for run in runs},
+        )
+        counts[judge(experiment, experiment.compare.primary)[0].verdict] += 1
+    return {verdict: count / num for verdict, count in counts.items()}
+
+
+def at_most(rate: float, num: int = EXPERIMENTS) -> float:
+    """A share that an event of this rate exceeds once in a thousand repetitions of the test."""
+    return float(binom.ppf(0.999, num, rate)) / num
+
+
+def near(rate: float, num: int = EXPERIMENTS) -> object:
+    return pytest.approx(rate, abs=4 * np.sqrt(max(rate * (1 - rate), 1e-3) / num))
+
+
+# The design's table: margin in sigmas, rho, and the power at 3, 5 and 10 pairs.
+TABLE = [
+    (1.0, 0.0, (0.05, 0.09, 0.35)),
+    (1.0, 0.8, (0.37, 0.79, 1.0)),
+    (1.5, 0.0, (0.15, 0.35, 0.85)),
+    (1.5, 0.8, (0.71, 0.99, 1.0)),
+    (2.0, 0.8, (0.91, 1.0, 1.0)),
+]
+CELLS = [
+    pytest.param(pairs, margin, rho, cell, marks=pytest.mark.slow)
+    for margin, rho, cells in TABLE
+    for pairs, cell in zip((3, 5, 10), cells, strict=True)
+]
+
+
+@pytest.mark.parametrize(("num_pairs", "margin", "rho", "cell"), CELLS)
+def test_equal_arms_match_as_often_as_the_table_says_and_are_no_mismatch(num_pairs, margin, rho, cell):
+    rates = verdicts(num_pairs, rho, 0.0, margin)
+    assert rates["MATCH"] == near(power(margin, 1.0, rho, num_pairs))
+    assert rates["MATCH"] == pytest.approx(cell, abs=0.05)
+    assert rates["MISMATCH"] <= at_most(0.05)
+    assert rates["INVALID"] == 0
+
+
+SHIFTED = [
+    pytest.param(pairs, rho, marks=() if (pairs, rho) == (5, 0.0) else pytest.mark.slow)
+    for pairs, rho in itertools.product((3, 5, 10), (0.0, 0.8))
+]
+
+
+@pytest.mark.parametrize(("num_pairs", "rho"), SHIFTED)
+def test_a_shift_of_the_margin_is_called_a_match_at_most_one_time_in_twenty(num_pairs, rho):
+    assert verdicts(num_pairs, rho, 1.0, 1.0)["MATCH"] <= at_most(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+def test_a_shift_of_twice_the_margin_is_no_match(num_pairs):
+    rates = verdicts(num_pairs, 0.8, 3.0, 1.5)
+    assert rates["MATCH"] <= at_most(0.002)
+    if num_pairs == 10:
+        assert rates["MISMATCH"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_pairs", "rho"), list(itertools.product((3, 5, 10), (0.0, 0.8))))
+def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
+    shifted = verdicts(num_pairs, rho, 1.0, "1 sigma")
+    assert shifted["MATCH"] <= at_most(0.05)
+    equal = verdicts(num_pairs, rho, 0.0, "1 sigma")
+    assert equal["MATCH"] == near(sigma_power(1.0, num_pairs, Law(correlation=rho)))
+    assert equal["MISMATCH"] <= at_most(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rho", [0.0, 0.8])
+def test_looks_together_err_no_more_often_than_one(rho):
+    assert verdicts(10, rho, 1.0, 1.0, looks=[4, 7, 10])["MATCH"] <= at_most(0.05)
+    assert verdicts(10, rho, 0.0, 1.0, looks=[4, 7, 10])["MISMATCH"] <= at_most(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("looks", STAGES)
+@pytest.mark.parametrize(
+    "name", ["normal, correlation .8", "heavy-tailed (t, 3)", "seeds of different speed"]
+)
+def test_a_launch_that_stops_at_the_first_deciding_look_keeps_its_level(name, looks):
+    match, mismatch, in_sigmas, took = stopped(LAWS[name], looks)
+    assert max(match, in_sigmas) <= at_most(0.05, 20_000) and mismatch <= at_most(0.04, 20_000)
+    assert looks[0] < took < looks[-1]
+
+
+@pytest.mark.slow
+def test_looking_again_without_saying_so_would_err_more_often():
+    """Why looks are declared: the same looks at full level."""
+    called = 0
+    for seed in range(EXPERIMENTS):
+        arms = curves(np.random.default_rng(seed), 10, 0.0, 1.0)
+        left, right = (arm[:, WINDOW].mean(axis=1) for arm in arms)
+        called += any(paired_tost(left[:n], right[:n], 1.0).equivalent for n in (3, 5, 7, 8, 9, 10))
+    assert called / EXPERIMENTS > at_most(0.05)
+
+
+# --- every kind of claim, on curves of every kind: the table of docs/verdict.md ---
+
+HOLDING = [name for name in LAWS if name not in ("skewed (exponential)", "one seed in ten fails")]
+
+
+@pytest.mark.parametrize("law", ["normal, treatment's sd 3 x", "heavy-tailed (t, 3)"])
+def test_every_kind_of_claim_keeps_its_level(law):
+    for kind, row in rates(LAWS[law], 4000).items():
+        assert max(row) <= at_most(0.05, 4000), kind
+
+
+def test_unpaired_claims_keep_their_level():
+    for kind, row in unpaired_rates(WIDE["treatment's sd 3 x, margin 12 sd"], 4000).items():
+        assert max(row) <= at_most(0.055, 4000), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", [*HOLDING, *WIDE])
+def test_unpaired_claims_err_no_more_often_than_the_page_says(law):
+    for kind, row in unpaired_rates((LAWS | WIDE)[law]).items():
+        assert max(row) <= 0.11, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", HOLDING)
+def test_bounded_and_uneven_curves_err_no_more_often_than_the_page_says(law):
+    for kind, row in rates(LAWS[law]).items():
+        allowed = 0.1 if kind == "limit called broken" else 0.08
+        assert max(row) <= allowed, kind
+
+
+@pytest.mark.slow
+def test_what_is_vectorised_is_what_the_verdict_computes():
+    check()
+
+
+# --- edges of what the tests assume, before and after each rule: the second table of docs/verdict.md ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["8 prompts, 2 digits", "12 prompts, 3 digits", "8 prompts, 10 validations, the same answers"],
+)
+def test_few_prompts_are_no_false_match_however_they_are_logged(name):
+    ((before, after),) = FEW_PROMPTS[name].rates(400, [3])["false match"]
+    assert before > 0.05 and after <= at_most(0.002, 400)
+
+
+def test_answers_of_their_own_keep_the_power_of_their_validations():
+    ((before, after),) = FEW_PROMPTS["8 prompts, 10 validations, answers independent"].rates(200, [5])[
+        "match of equal arms"
+    ]
+    assert after > before - 0.03 and after > 0.9
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (2, 10), (2, 20), (3, 10)])
+def test_two_runs_of_an_arm_show_no_mismatch_and_err_no_more_often_than_the_page_says(sizes):
+    found = welch_rates(sizes, 1.0, 20_000)
+    ((before, match),), ((_, mismatch),) = found["false match"], found["false mismatch"]
+    assert before > 0.052 and match <= at_most(0.053, 20_000) and mismatch <= at_most(0.036, 20_000)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.3, 0.5])
+def test_equal_arms_whose_runs_fail_at_random_are_rarely_a_mismatch(probability):
+    for _, after in dying_rates(probability, 20_000)["false mismatch"]:
+        assert after <= at_most(0.04, 20_000)
+
+
+def test_a_margin_in_sigmas_of_a_skewed_baseline_is_warned_of():
+    """The differences alone warned of 1 in 20 of these false matches."""
+    found = sigma_rates(BASELINES["skewed (exponential)"], 2000, [8])
+    ((before, after),) = found["warned matches"]
+    assert before < 0.15 and after > 0.5
+    ((_, normal),) = sigma_rates(BASELINES["normal"], 2000, [8])["warned matches"]
+    assert normal < 0.25

@@ -1,0 +1,217 @@
+"""Names and files that mean no good: every output stays whole, and what cannot be read is one line."""
+
+import json
+import os
+import re
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from abrun.cli import main
+from abrun.messages.records import reason_from_json
+from abrun.reasons import Code, Reason
+from tests.reasons import only
+from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
+
+QUICK = ("--format", "terminal,json,html")
+NAMES = [
+    '<script>alert("x")</script>',
+    "</script><img src=x onerror=alert(1)>",
+    "quo\"te's & `ticks` $math$ \\back",
+    "new\nline\tand\x1b[31mred",
+    "../../etc/passwd",
+    "a|b [link](javascript:alert(1))",
+    "\u202eright-to-left \u2028 \U0001f600",
+]
+
+
+def write_arms(folder: Path, metric: str, arms=("baseline", "treatment")) -> list[str]:
+    rng = np.random.default_rng(0)
+    for arm in arms:
+        (folder / arm).mkdir(parents=True)
+        for seed in range(3):
+            values = np.linspace(0, 1, 20) + 0.01 * np.random.default_rng(seed).normal(size=20)
+            values[1:] += 1e-3 * rng.normal()
+            frame = pd.DataFrame({"step": range(1, 21), metric: values, "train/loss": 1 - values})
+            frame.to_csv(folder / arm / f"s{seed}.csv", index=False)
+    return [str(folder / arm) for arm in arms]
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def without_code(markdown):
+    """Commands stand in spans of code on one line, where nothing is read as more than text."""
+    return re.sub(r"(?<!\\)`[^`\n]+`", "", markdown)
+
+
+@pytest.fixture
+def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The command line in this process, run in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        return Done(int(ended.value.code or 0), output.out, output.err)
+
+    return run
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_metric_of_any_name_is_only_a_name(tmp_path, abrun, name):
+    sources = write_arms(tmp_path / "runs", name)
+    shown = name.replace("\n", "\\n").replace("\t", "\\t").replace("\x1b", "\\x1b")
+    shown = shown.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028")
+    done = abrun("compare", *sources, "--primary", f"{shown}:all:0.1", "--output", "report")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+    report = tmp_path / "report"
+    assert json.loads((report / "verdict.json").read_text())["primaries"][0]["metric"] == shown
+    tags = Tags()
+    tags.feed((report / "report.html").read_text())
+    assert tags.seen.count("img") == 0 and len(tags.seen) < 60
+    markdown = without_code((report / "report.md").read_text())
+    assert not re.search(r"(?<!\\)<", markdown) and not re.search(r"(?<!\\)\]\(java", markdown)
+    for path in report.iterdir():
+        assert re.fullmatch(r"[A-Za-z0-9_.-]+", path.name)
+        if path.suffix == ".svg":
+            ET.fromstring(path.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "runs"]
+
+
+@pytest.mark.parametrize("name", ["<b>bold</b>", "two\nlines", "$x$", "-leading", "a b"])
+def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
+    sources = write_arms(tmp_path / "runs", "reward", arms=("baseline", name))
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    tags = Tags()
+    tags.feed((tmp_path / "report/report.html").read_text())
+    assert "b" not in tags.seen
+
+
+def reasons_of(folder: Path) -> list[Reason]:
+    content = json.loads((folder / "report/verdict.json").read_text())
+    return [reason_from_json(reason) for reason in content["reason_codes"]]
+
+
+def test_a_metric_that_is_only_nan(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    for path in (tmp_path / "runs").rglob("*.csv"):
+        frame = pd.read_csv(path)
+        frame.assign(nothing="NaN", step=frame["step"]).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "nothing:all:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 5 and done.stderr == ""
+    (broken, *_) = reasons_of(tmp_path)
+    assert (broken.code, broken["metric"]) == (Code.BASELINE_NOT_FINITE, "nothing")
+
+
+def test_a_metric_in_one_arm_only(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    for path in (tmp_path / "runs/treatment").rglob("*.csv"):
+        pd.read_csv(path).assign(mine=1.0).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = abrun("compare", *sources, "--primary", "mine:all:0.1", "--output", "report", *QUICK)
+    (missing, *_) = reasons_of(tmp_path)
+    assert done.returncode == 5 and (missing.code, missing["metric"]) == (Code.METRIC_MISSING, "mine")
+
+
+def test_unequal_lengths(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    pd.read_csv(path).head(12).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:steps 2-14:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 5 and reasons_of(tmp_path)[0].code is Code.STEPS_MISSING
+    done = abrun("compare", *sources, "--primary", "reward:steps 2-10:0.1", "--output", "report", *QUICK)
+    assert done.returncode == 0 and only(reasons_of(tmp_path), Code.GRIDS_DIFFER)["num_shared"] == 12
+
+
+def test_steps_recorded_twice(tmp_path, abrun, snapshot):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    frame = pd.read_csv(path)
+    pd.concat([frame.head(12).assign(reward=99.0), frame]).to_csv(path, index=False)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    (note,) = json.loads((tmp_path / "report" / "verdict.json").read_text())["notes"]
+    snapshot(note)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [(b"", 5), (b"step,reward\n", 5), (os.urandom(2000), 5), (b"\x00" * 500, 5)]
+)
+def test_files_that_hold_no_table(tmp_path, abrun, content, code):
+    sources = write_arms(tmp_path / "runs", "reward")
+    (tmp_path / "runs/treatment/s1.csv").write_bytes(content)
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (code == 2)
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path, abrun):
+    sources = write_arms(tmp_path / "runs", "reward")
+    path = tmp_path / "runs/treatment/s1.csv"
+    path.write_text(path.read_text() + "21,0.")
+    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "treatment/seed-1: " in done.stdout and "left out" in done.stdout
+
+
+CONTROLS = "\x1b[31m\x1b]0;t\x07\x9b2J\r\x7f\u202e\u2066\x00"
+WILD = f"a{CONTROLS}|`b`\n# <img src=x>[l](javascript:x) https://evil.ex www.evil.example me@evil.ex &lt;"
+
+
+def test_no_text_of_a_stored_experiment_is_more_than_text(tmp_path, abrun) -> None:
+    """Names, messages, environments, a lock and a log, each with all that could do harm."""
+    token = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
+    folder = write_experiment(tmp_path / "runs" / "demo", steps=12, seeds=[0, 1, 2])
+    edit(folder / "experiment.json", lambda content: content.update(experiment=WILD))
+    edit(
+        folder / "experiment.json",
+        lambda content: content["treatment_diff"]["treatment"].update(
+            {f"trainer.env.{WILD}": [WILD, token], "trainer.env.DB_PASSWORD": ["hunter2", "hunter3"]}
+        ),
+    )
+    edit(folder / "baseline/seed-1/environment.json", lambda content: content.update(python=WILD + token))
+    edit_rows(folder / "treatment" / "seed-0", lambda row: row.update({WILD: 1.0}))
+    fail(folder / "treatment" / "seed-2", after_steps=5, message=f"{WILD} {token}")
+    (folder / "launcher.lock").write_text(json.dumps({"pid": 1, "host": WILD, "time_s": 1e12}))
+    for arguments in (
+        ["status", str(folder)],
+        ["status", "--runs-dir", str(folder.parent)],
+        ["compare", str(folder)],
+    ):
+        done = abrun(*arguments)
+        said = done.stdout + done.stderr
+        assert "Traceback" not in said
+        assert all(char.isprintable() or char == "\n" for char in said), arguments
+        assert token not in said and "hunter" not in said
+    for name in ("report.md", "verdict.json", "report.html"):
+        text = (folder / "report" / name).read_text()
+        assert all(char.isprintable() or char in "\n\t" for char in text), name
+        assert token not in text and "hunter" not in text, name
+    markdown = without_code((folder / "report" / "report.md").read_text())
+    assert not re.search(r"(?<!\\)[<&`]|(?<!\\)\]\(java|https?://|www\.|e@e", markdown)
+    assert all(line[:2] in ("# ", "- ", "| ", "**", "![", "an", "di", "") for line in markdown.splitlines())

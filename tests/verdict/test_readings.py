@@ -1,0 +1,305 @@
+"""Runs that are compared more than once: what the reports say of it, and what the next command is."""
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import parse_primary
+from abrun.recorded.claim_tests import MAX_TESTS, earlier_claim_tests
+from abrun.recorded.sources import Reading, open_sources
+from abrun.report.comparing import Comparison, compare_sources, freeze_arm
+from abrun.stats.sequential import level_of_a_look, level_of_readings
+from tests.bench.bench_readings import repeated, windows_tried
+from tests.reasons import refused
+from tests.snapshot import Snapshot
+from tests.verdict.simulate import write_experiment
+
+STEPS = 60
+CLAIM = "reward:last 20%:0.03"
+
+
+def write_runs(folder: Path, seeds: range, shift: float = 0.0, noise: float = 0.03) -> None:
+    """Both arms: curves that share a seed's level, the treatment's shifted after the first step."""
+    for arm in ("old", "new"):
+        for seed in seeds:
+            rng = np.random.default_rng([seed, len(arm), ord(arm[0])])
+            level = 0.02 * np.random.default_rng(seed).standard_normal() + noise * rng.standard_normal()
+            path = folder / arm / f"seed-{seed}.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["step", "reward"])
+                for step in range(STEPS):
+                    after = min(1.0, step / 10)
+                    added = after * (level + (shift if arm == "new" else 0.0))
+                    learned = 0.2 + 0.5 * (1 - np.exp(-step / 15))
+                    rows.writerow([step + 1, learned + added + after * 0.01 * rng.standard_normal()])
+
+
+def compared(*arms: str, claim: str = CLAIM, output: Path | None = None, **reading: Any) -> Comparison:
+    arms = arms or ("r/old", "r/new")
+    options = "".join(
+        f" --{key} {','.join(map(str, value))}" if isinstance(value, tuple) else f" --{key}"
+        for key, value in reading.items()
+    )
+    return compare_sources(
+        arms,
+        Reading(**reading),
+        primaries=[parse_primary(claim)],
+        output=output,
+        formats=("json",),
+        command=f"abrun compare {' '.join(arms)} --primary '{claim}'{options}",
+    )
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def repeats(comparison: Comparison) -> list[Reason]:
+    codes = (Code.READ_SEVERAL_TIMES, Code.SEVERAL_COMPARISONS)
+    return [reason for reason in comparison.content.reasons if reason.code in codes]
+
+
+# --- what the report says ---
+
+
+def test_pairs_added_to_runs_that_were_read_are_counted(here: Path, snapshot: Snapshot) -> None:
+    write_runs(here / "r", range(3))
+    first = compared()
+    assert not repeats(first) and first.content.readings[0].num_pairs == [3]
+    for num_pairs in (5, 7):
+        write_runs(here / "r", range(num_pairs))
+        last = compared()
+    (note,) = repeats(last)
+    assert note.code is Code.READ_SEVERAL_TIMES and note["num_pairs"] == [3, 5, 7]
+    snapshot(sentence(note))
+    (counted,) = last.content.readings
+    assert counted.num_pairs == [3, 5, 7] and counted.num_comparisons == 1
+    assert counted.false_match == pytest.approx(0.103, abs=0.004)
+    written = Path("old-vs-new-report/verdict.json").read_bytes()
+    assert json.loads(written)["readings"][0]["num_pairs"] == [3, 5, 7]
+    assert repeats(compared()) == [note]  # the same command again is no other reading
+    assert Path("old-vs-new-report/verdict.json").read_bytes() == written
+
+
+def test_the_same_pairs_are_the_same_wherever_they_lie_and_whatever_the_metric_is_called(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    compared()
+    (here / "r").rename(here / "s")
+    write_runs(here / "s", range(4))
+    moved = compared("s/old", "s/new", claim="score:last 20%:0.03", aliases=("score=reward",))
+    assert [one.num_comparisons for one in moved.content.readings] == [2]
+
+
+def test_windows_and_margins_that_were_tried_are_counted(here: Path, snapshot: Snapshot) -> None:
+    write_runs(here / "r", range(4))
+    for last, margin in ((20, 0.03), (10, 0.03), (20, 0.04), (10, 0.03)):
+        found = compared(claim=f"reward:last {last}%:{margin}")
+    assert repeats(found) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=3)]
+    snapshot(sentence(repeats(found)[0]))
+    assert found.content.readings[0].false_match is None
+
+
+def test_a_comparison_that_tested_no_claim_is_not_counted(here: Path) -> None:
+    """One pair is described, and can be no match that somebody picks."""
+    write_runs(here / "r", range(1))
+    assert compared().content.readings == []
+    write_runs(here / "r", range(4))
+    (counted,) = compared().content.readings
+    assert counted.num_pairs == [4] and counted.false_match is None
+
+
+def test_other_runs_are_not_counted(here: Path) -> None:
+    write_runs(here / "r", range(8))
+    compared(seeds=(0, 1, 2, 3))
+    assert not repeats(compared(seeds=(4, 5, 6, 7)))  # fresh ones
+    (here / "r/old").rename(here / "r/third")
+    write_runs(here / "q", range(8), shift=0.01)
+    assert not repeats(compared("r/third", "q/new", seeds=(0, 1, 2, 3)))  # another treatment
+    write_runs(here / "r", range(8), noise=0.031)  # trained again under the same names
+    assert not repeats(compared(seeds=(0, 1, 2, 3)))
+
+
+def test_a_description_and_an_invalid_comparison_are_no_reading(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    compare_sources(("r/old", "r/new"), Reading(), formats=("json",))
+    rows = (here / "r/new/seed-1.csv").read_text()
+    (here / "r/new/seed-1.csv").write_text("".join(rows.splitlines(keepends=True)[:20]))
+    assert compared().verdict == "INVALID"
+    (here / "r/new/seed-1.csv").write_text(rows)
+    assert not repeats(compared())
+
+
+def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    stamp = compared().files[0].parent / ".report.json"
+    kept = json.loads(stamp.read_text())["readings"]
+    (own,) = kept
+    hostile: list[Any] = [
+        "",
+        "[" * 100_000,
+        "[]",
+        "\x00\xff",
+        {"readings": {"question": "a"}},
+        {"readings": "text"},
+        {"readings": [None, 3, [], {}, {"question": 1, "pairs": []}, {"question": "a", "pairs": "b"}]},
+        {"readings": [{"question": own["question"], "pairs": [1, *own["pairs"]]}]},
+        {"readings": [{"question": f"{number}", "pairs": ["x"]} for number in range(2 * MAX_TESTS)]},
+    ]
+    for number, content in enumerate(hostile):
+        (here / f"other-{number}").mkdir()
+        text = content if isinstance(content, str) else json.dumps(content)
+        (here / f"other-{number}/.report.json").write_text(text)
+    (here / "link").symlink_to("link")
+    (here / "pipe").mkdir()
+    os.mkfifo(here / "pipe/.report.json")
+    (here / "folder/.report.json").mkdir(parents=True)
+    assert len(earlier_claim_tests(here / "old-vs-new-report")) <= 2 * MAX_TESTS
+    assert not repeats(compared()) and json.loads(stamp.read_text())["readings"] == kept
+
+
+def test_deleted_reports_are_forgotten_and_a_folder_of_choice_remembers(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    output = here / "deep/reports/mine"
+    compared(output=output)
+    write_runs(here / "r", range(4))
+    assert repeats(compared(output=output)) and not repeats(compared())
+    for file in output.iterdir():
+        file.unlink()
+    assert not repeats(compared(output=output))
+
+
+def test_unpaired_runs_are_counted_too(here: Path, snapshot: Snapshot) -> None:
+    write_runs(here / "r", range(3))
+    compared(unpaired=True)
+    write_runs(here / "r", range(5))
+    (note,) = repeats(compared(unpaired=True))
+    assert (note["num_pairs"], note["paired"]) == ([3, 5], False)
+    snapshot(sentence(note))
+
+
+# --- what to do next ---
+
+
+def test_an_open_claim_asks_for_fresh_seeds_alone_or_for_declared_looks(here: Path) -> None:
+    write_runs(here / "r", range(4), noise=0.02)
+    found = compared()
+    assert found.verdict == "INCONCLUSIVE"
+    fresh, stages = found.next_steps
+    needed = found.content.primaries[0].power.pairs_needed
+    assert fresh.reason.code is Code.FRESH_SEEDS and needed
+    assert fresh.reason["step"]["needed"]["count"] == needed
+    assert fresh.command.endswith(f"--seeds 4-{3 + needed}")
+    assert stages.command.startswith(f"{fresh.command} --looks ") and stages.command.endswith(f",{needed}")
+    (alone, *_) = compared(unpaired=True).next_steps
+    assert "--seeds 4-" in alone.command and "--looks" not in alone.command
+
+
+def test_where_no_number_of_pairs_shows_it_none_is_asked_for(here: Path, snapshot: Snapshot) -> None:
+    write_runs(here / "r", range(8), shift=0.05, noise=0.02)
+    found = compared(claim="reward:last 20%:0.04")
+    power = found.content.reasons[0]["power"]
+    assert power["pairs_needed_observed"] is None
+    step, fresh = found.next_steps
+    assert step.reason == Code.SEE_OTHER_DIFFERENCES(needed=Code.MARGIN_EXCEEDED(paired=True))
+    assert step.command == "abrun compare r/old r/new"
+    assert fresh.reason["step"] == Code.CONFIRM_DIFFERENCE() and fresh.command.endswith("--seeds 8-15")
+
+
+def test_a_stored_experiment_is_not_asked_for_pairs_that_show_nothing(here: Path, snapshot: Snapshot) -> None:
+    arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}
+    directory = write_experiment(here / "runs/one", arms=arms, shift=0.023, noise=0.008)
+    found = compare_sources([str(directory)], Reading(), formats=("json",))
+    power = found.content.reasons[0]["power"]
+    assert power["pairs_needed_observed"] is None
+    (step,) = found.next_steps
+    assert step.reason == Code.PLAN_WIDER_MARGIN(needed=Code.MARGIN_EXCEEDED(paired=True))
+    assert step.command.startswith("abrun plan ")
+
+
+def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
+    write_runs(here / "r", range(8), noise=0.02)
+    claim = parse_primary(CLAIM)
+    experiment = open_sources(("r/old",), Reading(alone=True), [claim])
+    freeze_arm(experiment, "old", here / "old.json")
+    for number in (3, 4, 5, 6, 7):
+        (here / f"r/new/seed-{number}.csv").unlink()
+    found = compare_sources(("r/new",), Reading(), reference=here / "old.json", formats=("json",))
+    assert found.verdict == "INCONCLUSIVE"
+    (step,) = found.next_steps
+    assert step.reason == Code.OTHER_SEEDS_ALONE(seeds_left=[3, 4, 5, 6, 7]) and step.command.endswith(
+        " --seeds 3,4,5,6,7"
+    )
+
+
+# --- declared looks ---
+
+
+def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    first = compared(looks=(3, 5, 8))
+    assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
+    (step,) = first.next_steps
+    assert step.reason == Code.TRAIN_FOR_LOOK(seeds_to_come=[3, 4])
+    assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
+    write_runs(here / "r", range(5))
+    second = compared(looks=(3, 5, 8))
+    assert not repeats(second) and second.content.spent is None
+    assert [look.verdict is None for look in second.content.arms["new"].looks] == [False, False, True]
+    assert repeats(compared(looks=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"looks": (6, 8)}, Code.LOOKS_TOO_LATE),
+        ({"looks": (2, 4)}, Code.LOOKS_TOO_EARLY),
+        ({"looks": (5,)}, Code.LOOKS_REFUSED),
+        ({"looks": (5, 3)}, Code.LOOKS_REFUSED),
+        ({"looks": (3, 5), "unpaired": True}, Code.LOOKS_UNPAIRED),
+    ],
+)
+def test_looks_that_do_not_fit_the_runs_are_refused(
+    here: Path, options: Any, code: Code, snapshot: Snapshot
+) -> None:
+    write_runs(here / "r", range(5))
+    with refused(code) as error:
+        compared(**options)
+    snapshot(error.value)
+
+
+# --- the rates ---
+
+
+def test_the_stated_rate_is_that_of_the_readings() -> None:
+    nested = [[str(pair) for pair in range(count)] for count in range(3, 11)]
+    assert level_of_readings(nested) == pytest.approx(repeated(3, 1)[0], abs=0.01)
+    assert level_of_readings(nested[:1]) == pytest.approx(0.05, abs=0.003)
+    apart = [[f"{group}{pair}" for pair in range(5)] for group in "ab"]
+    assert level_of_readings(apart) == pytest.approx(1 - 0.95**2, abs=0.005)
+    many = [[f"{group}-{pair}" for pair in range(50)] for group in range(500)]
+    assert 0.05 < level_of_readings(many) < 1
+
+
+@pytest.mark.parametrize("start", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_same_pairs_err_and_fresh_ones_and_declared_looks_do_not(start: int) -> None:
+    same, fresh, _, looks = repeated(start, 1)
+    assert same > 0.1 and max(fresh, looks) < 0.056
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_pairs", [3, 5, 8, 10])
+def test_windows_that_are_tried_err_as_the_sentence_says(num_pairs: int) -> None:
+    assert windows_tried(num_pairs, 1, 0.0) < 0.065
+    assert 0.2 < windows_tried(num_pairs, 20, 0.0) < 0.305
+    assert 0.07 < windows_tried(num_pairs, 20, 1.0) < 0.12

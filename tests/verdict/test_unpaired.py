@@ -1,0 +1,271 @@
+"""Runs that share no seed: said as such, tested by Welch; and one run of each arm, which is described."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from abrun.errors import ComparisonError
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.recipe.claims import Compare, parse_primary
+from abrun.recorded.sources import Reading
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import compare_sources
+from abrun.report.planted import columns, write_sensitivity
+from abrun.report.so_far import so_far
+from abrun.verdict.guards import opposed
+from abrun.verdict.planted import sensitivity
+from abrun.verdict.verdict_file import json_schema
+from tests.reasons import only
+from tests.verdict.simulate import edit_rows
+
+STEPS = np.arange(1, 41)
+
+
+def write(folder, arm, seeds, *, shift=0.0, named="run-s{}", last=40):
+    """Runs of an arm: rewards that rise by 0.6, with a sd of 0.01 over runs."""
+    (folder / arm).mkdir(parents=True)
+    for seed in seeds:
+        rng = np.random.default_rng([seed, *arm.encode()])
+        reward = 0.2 + 0.6 * (1 - np.exp(-STEPS / 8)) + shift + 0.01 * rng.standard_normal()
+        rows = zip(STEPS[:last], reward + 0.005 * rng.standard_normal(40), rng.random(40) + 1, strict=False)
+        text = "".join(f"{step},{one:.6f},{norm:.6f}\n" for step, one, norm in rows)
+        (folder / arm / f"{named.format(seed)}.csv").write_text(f"step,train/reward,train/grad_norm\n{text}")
+    return str(folder / arm)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def run(*sources, margin="0.05", unpaired=True, formats=("json", "markdown"), **reading):
+        return compare_sources(
+            sources,
+            Reading(unpaired=unpaired, **reading),
+            primaries=[parse_primary(f"train/reward:last 20%:{margin}")],
+            output=tmp_path / "out",
+            formats=formats,
+        )
+
+    return run
+
+
+def test_seeds_that_differ_are_not_silently_unpaired(tmp_path, compared, snapshot):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, unpaired=False)
+    assert found.verdict == "INVALID"
+    assert found.content.reasons[0] == Code.NO_SHARED_SEED(
+        baseline="old", baseline_seeds=[0, 1, 2, 3, 4], arm="new", arm_seeds=[5, 6, 7, 8], can_unpair=True
+    )
+    snapshot(sentence(found.content.reasons[0]))
+    assert found.next_steps[0].command == "abrun compare RUNS --unpaired"
+
+
+@pytest.mark.parametrize("margin", ["0.05", "8%", "12% of climb", "9 sigma"])
+def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, margin=margin)
+    (claim,) = found.content.primaries
+    assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
+    assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
+    assert claim.claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
+    assert (claim.claim.num_runs, claim.claim.num_pairs, claim.estimate.differences) == ((5, 4), 0, ())
+    reason = found.content.reasons[0]
+    assert (reason.code, reason["over"]["runs"]) == (Code.CLAIM_EQUIVALENT, [5, 4])
+    assert reason["over"]["welch"]
+    assert found.content.paired is False and found.content.step_one == [] == found.content.divergence
+    assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
+    import jsonschema
+
+    content = json.loads((tmp_path / "out/verdict.json").read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(content)
+
+
+def test_arms_apart_are_a_mismatch_by_welch(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9), shift=0.2)
+    found = compared(*arms)
+    assert (found.verdict, found.exit_code) == ("MISMATCH", 3)
+    reason = found.content.reasons[0]
+    assert (reason.code, reason["difference"]) == (Code.CLAIM_DIFFERS, pytest.approx(0.2, abs=0.05))
+
+
+def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path, compared):
+    arms = write(tmp_path, "old", range(3)), write(tmp_path, "new", range(5, 8))
+    found = compared(*arms, margin="0.008")
+    assert found.verdict == "INCONCLUSIVE"
+    reason = found.content.reasons[0]
+    assert reason.code is Code.CLAIM_UNDECIDED and reason["over"]["runs"] == [3, 3]
+    assert reason["power"]["pairs_if_shared"] is not None
+
+
+def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    ratio = compared(*arms, margin="<1.1x")
+    assert (ratio.verdict, ratio.content.primaries[0].result) == ("MATCH", "holds")
+    assert compared(*arms, margin="<0.8x").verdict == "MISMATCH"
+    exact = compared(*arms, margin="exact")
+    assert exact.verdict == "INCONCLUSIVE"
+    assert exact.content.reasons[0]["problem"] == Code.PAIRS_ALONE(exact=True)
+
+
+def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path, compared):
+    arms = write(tmp_path, "old", range(4), named="x{}y"), write(tmp_path, "new", range(4), named="x{}y")
+    with pytest.raises(ComparisonError, match=r": --unpaired$"):
+        compared(*arms, unpaired=False)
+    found = compared(*arms)
+    assert found.verdict == "MATCH"
+    assert {note["note"].code for note in found.content.notes} == {Code.SEED_NOT_KNOWN}
+    claim = "--primary 'train/reward:last 20%:0.05'"
+    assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
+    both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
+    assert both.content.primaries[0].claim.num_runs == (4, 4)
+
+
+def test_same_seeds_are_unpaired_where_that_is_asked_and_it_is_said(tmp_path, compared):
+    arms = write(tmp_path, "old", range(4)), write(tmp_path, "new", range(4))
+    found = compared(*arms)
+    assert found.verdict == "MATCH"
+    assert Code.NOT_PAIRED(num_shared_seeds=4) in found.content.not_tested
+
+
+def test_a_run_that_is_in_both_arms_is_no_match(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    (tmp_path / "new/run-s5.csv").write_text((tmp_path / "old/run-s0.csv").read_text())
+    found = compared(*arms)
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0]["problem"].code is Code.ONE_RUN_AS_TWO_SEEDS
+
+
+def test_a_baseline_that_learned_nothing_is_no_match(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, margin="0.7")
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.content.reasons[0]["problem"].code is Code.CLIMB_NOT_SHOWN
+
+
+def test_guards_hold_independent_runs_against_every_baseline_run(tmp_path, compared, snapshot):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    path = tmp_path / "new/run-s6.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:20], lines[20].rsplit(",", 1)[0] + ",nan", *lines[21:]]) + "\n")
+    found = compared(*arms)
+    assert found.verdict == "MISMATCH"
+    broken = only(found.content.reasons, Code.GUARD_FAILS)["reason"]
+    assert (broken.code, broken["metric"], broken["run"], broken["step"], broken["paired"]) == (
+        Code.NOT_FINITE,
+        "train/grad_norm",
+        "new/seed-6",
+        20,
+        False,
+    )
+    snapshot(sentence(broken))
+
+
+def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    for run in ("old/run-s3.csv", "new/run-s6.csv"):
+        lines = (tmp_path / run).read_text().splitlines()
+        lines[20] = lines[20].rsplit(",", 1)[0] + ",nan"
+        (tmp_path / run).write_text("\n".join(lines) + "\n")
+    assert compared(*arms).verdict == "MATCH"
+
+
+def test_an_experiment_unpaired_afterwards_is_post_hoc(simulated, tmp_path):
+    reading = Reading(unpaired=True)
+    found = compare_sources([str(simulated())], reading, output=tmp_path / "out", formats=("json",))
+    assert found.content.reasons[-1] == Code.POST_HOC(why=Code.PAIRING_CHANGED())
+    assert not found.content.primaries[0].problem and found.content.savings[0].num_runs == (5, 5)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_runs_are_held_to_by_seed_unless_they_were_declared_unpaired(simulated, judged, declared):
+    claim = {"metric": "train/reward", "margin": 0.1}
+    experiment_dir = simulated(compare={"primary": [claim], "paired": not declared})
+    found = judged(experiment_dir, unpaired=not declared)
+    assert found.verdict == "MATCH" and found.content.paired is False
+    first, *freeze = [step.command for step in found.next_steps]
+    assert ('"paired": false' in first) != declared and bool(freeze) == declared
+
+
+def test_a_recipe_can_declare_it(simulated, judged):
+    claim = {"metric": "train/reward", "margin": 0.1}
+    experiment_dir = simulated(compare={"primary": [claim], "paired": False})
+    edit_rows(
+        experiment_dir / "treatment/seed-1", lambda row: row.update({"train/token_mult_prob_error": 1.5})
+    )
+    found = judged(experiment_dir)
+    assert not found.content.post_hoc and found.content.primaries[0].claim.num_runs == (5, 5)
+    share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
+    assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
+    with pytest.raises(ValueError, match="paired: false and looks"):
+        Compare(paired=False, looks=[3, 5])
+    with pytest.raises(ValueError, match="paired: false and final_weights"):
+        Compare(paired=False, primary=[parse_primary("final_weights:all:<0.05")])
+
+
+def test_one_run_of_each_arm_is_a_description(tmp_path, compared, snapshot):
+    arms = write(tmp_path, "old", [0]), write(tmp_path, "new", [1], shift=0.5)
+    found = compared(*arms, formats=("json", "markdown", "html"))
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
+    described = found.content.reasons[0]
+    assert (described.code, described["metric"], described["arm"]) == (Code.DESCRIBED, "train/reward", "new")
+    assert described["difference"] > 0 and Code.ONE_RUN_EACH() in found.content.reasons
+    (reward, norm) = found.content.descriptions
+    assert (reward.metric, reward.steps, norm.metric) == ("train/reward", (33, 40), "train/grad_norm")
+    assert reward.difference == pytest.approx(0.5, abs=0.05)
+    assert reward.mean_distance == pytest.approx(0.5, abs=0.05)
+    assert found.next_steps[0].reason == Code.TRAIN_TWO_EACH(paired=False)
+    head = (tmp_path / "out/report.md").read_text().splitlines()[0]
+    assert head == "# DESCRIPTION (post hoc, unpaired): old-vs-new"
+
+
+def test_one_pair_that_differs_at_step_one_stays_a_mismatch(simulated, judged):
+    experiment_dir = simulated(seeds=[0], controls={"aa_reruns": 0}, compare={})
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/grad_norm": 9.0}))
+    found = judged(experiment_dir)
+    assert found.verdict == "MISMATCH" and found.content.reasons[0].code is Code.STEP_ONE_DIFFERS
+    assert found.content.descriptions
+
+
+def test_no_baseline_opposes_nothing(simulated, judged):
+    from abrun.recorded.experiment import Sides
+
+    assert opposed(Sides(baselines=(), treatments=(), paired=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("claim", "shift", "step"),
+    [
+        ({"margin": 0.02}, 0.0, Code.PAIRS_DECIDE),
+        ({"margin": 1e-4}, 0.0, Code.MORE_THAN_1000_PAIRS),
+        ({"margin": 0.03, "window": "all"}, 0.2, Code.CONFIRM_ON_FRESH_SEEDS),
+        ({"margin": "1 sigma"}, 0.0, Code.PAIRS_DECIDE),
+        ({"above": 0.7}, 0.0, Code.HALVE_INTERVAL),
+    ],
+)
+def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, step):
+    claim = {"metric": "train/reward", "window": "last 20%", "transform": "identity", **claim}
+    compare = {"primary": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
+    controls = {"faults": [{"name": "misgrouped"}]}
+    experiment_dir = simulated(compare=compare, controls=controls, shift=shift, noise=0.02)
+    found = judged(experiment_dir)
+    reasons = [reason for one in found.next_steps for reason in one.reason.walk()]
+    assert [reason.values.get("paired", False) for reason in reasons if reason.code is step] == [False]
+    if "above" in claim:
+        assert "--seeds 5-24 " in found.next_steps[0].command
+    report = (experiment_dir / "report/report.md").read_text()
+    experiment = load_experiment(experiment_dir)
+    faults = sensitivity(experiment)
+    assert faults
+    of_faults = write_sensitivity(faults, {}, experiment_dir / "report", "mine", experiment.compare)
+    assert "(5 runs of " in of_faults.read_text() and " of 40 steps)" in of_faults.read_text()
+    said = [
+        report,
+        of_faults.read_text(),
+        *columns(paired=False),
+        *(step.text for step in found.next_steps),
+        *so_far(experiment_dir),
+        *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
+    ]
+    assert "5 and 5 unpaired" in str(said)
+    assert re.findall(r".*\bpairs?\b.*", "\n".join(said)) == []

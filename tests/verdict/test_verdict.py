@@ -1,0 +1,575 @@
+"""Experiments with a known truth on disk: the verdict, and that the reason is the right one."""
+
+import json
+
+import pytest
+
+from abrun.errors import ComparisonError
+from abrun.messages import sentence
+from abrun.reasons import Code
+from abrun.recipe.claims import Primary
+from abrun.runs.lines import LineWriter, read_lines
+from abrun.verdict.decide import EXIT_CODES, worst
+from abrun.verdict.validity import Coverage
+from tests.reasons import codes_of, reason_of, refused
+from tests.verdict.simulate import OUT_OF_MEMORY, edit, edit_rows, fail, write
+
+STEP_TIME = "timing/train/total_step_time_s"
+REWARD = Primary(metric="train/reward", margin=0.02)
+
+
+# --- MATCH ---
+
+
+def test_equal_arms_match_in_the_words_of_the_design(simulated, judged, snapshot):
+    comparison = judged(simulated())
+    assert (comparison.verdict, comparison.exit_code) == ("MATCH", 0)
+    reason = reason_of(comparison, Code.CLAIM_EQUIVALENT)
+    assert (reason["margin"], reason["alpha"], reason["over"]["pairs"]) == ("±0.02", 0.05, 5)
+    snapshot(sentence(reason))
+    assert not comparison.content.post_hoc
+
+
+def test_bit_identical_arms_may_be_a_treatment_that_was_not_applied(simulated, judged):
+    experiment_dir = simulated()
+    copy_baseline(experiment_dir)
+    for seed in range(5):
+        directory = experiment_dir / f"treatment/seed-{seed}"
+        edit_rows(directory, lambda row: row.update({STEP_TIME: 0.1 * row["step"]}))
+    comparison = judged(experiment_dir)
+    primary = comparison.arms[0].primaries[0]
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert comparison.content.reasons[0]["problem"] == Code.ARMS_IDENTICAL()
+    assert (primary.estimate.certified_bound, primary.estimate.p_difference) == (0.0, 1.0)
+    assert primary.power.pairs_needed == 2
+    assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
+
+
+def copy_baseline(experiment_dir):
+    for seed in range(5):
+        source = experiment_dir / f"baseline/seed-{seed}/metrics.jsonl"
+        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_bytes(source.read_bytes())
+
+
+def test_arms_that_agree_to_the_second_are_copies(simulated, judged):
+    experiment_dir = simulated()
+    copy_baseline(experiment_dir)
+    invalid(judged(experiment_dir), Code.RUN_COPIED, run="treatment/seed-0", original="baseline/seed-0")
+
+
+def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
+    comparison = judged(simulated(shift=0.01, noise=0.001))
+    primary = comparison.arms[0].primaries[0]
+    assert primary.estimate.p_difference is not None and primary.estimate.p_difference < 0.01
+    assert comparison.verdict == "MATCH"
+
+
+# --- MISMATCH ---
+
+
+def test_twice_the_margin_is_a_mismatch(simulated, judged, snapshot):
+    comparison = judged(simulated(shift=0.04))
+    assert (comparison.verdict, comparison.exit_code) == ("MISMATCH", 3)
+    reason = reason_of(comparison, Code.CLAIM_DIFFERS)
+    assert reason["metric"] == "train/reward" and reason["difference"] > 0.02
+    snapshot(sentence(reason))
+
+
+def test_a_shift_at_the_margin_never_matches(simulated, judged):
+    assert judged(simulated(shift=0.02)).verdict in ("MISMATCH", "INCONCLUSIVE")
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor"), [("train/grad_norm", 1.01), ("train/reward", 0.99), ("train/entropy", 1.001)]
+)
+def test_step_one_must_agree(simulated, judged, metric, factor):
+    experiment_dir = simulated()
+
+    def first_step(row):
+        if row["step"] == 1:
+            row[metric] *= factor
+
+    edit_rows(experiment_dir / "treatment/seed-2", first_step)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    first = next(reason for reason in comparison.content.reasons if reason["metric"] == metric)
+    assert (first.code, first["seed"]) == (Code.STEP_ONE_DIFFERS, 2)
+
+
+def test_a_new_nan_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+
+    def late(row):
+        if row["step"] >= 37:
+            row["train/reward"] = "NaN"
+
+    edit_rows(experiment_dir / "treatment/seed-1", late)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    broken = reason_of(comparison, Code.NOT_FINITE)
+    assert (broken["metric"], broken["run"], broken["step"]) == ("train/reward", "treatment/seed-1", 37)
+    assert comparison.arms[0].primaries[0].claim.seeds == (0, 2, 3, 4)
+
+
+def test_a_crashed_treatment_is_a_mismatch(simulated, judged, snapshot):
+    experiment_dir = simulated()
+    fail(experiment_dir / "treatment/seed-3", after_steps=12)
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MISMATCH"
+    failed = reason_of(comparison, Code.RUN_FAILED)
+    assert (failed["run"], failed["step"]) == ("treatment/seed-3", 12)
+    snapshot(sentence(reason_of(comparison, Code.GUARD_FAILS)))
+    assert (comparison.arms[0].num_pairs, comparison.arms[0].num_planned_pairs) == (4, 5)
+
+
+def test_a_treatment_that_crashes_before_its_first_step_is_a_mismatch(simulated, judged):
+    experiment_dir = simulated()
+    for seed in range(5):
+        fail(experiment_dir / f"treatment/seed-{seed}", after_steps=0)
+        (experiment_dir / f"treatment/seed-{seed}/environment.json").unlink()
+    comparison = judged(experiment_dir, formats=("json", "markdown", "png"))
+    assert comparison.verdict == "MISMATCH"
+    assert reason_of(comparison, Code.RUN_FAILED)["num_more"] == 4
+
+
+# --- INCONCLUSIVE ---
+
+
+def test_too_much_spread_is_inconclusive_and_says_what_it_would_take(simulated, judged, snapshot):
+    comparison = judged(simulated(noise=0.03))
+    assert (comparison.verdict, comparison.exit_code) == ("INCONCLUSIVE", 4)
+    reason = reason_of(comparison, Code.CLAIM_UNDECIDED)
+    assert reason["power"]["pairs_needed"] > 5 and 0 <= reason["power"]["power_now"] < 1
+    snapshot(sentence(reason))
+
+
+def test_without_a_claim_there_is_no_match(simulated, judged):
+    comparison = judged(simulated(compare={"primary": []}))
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert codes_of(comparison) == [Code.NO_PRIMARY]
+
+
+def test_one_pair_can_only_use_step_one(simulated, judged):
+    experiment_dir = simulated(seeds=[0], compare={"primary": []}, controls={"aa_reruns": 0})
+    comparison = judged(experiment_dir, primaries=[REWARD])
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert reason_of(comparison, Code.CLAIM_TOO_FEW_PAIRS)["pairs"] == 1
+    assert comparison.arms[0].primaries[0].result == "not tested"
+
+
+def test_one_pair_may_still_fail_step_one(simulated, judged):
+    experiment_dir = simulated(seeds=[0], compare={"primary": []}, controls={"aa_reruns": 0})
+    edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update({"train/grad_norm": 9.0}))
+    assert judged(experiment_dir).verdict == "MISMATCH"
+
+
+def test_one_undecided_claim_is_enough(simulated, judged):
+    claims = [REWARD.model_dump(), {"metric": "train/grad_norm", "margin": 0.001}]
+    comparison = judged(simulated(compare={"primary": claims}))
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert [reason["metric"] for reason in comparison.content.reasons] == ["train/grad_norm"]
+
+
+# --- INVALID ---
+
+
+def invalid(comparison, code=None, **values):
+    """Expect a verdict without a claim, for a reason with a code and these of its values."""
+    assert (comparison.verdict, comparison.exit_code) == ("INVALID", 5), comparison.content.reasons
+    if code is not None:
+        reason = reason_of(comparison, code)
+        assert {name: reason[name] for name in values} == values
+
+
+def test_a_seed_without_its_pair(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content.update(
+            runs=[r for r in content["runs"] if (r["arm"], r["seed"]) != ("treatment", 4)]
+        ),
+    )
+    invalid(judged(experiment_dir), Code.UNPAIRED_SEEDS, seeds=[4], arm="treatment")
+
+
+def test_a_missing_directory(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-4").rename(experiment_dir / "elsewhere")
+    invalid(judged(experiment_dir), Code.RUN_NOT_FINISHED, run="treatment/seed-4", status="missing")
+
+
+def test_a_missing_directory_is_said_once(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "baseline/seed-0").rename(experiment_dir / "elsewhere")
+    comparison = judged(experiment_dir)
+    (reason,) = comparison.arms[0].reasons
+    assert reason == Code.RUN_NOT_FINISHED(run="baseline/seed-0", status="missing")
+    assert comparison.verdict == "INVALID"
+    assert Code.RUNS_DO_NOT_SAY not in [reason.code for reason in comparison.arms[0].not_tested]
+
+
+def test_a_run_without_its_configuration(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-2/config.json").unlink()
+    invalid(judged(experiment_dir), Code.CONFIG_MISSING, run="treatment/seed-2")
+
+
+def test_a_run_that_is_not_finished(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-4/result.json").unlink()
+    write(experiment_dir / "treatment/seed-4/attempts/0001.json", {"status": "interrupted"})
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.RUN_NOT_FINISHED, run="treatment/seed-4", status="interrupted")
+
+
+@pytest.mark.parametrize(
+    ("runs", "costs"),
+    [
+        (["baseline/seed-1"], [Code.BASELINE_FAILED]),
+        (["baseline/seed-1-aa1"], [Code.RERUN_FAILED]),
+        (["baseline/seed-0", "baseline/seed-1-aa1"], [Code.BASELINE_FAILED, Code.RERUN_FAILED]),
+    ],
+)
+def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judged, runs, costs, snapshot):
+    experiment_dir = simulated()
+    for run in runs:
+        fail(experiment_dir / run, after_steps=5)
+    comparison = judged(experiment_dir)
+    for run, cost in zip(runs, costs, strict=True):
+        invalid(comparison, cost, runs=[run], failure=f"exit code 1: {OUT_OF_MEMORY}")
+        snapshot(sentence(reason_of(comparison, cost)))
+    assert codes_of(comparison) == costs
+
+
+def test_invalid_comes_before_mismatch(simulated, judged):
+    experiment_dir = simulated(shift=0.04)
+    fail(experiment_dir / "baseline/seed-1", after_steps=5)
+    fail(experiment_dir / "treatment/seed-2", after_steps=5)
+    invalid(judged(experiment_dir))
+
+
+def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
+    path = simulated() / "baseline/seed-0/metrics.jsonl"
+    rows = read_lines(path)
+    path.unlink()
+    writer = LineWriter(path)
+    for row in rows:
+        writer.write(row)
+    writer.close()
+    assert Code.RUN_UNREADABLE not in codes_of(judged(path.parents[2]))
+    content = bytearray(path.read_bytes())
+    content[content.index(b'"train/reward": 0.') + len(b'"train/reward": 0.')] ^= 1
+    path.write_bytes(content)
+    comparison = judged(path.parents[2])
+    invalid(comparison, Code.RUN_UNREADABLE, run="baseline/seed-0")
+    assert "line 1: " in reason_of(comparison, Code.RUN_UNREADABLE)["problem"]
+
+
+def test_a_torn_last_line_of_a_finished_run_is_damage_and_a_missing_one_shortens_the_grid(simulated, judged):
+    path = simulated() / "baseline/seed-0/metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    comparison = judged(path.parents[2])
+    invalid(comparison, Code.RUN_UNREADABLE, run="baseline/seed-0")
+    assert "line 40: " in reason_of(comparison, Code.RUN_UNREADABLE)["problem"]
+    path.write_bytes(content[: content.rindex(b"\n", 0, -1) + 1])
+    comparison = judged(path.parents[2])
+    invalid(comparison, Code.STEPS_MISSING, runs=["baseline/seed-0"], metric="train/reward", run_ends=39)
+    assert comparison.arms[0].coverage == Coverage(shared_steps=39, all_steps=40)
+
+
+def test_unequal_lengths(simulated, judged):
+    experiment_dir = simulated()
+    path = experiment_dir / "treatment/seed-0/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.STEPS_MISSING, runs=["treatment/seed-0"], run_ends=30, first=1, last=40)
+
+
+def test_a_config_outside_the_declared_treatment(simulated, judged, snapshot):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "treatment/seed-1/config.json",
+        lambda content: content["config"]["policy"]["optimizer"].update(learning_rate=0.1),
+    )
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.CONFIG_DIFFERS, run="treatment/seed-1", key="policy.optimizer.learning_rate")
+    snapshot(sentence(reason_of(comparison, Code.CONFIG_DIFFERS)))
+
+
+def test_other_initial_weights(simulated, judged):
+    experiment_dir = simulated()
+    edit(experiment_dir / "treatment/seed-1/config.json", lambda content: content.update(initial_weights="x"))
+    invalid(judged(experiment_dir), Code.CONFIG_DIFFERS, key="initial_weights", value="x", expected="null")
+
+
+def test_a_treatment_that_was_not_applied(simulated, judged):
+    experiment_dir = simulated()
+    baseline = experiment_dir / "baseline/seed-1/config.json"
+    treatment = experiment_dir / "treatment/seed-1/config.json"
+    edit(treatment, lambda content: content.update(config=read_config(baseline)))
+    expected = {"key": "policy.logprobs.impl", "value": "logits", "declared": "chunked"}
+    invalid(judged(experiment_dir), Code.CONFIG_NOT_AS_DECLARED, run="treatment/seed-1", **expected)
+
+
+def read_config(path):
+    return json.loads(path.read_text())["config"]
+
+
+def test_swapped_arms(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-0").rename(experiment_dir / "aside")
+    (experiment_dir / "baseline/seed-0").rename(experiment_dir / "treatment/seed-0")
+    (experiment_dir / "aside").rename(experiment_dir / "baseline/seed-0")
+    comparison = judged(experiment_dir)
+    invalid(comparison, Code.RUNS_EXCHANGED, run="baseline/seed-0")
+    assert reason_of(comparison, Code.RUNS_EXCHANGED)["identity"]["arm"] == "treatment"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"versions": {"torch": "2.12.0", "transformers": "5.5.3"}},
+        {"devices": ["NVIDIA H100"]},
+        {"prompts_sha256": "f" * 64},
+        {"python": "3.12.1"},
+        {"initial_weights_hash": "f" * 16},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_environment(simulated, judged, change, snapshot):
+    experiment_dir = simulated()
+    edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
+    comparison = judged(experiment_dir)
+    (key,) = change
+    invalid(comparison, Code.ENVIRONMENT_DIFFERS, key=key, baseline="baseline/seed-2", run="treatment/seed-2")
+    snapshot(sentence(reason_of(comparison, Code.ENVIRONMENT_DIFFERS)))
+    assert comparison.content.primaries[0].result == "not tested"  # no claim on what is not comparable
+
+
+def test_a_package_that_was_only_installed(simulated, judged):
+    """For other work, between two launches: what the trainer does not import changes nothing."""
+    experiment_dir = simulated()
+    path = experiment_dir / "treatment/seed-2/environment.json"
+    edit(path, lambda content: content["versions"].update({"vllm": "0.26.0", "liger-kernel": "0.8.5"}))
+    assert judged(experiment_dir).verdict == "MATCH"
+    with_vllm = {"policy.logprobs.impl": "chunked", "rollout.engine": "vllm"}
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": with_vllm})
+    path = experiment_dir / "treatment/seed-2/environment.json"
+    edit(path, lambda content: content["versions"].update(vllm="0.26.0"))
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_DIFFERS, values={"vllm": [None, "0.26.0"]})
+    edit(
+        experiment_dir / "treatment/seed-2/config.json", lambda one: one["config"]["trainer"].update(type="x")
+    )
+    edit(path, lambda content: content["versions"].update(vllm=None, **{"liger-kernel": "0.8.5"}))
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_DIFFERS, values={"liger-kernel": [None, "0.8.5"]})
+
+
+def test_another_model_has_other_initial_weights(simulated, judged):
+    """As has another task, or another warm start; an older version did not say."""
+    for arm, recorded in (({"model.preset": "qwen2-wide-vocab"}, "f" * 16), ({}, None)):
+        arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked", **arm}}
+        experiment_dir = simulated(arms=arms)
+        for path in experiment_dir.glob("treatment/*/environment.json"):
+            edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
+        comparison = judged(experiment_dir)
+        assert comparison.verdict == "MATCH"
+        unsaid = Code.RUNS_DO_NOT_SAY(missing=["their initial weights"])
+        assert (unsaid in comparison.content.not_tested) == (recorded is None)
+
+
+def test_other_hosts_are_no_other_environment(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(hosts=["node-9"])
+    )
+    assert judged(experiment_dir).verdict == "MATCH"
+
+
+def test_an_unknown_environment(simulated, judged):
+    experiment_dir = simulated()
+    (experiment_dir / "treatment/seed-2/environment.json").unlink()
+    invalid(judged(experiment_dir), Code.ENVIRONMENT_MISSING, run="treatment/seed-2")
+
+
+def test_a_missing_metric(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(experiment_dir / "treatment/seed-2", lambda row: row.pop("train/reward"))
+    missing = {"metric": "train/reward", "role": "primary", "step": None}
+    invalid(judged(experiment_dir), Code.METRIC_MISSING, run="treatment/seed-2", **missing)
+
+
+def test_a_metric_missing_at_one_step(simulated, judged):
+    experiment_dir = simulated()
+    edit_rows(
+        experiment_dir / "treatment/seed-2",
+        lambda row: row.pop("train/token_mult_prob_error") if row["step"] == 9 else None,
+    )
+    missing = {"metric": "train/token_mult_prob_error", "role": "guard", "step": 9}
+    invalid(judged(experiment_dir), Code.METRIC_MISSING, **missing)
+
+
+def test_a_claim_on_a_metric_nobody_recorded(simulated, judged, snapshot):
+    claim = {"metric": "validation/accuracy", "margin": 0.1}
+    comparison = judged(simulated(compare={"primary": [claim]}, validation={"every": 40}))
+    invalid(comparison, Code.METRIC_MISSING, metric="validation/accuracy", role="primary", run=None)
+    assert len(comparison.content.reasons) == 1
+    other, again = comparison.next_steps
+    snapshot(other.text)
+    assert '"primary": [{"metric": "train/reward", "margin": 0.05}]' in other.command
+    assert again.command.endswith(" --dry-run")
+
+
+def test_a_baseline_that_is_not_a_number(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        edit_rows(
+            experiment_dir / f"{arm}/seed-2",
+            lambda row: row.update({"train/reward": "NaN"}) if row["step"] == 38 else None,
+        )
+    invalid(judged(experiment_dir), Code.BASELINE_NOT_FINITE, run="baseline/seed-2", step=38)
+
+
+def test_nothing_to_check_at_step_one(simulated, judged):
+    experiment_dir = simulated(compare={"primary": [{"metric": "train/clip_fraction", "margin": 1.0}]})
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(directory, _only_clip_fraction)
+    invalid(judged(experiment_dir), Code.FIRST_STEP_MISSING)
+
+
+def _only_clip_fraction(row):
+    for key in [key for key in row if "/" in key]:
+        del row[key]
+    row["train/clip_fraction"] = 0.01 * row["step"]
+
+
+def test_an_experiment_that_has_not_started(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            for name in ("metrics.jsonl", "environment.json", "result.json", "attempts/0001.json"):
+                (directory / name).unlink()
+    invalid(
+        judged(experiment_dir, formats=("json", "markdown", "png")), Code.RUN_NOT_FINISHED, status="pending"
+    )
+
+
+# --- several treatments ---
+
+
+def test_the_worst_treatment_speaks_for_all(simulated, judged):
+    arms = {
+        "baseline": {},
+        "good": {"policy.logprobs.impl": "chunked"},
+        "bad": {"policy.optimizer.learning_rate": 1e-5},
+    }
+    comparison = judged(simulated(arms=arms, shift={"bad": 0.05}))
+    assert [(arm.arm, arm.verdict) for arm in comparison.arms] == [("good", "MATCH"), ("bad", "MISMATCH")]
+    assert comparison.verdict == "MISMATCH"
+    reasons = comparison.content.reasons
+    assert {(reason.code, reason["arm"]) for reason in reasons} == {(Code.OF_ARM, "bad")}
+
+
+def test_worst_is_ordered_as_the_exit_codes():
+    assert worst(["MATCH", "INCONCLUSIVE"]) == "INCONCLUSIVE"
+    assert worst(["MISMATCH", "INCONCLUSIVE", "MATCH"]) == "MISMATCH"
+    assert worst(["MISMATCH", "INVALID"]) == "INVALID"
+    assert EXIT_CODES == {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
+
+
+# --- claims made by hand ---
+
+
+def test_declared_claims_given_again_are_not_post_hoc(simulated, judged):
+    again = Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")
+    assert not judged(simulated(), primaries=[again]).content.post_hoc
+
+
+def test_in_another_order_they_are_the_same_claims(simulated, judged):
+    entropy = Primary(metric="train/entropy", margin=0.5, sigma=0.1)
+    declared = [one.model_dump(mode="json") for one in (REWARD, entropy)]
+    experiment_dir = simulated(compare={"primary": declared})
+    as_launched = judged(experiment_dir)
+    again = [entropy.model_copy(update={"sigma": None}), REWARD]
+    found = judged(experiment_dir, primaries=again)
+    assert not found.content.post_hoc and found.as_json() == as_launched.as_json()
+    assert found.next_steps == as_launched.next_steps
+    with refused(Code.CLAIM_TWICE, metric="entropy"):
+        judged(experiment_dir, primaries=[entropy, entropy.model_copy(update={"metric": "entropy"})])
+
+
+@pytest.mark.parametrize("change", [{"margin": 0.03}, {"window": "all"}, {"metric": "train/entropy"}])
+def test_other_claims_are_post_hoc(simulated, judged, change):
+    comparison = judged(simulated(), primaries=[REWARD.model_copy(update=change)])
+    assert comparison.content.post_hoc
+    assert comparison.content.reasons[-1].code == Code.POST_HOC
+
+
+def test_a_margin_changed_in_the_file_is_post_hoc(simulated, judged):
+    experiment_dir = simulated()
+    edit(
+        experiment_dir / "experiment.json",
+        lambda content: content["recipe"]["compare"]["primary"][0].update(margin=0.05),
+    )
+    assert judged(experiment_dir).content.post_hoc
+
+
+def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
+    with refused(Code.CLAIM_NOT_RECORDED, metric="train/rewrad", close="train/reward"):
+        judged(simulated(), primaries=[Primary(metric="train/rewrad", margin=0.1)])
+    with refused(Code.CLAIM_NOT_RECORDED, metric="zzz", close=None):
+        judged(simulated(), primaries=[Primary(metric="zzz", margin=0.1)])
+
+
+def test_a_window_without_steps_is_refused(simulated, judged, snapshot):
+    with pytest.raises(ComparisonError) as error:
+        judged(simulated(), primaries=[REWARD.model_copy(update={"window": "steps 90-95"})])
+    snapshot(error.value)
+
+
+def test_a_window_between_recorded_steps_is_refused(simulated, judged):
+    experiment_dir = simulated()
+    for arm in ("baseline", "treatment"):
+        for directory in (experiment_dir / arm).iterdir():
+            edit_rows(
+                directory,
+                lambda row: (
+                    row.update({"validation/accuracy": row["step"] / 50}) if row["step"] % 10 == 0 else None
+                ),
+            )
+    sparse = Primary(metric="validation/accuracy", margin=0.1, window="steps 11-19")
+    with refused(Code.EMPTY_WINDOW, window="steps 11-19", num=4, steps=[10, 40]):
+        judged(experiment_dir, primaries=[sparse])
+    assert judged(experiment_dir, primaries=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
+
+
+def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged, snapshot):
+    experiment_dir = simulated()
+    edit_rows(
+        experiment_dir / "treatment/seed-0",
+        lambda row: row.update({"train/grad_norm": 0.0}) if row["step"] == 38 else None,
+    )
+    claim = Primary(metric="train/grad_norm", margin=0.1)
+    comparison = judged(experiment_dir, primaries=[claim], formats=("json", "markdown", "html", "png"))
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert reason_of(comparison, Code.OUTSIDE_DOMAIN) == Code.OUTSIDE_DOMAIN(transform="log", value=0.0)
+    snapshot(sentence(reason_of(comparison, Code.CLAIM_NOT_TESTED)))
+
+
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_keys_that_change_no_number_are_no_difference(simulated, judged, unpaired):
+    """Limits may change on --resume; a mirror or kept completions change no number either."""
+    experiment_dir = simulated()
+    for key, value in (
+        ("limits", {"stalled_s": 20.0, "retries": 0}),
+        ("wandb", {"project": "other"}),
+        ("keep_samples", None),
+    ):
+        edit(
+            experiment_dir / "treatment/seed-2/config.json",
+            lambda content, key=key, value=value: content["config"].update({key: value}),
+        )
+    assert judged(experiment_dir, unpaired=unpaired).verdict != "INVALID"
+    edit(experiment_dir / "treatment/seed-2/config.json", lambda content: content["config"].update(steps=41))
+    assert judged(experiment_dir, unpaired=unpaired).verdict == "INVALID"

@@ -1,0 +1,104 @@
+"""verdict.json keeps the contract that its published schema states."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import abrun.verdict
+from abrun.errors import StoreError
+from abrun.messages import records
+from abrun.reasons import Code, Reason
+from abrun.runs.files import json_text
+from abrun.verdict.verdict_file import as_json, json_schema, read_verdict, read_verdict_file
+from tests.verdict.simulate import edit_rows
+from tests.verdict.verdicts import claim, verdict
+
+SCHEMA = Path(abrun.verdict.__file__).parent / "verdict.schema.json"
+WRITE = "python -c 'import json; from abrun.verdict.verdict_file import json_schema; "
+WRITE += f"print(json.dumps(json_schema(), indent=1))' > abrun/verdict/{SCHEMA.name}"
+
+
+def test_the_published_schema_is_that_of_the_code():
+    assert json.loads(SCHEMA.read_text()) == json_schema(), f"write it again: {WRITE}"
+
+
+def nan(experiment_dir):
+    edit_rows(experiment_dir / "treatment/seed-1", lambda row: row.update({"train/grad_norm": "NaN"}))
+
+
+def exchanged(experiment_dir):
+    left, right = (experiment_dir / arm / "seed-0" for arm in ("baseline", "treatment"))
+    left.rename(experiment_dir / "x")
+    right.rename(left)
+    (experiment_dir / "x").rename(right)
+
+
+SIGMA = {"compare": {"primary": [{"metric": "train/reward", "margin": "1 sigma"}], "looks": [3, 5]}}
+MANY = {"arms": {"baseline": {}, "a": {"policy.dtype": "bfloat16"}, "b": {"policy.logprobs.impl": "chunked"}}}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "change"),
+    [({}, None), ({"shift": 0.1}, None), ({}, nan), ({}, exchanged), (SIGMA, None), (MANY, None)],
+)
+def test_every_verdict_fits_it(simulated, judged, scenario, change):
+    experiment_dir = simulated(**scenario)
+    if change:
+        change(experiment_dir)
+    judged(experiment_dir)
+    path = experiment_dir / "report/verdict.json"
+    content = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(content)
+    assert json.loads(json_text(as_json(read_verdict_file(path)))) == content
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema_version": 2}, "schema_version 2; this version reads 5"),
+        ({"schema_version": None}, "schema_version null"),
+        ({"num_pairs": "many"}, "num_pairs: "),
+        ({"primaries": [{"arm": "treatment"}]}, "primaries.0.claim.metric: "),
+    ],
+)
+def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(as_json(verdict([claim()])) | change))
+    with pytest.raises(StoreError) as refused:
+        read_verdict_file(path)
+    assert said in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+    assert read_verdict(path) == "MATCH"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"primaries": None},
+        {"primaries": ["claim"]},
+        {"reasons": ["new"], "reason_codes": [{"code": "of_a_newer_version", "values": {}}]},
+        {"reasons": ["new"], "reason_codes": [{"code": "no_claim", "values": []}]},
+    ],
+)
+def test_a_file_with_codes_that_cannot_be_read_is_refused(tmp_path, change):
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(as_json(verdict([claim()])) | change))
+    with pytest.raises(StoreError) as refused:
+        read_verdict_file(path)
+    assert refused.value.code == Code.VERDICT_DAMAGED
+
+
+@dataclass
+class Noted:
+    problem: Reason | None
+    reasons: list[Reason]
+    exit_code: int
+
+
+def test_reasons_are_read_from_the_codes_beside_their_sentences():
+    nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NO_PRIMARY), "seeds": [1, 2]})
+    for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
+        content = json.loads(json.dumps(records.as_json([noted])))
+        assert Noted(**records.with_reasons(content)[0]) == noted

@@ -1,0 +1,233 @@
+"""wandb's own client, offline and against a server on this machine: what reaches it, once, and what it costs
+when there is nobody."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.logs.wandb_files import read_run_files
+from abrun.reasons import Code, Reason
+from abrun.runs.experiment import write_experiment
+from abrun.runs.rundir import RunDir
+from abrun.wandb_sync import bounded, report, wandb_run
+from abrun.wandb_sync.sync import sync
+from tests.snapshot import Snapshot
+from tests.train.runs import make_run, run_config
+from tests.verdict.verdicts import claim, verdict
+from tests.wandb_sync.server import Server, serving
+
+CLEAN = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY")
+SETTINGS = ("steps=9", "wandb={project: test}")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CLEAN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    (tmp_path / "home").mkdir()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with serving() as kept:
+        monkeypatch.setenv("WANDB_BASE_URL", kept.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        yield kept
+
+
+def run_of(experiment: Path) -> RunDir:
+    directory = experiment / "baseline" / "seed-0"
+    make_run(directory, run_config(*SETTINGS))
+    return RunDir(directory)
+
+
+def attempt(run: RunDir, first: int, last: int, value: float) -> None:
+    """An attempt at the run that records steps, and dies."""
+    writer = run.begin_attempt()
+    for step in range(first, last + 1):
+        writer.metrics(step, {"train/reward": value + step})
+
+
+def mirrored(run: RunDir, *options: str) -> list[Reason]:
+    """Mirror what a run has recorded so far; what was said."""
+    code, reasons = bounded.run(["abrun.wandb_sync", str(run.path), *options], 100)
+    assert code is not None
+    return reasons
+
+
+def offline(run: RunDir) -> list[tuple[int, float]]:
+    """What all offline files of the run hold, in the order in which they were begun."""
+    files = sorted((run.path / "wandb").glob("offline-run-*/run-*.wandb"))
+    found = []
+    for file in files:
+        log = read_run_files([file], "run")
+        series = log.metrics["train/reward"]
+        assert (log.group, log.job_type, log.name) == ("x", "baseline", "baseline-s0")
+        found += list(zip(map(int, series.steps), map(float, series.values), strict=True))
+    return found
+
+
+def test_offline_attempts_are_one_run_with_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_of(tmp_path / "x")
+    attempt(run, 1, 5, 0.0)
+    assert mirrored(run) == []
+    attempt(run, 4, 7, 0.5)  # from the checkpoint of step 3
+    assert mirrored(run) == []
+    assert offline(run) == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
+    ids = {path.name.rpartition("-")[2] for path in (run.path / "wandb").glob("offline-run-*")}
+    assert ids == {run.wandb()["id"]} == {wandb_run.new_id(run.record(), run.path)}
+    for path in run.path.rglob("*"):  # wandb's files hold the configuration
+        is_ours = path.is_dir() and not path.is_relative_to(run.path / "wandb")
+        assert path.is_symlink() or is_ours or not path.stat().st_mode & 0o077, path
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, server: Server) -> None:
+    run = run_of(tmp_path / "x")
+    attempt(run, 1, 5, 0.0)
+    assert mirrored(run) == []
+    attempt(run, 4, 7, 0.5)
+    assert mirrored(run) == []
+    (name,) = server.runs
+    kept = server.runs[name]
+    assert [row["_step"] for row in kept.history] == [row["step"] for row in kept.history] == [*range(1, 8)]
+    assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4, 5, 6.5, 7.5]
+    assert (kept.settings["groupName"], kept.settings["jobType"]) == ("x", "baseline")
+    assert run.wandb() == {
+        "id": name,
+        "project": "test",
+        "entity": "team",
+        "url": f"{server.url}/team/test/runs/{name}",
+    }
+    assert "train/reward" in kept.summary
+
+
+@pytest.mark.slow
+def test_sync_sends_what_was_recorded_offline_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    experiment = tmp_path / "x"
+    run = run_of(experiment)
+    names = [{"arm": "baseline", "seed": 0, "rerun": 0}]
+    write_experiment(experiment, {"experiment": "x", "recipe": {}, "runs": names})
+    attempt(run, 1, 5, 0.0)
+    mirrored(run)
+    attempt(run, 4, 9, 0.5)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        said: list[str] = []
+        sync(experiment, said.append)
+        sync(experiment, said.append)
+        kept = server.runs[run.wandb()["id"]]
+        url = run.wandb()["url"]
+        assert said == [f"baseline/seed-0: 9 steps sent, {url}", f"baseline/seed-0: 0 steps sent, {url}"]
+        assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
+    monkeypatch.setattr(wandb_run, "INIT_S", 1.0)
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(StoreError) as gone:
+        sync(experiment, said.append)
+    snapshot(gone.value)
+    assert "\n" not in str(gone.value)
+
+
+@pytest.mark.slow
+def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(
+    tmp_path: Path, server: Server, snapshot: Snapshot
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("the report")
+    content = verdict([claim(mean_difference=0.5, certified_bound=None)], experiment="x", num_pairs=4)
+    said = report.upload(content, [page], None)
+    snapshot(said)
+    (kept,) = [run for run in server.runs.values() if run.artifacts]
+    assert kept.settings["jobType"] == "compare" and kept.settings["groupName"] == "x"
+    assert kept.artifacts[0]["artifactCollectionName"] == "x-report"
+    assert kept.summary["verdict"] == "MATCH" and kept.summary["num_pairs"] == 4
+    assert kept.summary["treatment/train/reward/mean_difference"] == 0.5
+    assert any(b"the report" in part for part in server.runs["a"].uploaded.values())
+
+
+def test_what_is_switched_off_is_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.chdir(tmp_path)
+    said = report.upload(verdict(), [], None)
+    snapshot(said)
+
+
+def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
+    said = report.upload(verdict(), [], None)
+    assert "API key" in said and "\n" not in said
+    snapshot(said)
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_silent_is_left_behind(
+    tmp_path: Path, server: Server, snapshot: Snapshot
+) -> None:
+    """The mirror of a training run, whose last rows no server takes, is ended, with its processes."""
+    from abrun.train.wandb_mirror import WandbMirror
+
+    run = run_of(tmp_path / "x")
+    writer, said = run.begin_attempt(), list[str]()
+    mirror = WandbMirror(run, said.append, finish_s=5.0)
+    writer.metrics(1, {"train/reward": 1.0})
+    until = time.monotonic() + 60
+    while not server.runs:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    server.silent.set()
+    writer.metrics(2, {"train/reward": 2.0})
+    time.sleep(2.0)
+    mirror.finish()
+    snapshot(said)
+    server.silent.clear()
+    assert mirrored(run, "--all")[-1].code is Code.STEPS_SENT
+    (kept,) = server.runs.values()
+    assert [row["step"] for row in kept.history] == [1, 2]
+
+
+def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
+    from abrun.train.wandb_mirror import WandbMirror
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = list[str]()
+    mirror = WandbMirror(run_of(tmp_path / "x"), said.append)
+    assert mirror._process
+    os.kill(mirror._process.pid, signal.SIGKILL)
+    mirror.finish()
+    snapshot(said)
+
+
+def test_the_control_plane_answers_without_wandb(tmp_path: Path) -> None:
+    """A wandb that cannot be imported: one line, here as from abrun compare --wandb."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text("raise ImportError('no wandb here')")
+    run = run_of(tmp_path / "x")
+    attempt(run, 1, 2, 0.0)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    for module, given in (
+        (["abrun.wandb_sync", str(run.path)], ""),
+        (["abrun.wandb_sync.report"], json.dumps({})),
+    ):
+        done: Any = subprocess.run(
+            [sys.executable, "-m", *module], input=given, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and "no wandb here" in done.stdout and not done.stderr
