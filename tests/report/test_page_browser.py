@@ -360,8 +360,6 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         planted_faults=None,
         next_steps=[],
         completions=found,
-        by_prompt=[],
-        spent=None,
     )
     html = render_page(experiment(learning()), verdict([claim()]), beside)
     for width in (390, 1280):

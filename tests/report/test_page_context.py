@@ -17,12 +17,12 @@ from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from abrun.report.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.report.context import context
-from abrun.report.evidence import _spread, levels, spent_sentence
+from abrun.report.evidence import _spread, levels
 from abrun.report.next_step import next_steps
 from abrun.runs.samples import Sample, row_of
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, fail, write_experiment
-from tests.verdict.verdicts import SPENT, claim
+from tests.verdict.verdicts import claim
 
 STEPS = list(range(1, 41, 3))
 
@@ -155,11 +155,6 @@ def test_arms_that_differ_by_rounding_alone_spare_no_factor(paired, factor):
 )
 def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
     assert alias_hint(recorded) == said
-
-
-def test_what_is_open_has_saved_nothing():
-    assert spent_sentence(SPENT).endswith("saved: 4 runs, 1 GPU-hours")
-    assert "saved" not in spent_sentence(replace(SPENT, decided_at=None))
 
 
 def claimed(margin):

@@ -14,7 +14,6 @@ from abrun.recorded.sources import Reading
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
 from abrun.report.planted import columns, write_sensitivity
-from abrun.report.so_far import so_far
 from abrun.verdict.guards import opposed
 from abrun.verdict.planted import sensitivity
 from abrun.verdict.verdict_file import json_schema
@@ -264,7 +263,6 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         of_faults.read_text(),
         *columns(paired=False),
         *(step.text for step in found.next_steps),
-        *so_far(experiment_dir),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]
     assert "5 and 5 unpaired" in str(said)
