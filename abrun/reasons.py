@@ -186,7 +186,7 @@ class Code(StrEnum):
     LEDGER_NOT_READ, LEDGER_LINK_EDITED, LEDGER_ENTRY_EDITED, EMPTY_WINDOW = auto(), auto(), auto(), auto()
     METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN, NO_SPREAD = auto(), auto(), auto()
 
-    OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE, DRAWING_DIED = auto(), auto(), auto(), auto()
+    OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()
 
     # Refusals: launching

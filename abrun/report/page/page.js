@@ -803,7 +803,6 @@ function memoryBars(memory) {
       ),
     ),
     el("p", {}, "The peak is in ", joined(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
-    Object.keys(memory.allocator).length ? allocatorTable(memory) : null,
   );
 }
 
@@ -813,16 +812,6 @@ function joined(holders) {
   const phases = [...new Set(known.map(([, phase]) => phase))];
   const named = (phase) => known.filter(([, one]) => one === phase).map(([name]) => name).join(", ");
   return phases.map((phase) => `${phase} (${named(phase)})`).join("; ");
-}
-
-function allocatorTable(memory) {
-  const shown = (label, value) =>
-    typeof value !== "number" ? "-" : label.includes("retries") ? number(value, 3) : `${number(value, 3)} ${memory.unit}`;
-  return table(
-    "The allocator, mean over the seeds of an arm",
-    [["allocator"], ...arms.map((name) => [name, "right"])],
-    Object.entries(memory.allocator).map(([label, values]) => [label, ...values.map((value) => shown(label, value))]),
-  );
 }
 
 function bullets(id, title, list, none) {
