@@ -19,7 +19,6 @@ from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.ledger import ledger_notes
 from abrun.verdict.machines import machine_notes
 from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
@@ -153,7 +152,6 @@ def verdict_file(
         notes=[
             *other_code,
             *experiment.decided,
-            *ledger_notes(experiment.reference),
             *machine_notes(experiment),
             *_notes_of_runs(experiment),
         ],
