@@ -97,10 +97,9 @@ class Code(StrEnum):
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_CHANGED, ARMS_OF_OTHER_CODE = auto(), auto(), auto(), auto()
-    RUNS_OF_OTHER_CODE, OTHER_MACHINES, HOURS_APART, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
+    RUNS_OF_OTHER_CODE, OTHER_MACHINES, PRECISION_DIFFERS = auto(), auto(), auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
-    SEED_NOT_KNOWN, PROMPTS_OF_RUNS_DIFFER, VALIDATION_NOT_FINITE = auto(), auto(), auto()
-    VALIDATION_UNREADABLE, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
+    SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()
     SEVERAL_COMPARISONS, SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto(), auto()
     LOG_READ_AS, ARMS_SHARE_NO_SEED, SOURCES_ARE_ARMS, BASELINE_GUESSED = auto(), auto(), auto(), auto()
@@ -113,7 +112,7 @@ class Code(StrEnum):
     FIND_MISMATCH, READ_COMPLETIONS, CONFIRM_ON_FRESH_SEEDS, TRAIN_LONGER = auto(), auto(), auto(), auto()
     DECLARE_METRIC, DECLARE_MARGIN, PLAN_SEEDS, TRAIN_THREE_SEEDS = auto(), auto(), auto(), auto()
     FINISH_LOOK, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
-    TRAIN_MORE_PAIRS, DOUBLE_PROMPTS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto(), auto()
+    TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
     REPEAT_IN_FLOAT32, TRAIN_FOR_LOOK, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
     TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE, SEE_OTHER_DIFFERENCES = auto(), auto(), auto(), auto()
     CONFIRM_DIFFERENCE, TEST_IN_STAGES, CLAIM_AGAINST_REFERENCE = auto(), auto(), auto()
@@ -187,7 +186,7 @@ class Code(StrEnum):
     LEDGER_NOT_READ, LEDGER_LINK_EDITED, LEDGER_ENTRY_EDITED, EMPTY_WINDOW = auto(), auto(), auto(), auto()
     METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN, NO_SPREAD = auto(), auto(), auto()
 
-    OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE, DRAWING_DIED = auto(), auto(), auto(), auto()
+    OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()
 
     # Refusals: launching
