@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psutil import Process
 
 from abrun import runs
 from abrun.errors import LaunchError, StoreError
@@ -25,7 +26,7 @@ from abrun.launch import Outcome, earlier, queue, supervisor
 from abrun.launch.ownership import owned_experiment
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import Process, processes_of
+from abrun.processes import processes_of
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, stored_run
 from abrun.recipe.implementations import LAUNCHERS
