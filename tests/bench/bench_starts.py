@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from abrun.processes.copies import Fork, Server
 from random_model import make_model  # pyright: ignore[reportMissingImports]
 
 from abrun.experiment.plan import make_plan
 from abrun.launch import LaunchOptions, make_engine, supervisor
+from abrun.processes.copies import Fork, Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
 
