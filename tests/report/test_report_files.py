@@ -14,7 +14,6 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recorded.sources import Reading
-from abrun.report import write
 from abrun.report.comparing import compare_sources
 from tests.reasons import refused
 from tests.verdict.simulate import write_experiment
