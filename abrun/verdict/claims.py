@@ -12,7 +12,6 @@ from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import RecordedRun, Sides, stack, union
-from abrun.stats.control_variate import CORRELATION, control_variate_tost
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     Tost,
@@ -38,7 +37,6 @@ from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, 
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.verdict.unused_seeds import has_use, unused_summaries
 from abrun.verdict.whole_curve import curve_warnings
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
@@ -96,8 +94,7 @@ def judge_primary(
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(used.sizes) and bounds and not repeated:
-        unused = unused_summaries(used, primary, steps) if margin.unit == "" else {}
-        result = _tested(result, used, primary, margin, in_window, unused)
+        result = _tested(result, used, primary, margin, in_window)
     if used.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -126,7 +123,6 @@ def _tested(
     primary: Primary,
     margin: Margin,
     in_window: tuple[Array, Array],
-    unused: dict[int, float],
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     bounds = result.claim.steps
@@ -140,8 +136,6 @@ def _tested(
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
-    if not step and has_use(arms[0], arms[1], np.array([*unused.values()])):
-        plain = result = _by_control_variate(result, (arms[0], arms[1]), unused, primary)
     climb = float(np.mean(climbs(baselines, primary, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
@@ -251,7 +245,11 @@ def with_statistics(
         result,
         claim=claim,
         estimate=replace(
-            _with_margin_test(estimate, tost),
+            estimate,
+            certified_number=tost.certified_margin,
+            p_equivalence=tost.p_tost,
+            p_tost=tost.p_tost,
+            p_beyond=tost.p_beyond,
             sd_at_margin=None if share is None else tost.sd_difference * wider,
         ),
         power=power,
@@ -261,6 +259,7 @@ def with_statistics(
 
 def _estimate(tost: Tost, baseline: Array, treatment: Array, *, paired: bool) -> Estimate:
     """Return what both arms' summaries show, whatever the margin is."""
+    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
     return Estimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
         baseline_mean=float(baseline.mean()),
@@ -271,7 +270,7 @@ def _estimate(tost: Tost, baseline: Array, treatment: Array, *, paired: bool) ->
         sd_difference=tost.sd_difference,
         standard_error=tost.standard_error,
         freedom=tost.freedom,
-        ci90=_interval_of_90(tost),
+        ci90=(tost.mean_difference - reach, tost.mean_difference + reach),
         interval=tost.interval,
         certified_bound=tost.certified_bound,
         detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
@@ -280,52 +279,8 @@ def _estimate(tost: Tost, baseline: Array, treatment: Array, *, paired: bool) ->
     )
 
 
-def _interval_of_90(tost: Tost) -> tuple[float, float]:
-    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
-    return tost.mean_difference - reach, tost.mean_difference + reach
-
-
-def _with_margin_test(estimate: Estimate, tost: Tost) -> Estimate:
-    return replace(
-        estimate,
-        certified_number=tost.certified_margin,
-        p_equivalence=tost.p_tost,
-        p_tost=tost.p_tost,
-        p_beyond=tost.p_beyond,
-    )
-
-
 def _decided(equivalent: bool) -> Result:
     return "equivalent" if equivalent else "undecided"
-
-
-def _by_control_variate(
-    result: PrimaryResult, arms: tuple[Array, Array], unused: dict[int, float], primary: Primary
-) -> PrimaryResult:
-    """A result of pairs, tested with a reference's unused seeds as a control variate."""
-    claim = replace(result.claim, test="control variate TOST", unused_seeds=tuple(unused))
-    assert claim.margin is not None
-    rho = max(CORRELATION, primary.correlation)
-    tost = control_variate_tost(*arms, np.array([*unused.values()]), claim.margin_number, claim.alpha, rho)
-    estimate = replace(
-        _with_margin_test(result.estimate, tost),
-        mean_difference=tost.mean_difference,
-        standard_error=tost.standard_error,
-        freedom=tost.freedom,
-        ci90=_interval_of_90(tost),
-        interval=tost.interval,
-        certified_bound=tost.certified_bound,
-        p_difference=tost.p_difference,
-        detected=detect(*arms, tost.mean_difference, tost.interval, paired=True),
-    )
-    power_now = tost_power(claim.margin, tost.standard_error, tost.freedom, claim.alpha)
-    return replace(
-        result,
-        claim=claim,
-        estimate=estimate,
-        power=replace(result.power, power_now=power_now),
-        result=_decided(tost.equivalent),
-    )
 
 
 def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, least: float) -> Reason | None:
