@@ -133,7 +133,7 @@ def export(
     """
     from abrun.experiment.plan import make_plan
     from abrun.launch import experiment_dir_of
-    from abrun.launch.export import export as write_manifests
+    from abrun.launch.export.command import export as write_manifests
     from abrun.recipe.experiment import load_recipe
 
     plan = make_plan(load_recipe(recipe, overrides or []))
