@@ -114,11 +114,11 @@ class Code(StrEnum):
     FINISH_LOOK, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
     REPEAT_IN_FLOAT32, TRAIN_FOR_LOOK, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
-    TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE, SEE_OTHER_DIFFERENCES = auto(), auto(), auto(), auto()
-    CONFIRM_DIFFERENCE, TEST_IN_STAGES, CLAIM_AGAINST_REFERENCE = auto(), auto(), auto()
+    TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
+    CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
     NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
     CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
-    CLAIM_SHARED_STEPS, COMPARE_WHOLE_SEEDS, MEND_REASONS, READ_FIRST_LOG = auto(), auto(), auto(), auto()
+    MEND_REASONS, READ_FIRST_LOG = auto(), auto()
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
 
     # Endings of runs and of their processes
