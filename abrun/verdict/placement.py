@@ -7,7 +7,7 @@ times, and what depends on the kernels that a driver compiles, so that a reader 
 from collections.abc import Iterator, Sequence
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.precision import precision_difference
+from abrun.recipe.run import precision_difference
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun
 
 APART_S = 3600.0  # between the end of one run and the start of the other
