@@ -22,8 +22,7 @@ from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.command import CommandRunConfig, invocation
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.policy import DIMENSIONS
-from abrun.recipe.precision import precision_difference
-from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody

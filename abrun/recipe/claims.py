@@ -113,6 +113,11 @@ class Primary(Section):
         return (float(limit[:-1]), True) if isinstance(limit, str) else (float(limit), False)
 
     @property
+    def bound(self) -> str:
+        """What bounds the difference, as a refusal names it."""
+        return "an equivalence margin" if self.margin is not None else f"a limit, {claim_text(self)}"
+
+    @property
     def limits_excess(self) -> bool:
         """Return whether a limit is of treatment / baseline of the excess over 1."""
         of_baseline = self.limit is not None and self.limit[1]
@@ -200,15 +205,6 @@ class Compare(Section):
         if looks and not can_be_looks(looks):
             raise FieldError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
-
-    @model_validator(mode="after")
-    def _unpaired_needs_no_pairs(self) -> Self:
-        needing = ["looks"] * bool(self.looks)
-        needing += ["exact" for one in self.primary if one.exact]
-        needing += [FINAL_WEIGHTS for one in self.primary if one.metric == FINAL_WEIGHTS]
-        if needing and not self.paired:
-            raise FieldError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
-        return self
 
 
 class Controls(Section):
