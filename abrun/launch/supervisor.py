@@ -326,7 +326,7 @@ def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
         starved = not named and memory_ran_out(printed)
         ending = Code.SEVERAL_ERRORS(errors=errors[:MOST_ERRORS], out_of_memory=starved)
     elif status:
-        ending = ending_of(status, printed, job.oom_kills, job.started.pid if job.started else None)
+        ending = ending_of(status, printed, job.oom_kills)
     else:
         ending = Code.ENDED_WITHOUT_RESULT()
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)

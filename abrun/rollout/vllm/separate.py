@@ -243,7 +243,7 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
-        ending = None if status is None else ending_of(status, printed, self._oom_kills, self._process.pid)
+        ending = None if status is None else ending_of(status, printed, self._oom_kills)
         how = sentence(ending) if ending else "hung up"
         return (
             f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
