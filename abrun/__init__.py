@@ -21,23 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Experiment", "Result", "__version__", "compare", "launch", "load"]
 
-_FUNCTIONS_AND_MODULES = ("compare", "launch")  # names that both abrun.api and a package of abrun's have
-
 
 class _CallableModule(ModuleType):
-    """A package that, when called, is the function of abrun.api of its name."""
+    """The package abrun.launch, which is abrun.api.launch when it is called."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return getattr(import_module("abrun.api"), self.__name__.removeprefix("abrun."))(
-            *arguments, **options
-        )
+        return import_module("abrun.api").launch(*arguments, **options)
 
 
 class _Package(ModuleType):
-    """abrun itself: what the import system sets of its packages can be called, where that has a meaning."""
+    """abrun itself: when the import system sets its package `launch`, that becomes callable."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FUNCTIONS_AND_MODULES and isinstance(value, ModuleType):
+        if name == "launch" and isinstance(value, ModuleType):
             value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
@@ -45,8 +41,8 @@ class _Package(ModuleType):
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("abrun")
-    if name in _FUNCTIONS_AND_MODULES:
-        return import_module(f"abrun.{name}")
+    if name == "launch":
+        return import_module("abrun.launch")
     if name in __all__:
         return getattr(import_module("abrun.api"), name)
     raise AttributeError(f"module 'abrun' has no attribute {name!r}")

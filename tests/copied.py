@@ -1,7 +1,8 @@
-"""`python -m tests.copied FD MODULE...`: a fork server whose copies do what they are told, by name."""
+"""`python -m tests.copied FD WORD...`: a fork server whose copies do what they are told, by name."""
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,18 +11,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from abrun.processes import forks
+from abrun.processes import copies
 
 
 def main() -> None:
-    asked, *modules = " ".join(sys.argv[1:]).split()
-    if "thread" in modules:
+    asked, *words = sys.argv[1:]
+    if "thread" in words:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    if "slow" in modules:
+    if "slow" in words:
         os.register_at_fork(before=lambda: time.sleep(0.6))
-    if "one" in modules:
-        os.fork = limited(os.fork, 2)  # with that which the server asks itself
-    name, *words = forks.serve(socket.socket(fileno=int(asked)), lambda: "refuses" not in modules)
+    if "one" in words:
+        os.fork = limited(os.fork, 2)  # with that which the server asks itself: a copy's second is its own
+    name, *words = copies.serve(socket.socket(fileno=int(asked)), lambda: "refuses" not in words)
     DEEDS[name](*words)
 
 
@@ -47,43 +48,42 @@ def end(status: str) -> None:
     sys.exit(int(status))
 
 
-def die(number: str) -> None:
-    os.kill(os.getpid(), int(number))
-
-
 def sleep() -> None:
-    print("sleeps", flush=True)
     time.sleep(60)
 
 
 def start_below() -> None:
+    if os.fork() == 0:  # and runs no other program, so that its environment is not its own
+        time.sleep(60)
     subprocess.run(["sleep", "60"], check=False)
 
 
-def spares(folder: str, count: str) -> None:
-    """Of so many, the last made is told to run a file, the others nothing."""
-    made: list[forks.Spare] = []
-    for _ in range(int(count)):
-        made.append(forks.Spare(lambda words: DEEDS[words[0]](*words[1:]), made))
-    Path(folder, "pids").write_text(" ".join(str(spare.pid) for spare in made))
-    with Path(folder, "inherited").open("w") as file:
-        env = {**os.environ, "SET": "of a spare", "CHANGED": "now"}
-        del env["REMOVED"]
-        chosen = made[-1].become(["write", str(file.fileno()), folder], env, [file.fileno()])
-    while chosen.poll() is None or not Path(folder, "go").exists():
-        time.sleep(0.01)
-    print("status", chosen.returncode, flush=True)
+def fork_children(folder: str) -> None:
+    """One that writes and fails, and one that waits; neither does what this one does at its end."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        failing = copies.fork_child(lambda: fail(folder), signal.SIGKILL)
+        waiting = copies.fork_child(lambda: time.sleep(60), signal.SIGKILL)
+        Path(folder, "pids").write_text(f"{waiting.pid} {failing.pid}")
+        while failing.poll() is None or not Path(folder, "go").exists():
+            time.sleep(0.01)
+        print("status", failing.returncode, flush=True)
+        waiting.terminate()
+        while waiting.poll() is None:
+            time.sleep(0.01)
+        print("status", waiting.returncode, flush=True)
+    finally:
+        print("the end of", os.getpid(), flush=True)
 
 
-def write(number: str, folder: str) -> None:
-    with os.fdopen(int(number), "w") as file:
-        file.write(repr([os.environ.get(name) for name in ("SET", "CHANGED", "REMOVED")]))
-    print("a spare prints", flush=True)
-    Path(folder, "written").touch()
+def fail(folder: str) -> None:
+    import atexit
+
+    atexit.register(lambda: print("at its exit", flush=True))
     sys.exit(7)
 
 
-DEEDS = {function.__name__: function for function in (tell, end, die, sleep, start_below, spares, write)}
+DEEDS = {function.__name__: function for function in (tell, end, sleep, start_below, fork_children)}
 
 if __name__ == "__main__":
     main()

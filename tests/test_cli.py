@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import abrun.report.comparing
 from abrun import cli
 from abrun.errors import ComparisonError
 from abrun.experiment.preflight import requirements
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
 from abrun.recipe.implementations import LAUNCHERS
+from abrun.report import comparing
 from abrun.runs.experiment import planned_runs
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
@@ -71,7 +71,7 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
                 raise result
             return Verdict(result)
 
-        monkeypatch.setattr(abrun.compare, "compare_sources", compare)
+        monkeypatch.setattr(comparing, "compare_sources", compare)
         return calls
 
     return answer

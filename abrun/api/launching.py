@@ -119,16 +119,6 @@ def launch_recipe(
     return _with_comparison(launched, outcome, command)
 
 
-def claims_so_far(experiment_dir: Path) -> list[str]:
-    """Return what the claims look like; imported when the first runs have finished, not before."""
-    from abrun.report.so_far import so_far
-
-    try:
-        return so_far(experiment_dir)
-    except Exception:  # of whatever is in half-written runs: no such line is worth a launch
-        return []
-
-
 def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
     """Judge an experiment after a stage; a look is not taken where some run has not ended.
 
@@ -168,7 +158,7 @@ def _run(
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
         raise LaunchError(Code.DETACH_NEEDS_QUEUE())
-    with View(console, queued_jobs, claims_so_far) as view:
+    with View(console, queued_jobs) as view:
         if planned.engine:
             outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)
         else:

@@ -151,7 +151,8 @@ AllowInconclusive = Annotated[
 ]
 ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")]
 TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Do not wait until the lock of another machine runs out.")
+    bool,
+    typer.Option("--take-over", help="Claim what a launcher on another machine holds; it stops."),
 ]
 Launcher = Annotated[
     str | None, typer.Option(help="What starts the runs: local, slurm, ray; default: the recipe's, or local.")

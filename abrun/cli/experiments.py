@@ -133,7 +133,7 @@ def export(
     """
     from abrun.experiment.plan import make_plan
     from abrun.launch import experiment_dir_of
-    from abrun.launch.export import export as write_manifests
+    from abrun.launch.export.command import export as write_manifests
     from abrun.recipe.experiment import load_recipe
 
     plan = make_plan(load_recipe(recipe, overrides or []))
@@ -149,11 +149,10 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun watch quickstart
     """
     from abrun import watch as live
-    from abrun.api.launching import claims_so_far
     from abrun.launch import queued_jobs
     from abrun.runs.experiment import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs, claims_so_far)
+    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
 
 
 @app.command(rich_help_panel=RUN)
@@ -172,7 +171,6 @@ def status(
         abrun status quickstart --json
     """
     from abrun import watch as live
-    from abrun.api.launching import claims_so_far
     from abrun.launch import queued_jobs
     from abrun.runs.experiment import find_experiment
 
@@ -186,9 +184,7 @@ def status(
         return
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
-    begun = {view.state.status for view in views} - {"finished"}
-    so_far = claims_so_far(experiment_dir) if begun else []
-    screen.print(live.render(experiment_dir.name, views, screen.width, so_far=so_far))
+    screen.print(live.render(experiment_dir.name, views, screen.width))
 
 
 @app.command(rich_help_panel=RUN)

@@ -179,7 +179,7 @@ def freeze(
     """
     from abrun.recipe.claims import parse_primary
     from abrun.recorded.sources import Reading, open_sources, stored_in
-    from abrun.report.comparing import commit_of, freeze_arm
+    from abrun.report.comparing import freeze_arm
 
     reading = Reading(
         runs_dir=runs_dir,
@@ -196,8 +196,14 @@ def freeze(
     experiment = open_sources(sources, reading, primaries)
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
-    commit = commit_of(directory, experiment, frozen) if directory else None
-    replaced = freeze_arm(experiment, frozen, output, budget=budget, chain_alone=chain_alone, commit=commit)
+    begin_ledger = None
+    if budget is not None:
+        from abrun.diagnose.ledger.command import ledger_begun_by
+
+        begin_ledger = ledger_begun_by(
+            experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
+        )
+    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin_ledger)
     said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().say(
@@ -255,11 +261,11 @@ def ledger(
         abrun ledger reference.json
         abrun ledger reference.json --add nightly
     """
+    from abrun.diagnose.ledger.command import add_to_ledger
+    from abrun.diagnose.ledger.drift import EXCEEDED, exceeded
+    from abrun.diagnose.ledger.table import ledger_shown
     from abrun.recorded.reference import load_reference
-    from abrun.report.comparing import add_to_ledger
-    from abrun.report.ledger import ledger_shown
     from abrun.runs.experiment import find_experiment
-    from abrun.verdict.ledger import EXCEEDED, exceeded
 
     if add is None and (arm is not None or tried != 1):
         raise RecipeError(

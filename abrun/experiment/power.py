@@ -31,15 +31,6 @@ ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepNoise:
-    """The variance of a window's mean difference that its steps explain, as a share of that over pairs."""
-
-    share: float
-    interval: tuple[float, float]  # 90 %
-    worth_pairs: tuple[float, float, float]  # more pairs for twice the steps, at the share and at both ends
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """How much a claim's metric varies over seeds: assumed in the recipe, or measured earlier."""
 
@@ -49,7 +40,6 @@ class Spread:
     num_pairs: int | None = None  # or runs of each arm, that it was measured over; None: assumed
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
-    step_noise: StepNoise | None = None  # where that is known
     climb: float | None = None  # of the baseline up to the window's end, where measured
 
     @property

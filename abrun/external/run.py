@@ -117,9 +117,10 @@ class _Run:
         self._log_start = self._here.log_size()  # what comes now is the command's
         with (
             stopping_signals() as requests,
-            capped(self._here.log, int(self._config.limits.log_mib * 2**20), current_mask()),
+            capped(self._here.log, int(self._config.limits.log_mib * 2**20), current_mask()) as pass_on,
             self._command() as process,
         ):
+            pass_on()
             self._pid = process.pid
             status, ended_for = self._follow(process, requests)
             if status is None:

@@ -6,22 +6,31 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from abrun.experiment.command import AGENT, command_of, environment, imports
 from abrun.experiment.plan import Plan
 from abrun.experiment.preflight.requirements import Machine, refusals, this_machine
 from abrun.launch.engine import Place
-from abrun.processes import MODULE, RUN_DIR, Child, below, end_all, processes_of, start, wait
-from abrun.processes.forks import ForkServer
+from abrun.processes import (
+    MODULE,
+    RUN_DIR,
+    Child,
+    adopt_orphans,
+    below,
+    end_all,
+    processes_of,
+    start,
+    wait,
+)
+from abrun.processes.copies import Server
 from abrun.reasons import Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 
 FORKED = "abrun.train.forked"
 FEWEST_LATER = 2  # runs of a kind that wait for others' places, for which imports once more are worth it
-LATE = frozenset({RUN_DIR, "CUDA_VISIBLE_DEVICES"})  # variables that nothing reads while it is imported
 # With it torch asks for GPUs, as its compiler does when imported, without the driver, which no fork survives:
 # docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
 NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -60,13 +69,8 @@ class Slots:
             self._num_free += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What runs have in common that begin as copies of one process: its imports, and its environment."""
-
-    modules: tuple[str, ...]
-    on_gpus: bool
-    variables: frozenset[tuple[str, str]]
+# What runs have in common that begin as copies of one process: its imports, and its environment
+Kind = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
 
 class LocalEngine:
@@ -76,7 +80,7 @@ class LocalEngine:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
-        self._servers: dict[Kind, ForkServer] = {}
+        self._servers: dict[Kind, Server] = {}
 
     def refusals(self, plan: Plan) -> list[Reason]:
         return refusals(plan, self._machine, self._num_jobs)
@@ -89,17 +93,18 @@ class LocalEngine:
         """
         found = [(self._kind(run, config), config) for run, config in runs]
         counts = Counter(kind for kind, _ in found)
-        configs = {kind: config for kind, config in found if kind is not None}
-        with contextlib.ExitStack() as servers:
-            for kind, config in configs.items():
-                if counts[kind] - self._at_once(config) < FEWEST_LATER:
-                    continue
-                with contextlib.suppress(OSError):  # what hinders it the runs will say
-                    server = ForkServer(FORKED, kind.modules, self._of_server(kind))
-                    servers.callback(server.close)
-                    self._servers[kind] = server
-            servers.callback(self._servers.clear)
+        try:
+            for kind, config in dict(found).items():
+                if kind and counts[kind] - self._at_once(config) >= FEWEST_LATER:
+                    with contextlib.suppress(OSError):  # what hinders it the runs will say
+                        self._servers[kind] = Server(FORKED, kind[0], dict(kind[1]))
             yield
+        finally:
+            for server in self._servers.values():
+                server.close()
+            if self._servers:
+                adopt_orphans(False)
+            self._servers.clear()
 
     def place(self, run: RunDir, config: RunConfig) -> Place | None:
         return self._slots.find(config)
@@ -111,10 +116,9 @@ class LocalEngine:
         process: Child | None = None
         with run.open_log() as output:
             if kind and server:
-                words = command[command.index(AGENT) :]
-                process = server.fork(words, _changed(self._of_server(kind), env), output)
+                changed = {name: env.get(name) for name, _ in kind[1] ^ env.items()}
+                process = server.fork(command[command.index(AGENT) :], changed, output)
             if not process:
-                server = None
                 process = start(
                     command,
                     env,
@@ -124,7 +128,7 @@ class LocalEngine:
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
         self._slots.take(place)
-        return LocalRun(run, process, place, self._slots, server)
+        return LocalRun(run, process, place, self._slots)
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
         return command_of(run.path, config)
@@ -140,12 +144,9 @@ class LocalEngine:
             return None
         if self.command(run, config, place)[:4] != [sys.executable, *MODULE, AGENT]:
             return None
-        env = self.environment(run, config, place)
-        return Kind(imports(config), on_gpus, frozenset((k, v) for k, v in env.items() if k not in LATE))
-
-    def _of_server(self, kind: Kind) -> dict[str, str]:
-        gpus = ",".join(self._machine.gpus) if kind.on_gpus else ""
-        return dict(kind.variables) | NO_DRIVER | {"CUDA_VISIBLE_DEVICES": gpus}
+        env = self.environment(run, config, place) | NO_DRIVER
+        env.pop(RUN_DIR)
+        return imports(config), frozenset(env.items())
 
     def _at_once(self, config: RunConfig) -> int:
         """How many such runs fit on this machine side by side."""
@@ -156,11 +157,6 @@ class LocalEngine:
         return count
 
 
-def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    changed = dict(before.items() ^ after.items())
-    return {name: after.get(name) for name in changed}
-
-
 @dataclass(slots=True, eq=False)
 class LocalRun:
     """A run's first process, which passes SIGTERM on, and all that came of it."""
@@ -169,17 +165,12 @@ class LocalRun:
     process: Child
     place: Place
     slots: Slots
-    server: ForkServer | None = None  # that it is a copy of
+    lost: bool = False  # what can get lost here takes this launcher along
     ended: bool = False
 
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    @property
-    def lost(self) -> bool:
-        # All else that can get lost takes this launcher along
-        return self.server is not None and self.server.gone
 
     def poll(self) -> int | None:
         status = self.process.poll()

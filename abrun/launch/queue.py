@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import Plan, RunName
 from abrun.launch.engine import Started
 from abrun.launch.ownership import warm_start_dir, write_run
 from abrun.messages import sentence
-from abrun.processes import Process, end_all, processes_of
+from abrun.processes import end_all, processes_of
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_STARTS, run_dir
@@ -127,8 +129,8 @@ class Job:
         return wrong is None
 
 
-def _ids(processes: set[Process]) -> str:
-    return ", ".join(str(process.pid) for process in sorted(processes))
+def _ids(processes: set[psutil.Process]) -> str:
+    return ", ".join(map(str, sorted(process.pid for process in processes)))
 
 
 def incomplete(job: Job) -> str | None:

@@ -113,7 +113,6 @@ LEDGERS: dict[Code, Message] = {
     Code.LEDGER_ENTRY_EDITED: "{path}: ledger: entry {entry} is not what was written: the file was edited; "
     "restore it (git log shows it)",
     Code.OUTPUT_UNWRITABLE: "--output: {folder} cannot be written: {problem}; choose another folder",
-    Code.DRAWING_DIED: "figures: the process drawing them died; leave png and svg out",
     Code.EXPERIMENT_BESIDE_SOURCES: "abrun.compare: got an Experiment beside other sources; give it alone, "
     "or paths",
     Code.EXPERIMENT_WITH_OPTION: "abrun.compare: got {option} with an Experiment, which has been read; load "

@@ -50,8 +50,6 @@ MESSAGES: dict[Code, Message] = {
     Code.WARM_START_NOT_MADE: "{run}: starts from {path}, which is not there yet: submit the warm start "
     "first",
     Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: what abrun export writes there",
-    Code.MANIFEST_INVALID: "{file}: {place}: {problem}: {engine} refuses that; mend what launcher: or "
-    "cluster: say",
     Code.NODE_WITHOUT_RUN: "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it; "
     "launch with --runs-dir on a file system that all of them see",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",

@@ -77,7 +77,6 @@ MESSAGES: dict[Code, Message] = {
     Code.DECLARE_ROUNDING: _declare_rounding,
     Code.PLAN_WIDER_MARGIN: "{needed}: see what a wider one takes",
     Code.TRAIN_MORE_PAIRS: "{needed}",
-    Code.DOUBLE_PROMPTS: "Or twice the validation prompts, with which {pairs_with_prompts} pairs would do",
     Code.CLAIM_WHAT_SHOWS: "{other_margin:if Claim what these runs can show, within a margin that you accept "
     "({other_margin})|Leave out what these runs cannot show}{launched:if , on fresh seeds}",
     Code.TELL_FROM_CHANCE: "Fresh seeds say whether it was chance",

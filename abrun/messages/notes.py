@@ -7,14 +7,6 @@ from abrun.messages.numbers import units
 from abrun.reasons import Code
 
 
-def _hours_apart(arm: str, num_apart: int, num_pairs: int, seed: int, gap_s: float) -> str:
-    """The runs of pairs are hours apart."""
-    return (
-        f"{num_apart} of {num_pairs} pairs of {arm} ran hours apart (seed {seed}: {gap_s / 3600:.1f} h "
-        "between its runs): times compare with care"
-    )
-
-
 def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
     """One arm counts its steps from one more."""
     (left, one), (right, other) = grids.items()
@@ -121,7 +113,6 @@ NOTES: dict[Code, Message] = {
     Code.RUNS_OF_OTHER_CODE: "{runs:some}: trained by the code {code}, other runs by {usual_code}",
     Code.OTHER_MACHINES: "{num_differing} of {num_pairs} pairs of {arm} ran on other {kind} than their "
     "baseline (seed {seed}: {value} against {baseline}): times compare with care",
-    Code.HOURS_APART: _hours_apart,
     Code.PRECISION_DIFFERS: _precision_differs,
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
@@ -129,9 +120,6 @@ NOTES: dict[Code, Message] = {
     "spent 0 of {budget:g}",
     Code.LEDGER: _ledger,
     Code.SEED_NOT_KNOWN: "numbered, its seed is not known: {place}",
-    Code.PROMPTS_OF_RUNS_DIFFER: "the runs did not answer the same prompts at the same steps",
-    Code.VALIDATION_NOT_FINITE: "no finite validation in the claim's window",
-    Code.VALIDATION_UNREADABLE: "{problem}",
 }
 
 

@@ -1,10 +1,12 @@
 """Processes of this host: started in their own groups, found, stopped and killed, and what their end means.
 
-Whose they are is read from /proc, or else from ps. One place for launchers, foreign runs and our trainer.
+One place for launchers, foreign runs and our trainer.
 """
 
+import base64
 import contextlib
 import ctypes
+import hashlib
 import os
 import re
 import signal
@@ -14,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import psutil
 
 from abrun.reasons import Code, Reason
 
@@ -35,7 +39,7 @@ PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interr
 
 
 class Child(Protocol):
-    """A process that this one looks after: a `subprocess.Popen`, or a copy (abrun.processes.forks)."""
+    """A process that this one looks after: a `subprocess.Popen`, or a `Fork` (abrun.processes.copies)."""
 
     @property
     def pid(self) -> int: ...
@@ -102,10 +106,10 @@ def die_with_parent(number: int, parent: int) -> None:
         os._exit(shell_code(-number))
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopts: bool = True) -> None:
     """What a process below this one leaves behind becomes this one's child (on Linux): `below` finds it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
 
 def reap_adopted(own: Collection[int]) -> None:
@@ -317,101 +321,69 @@ def _oom_killed() -> set[int] | None:
 # --- finding ---
 
 
-class Process(NamedTuple):
-    """A process and when it started: ids are reused, the two together are not."""
+def mark_of(run_dir: str | Path) -> str:
+    """Return the name that a copy of a process takes for its run: at most 15 bytes, which `ps -e` shows."""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(run_dir))).digest()
+    return f"abrun-{base64.urlsafe_b64encode(digest)[:9].decode()}"
 
-    pid: int
-    started: str
 
-
-def below(pid: int) -> set[Process]:
-    """Every living process below another, in whatever session or process group."""
-    parents = _parents()
-    return _family({pid}, parents) - {process for process in parents if process.pid == pid}
+def below(pid: int) -> set[psutil.Process]:
+    """Return every living process below another, in whatever session or process group."""
+    return {process for process, above in _living().items() if pid in above and process.pid != pid}
 
 
 def children(pid: int) -> set[int]:
-    """The processes that another one has started, and those that it has adopted."""
-    return {process.pid for process, parent in _parents().items() if parent == pid}
+    """Return the living processes that another one has started, and those that it has adopted."""
+    return {process.pid for process, above in _living().items() if above[1:2] == [pid]}
 
 
-def processes_of(run_dir: Path) -> set[Process]:
-    """Every living process that was started for a run, and all below: RUN_DIR in its environment says so.
+def processes_of(run_dir: Path) -> set[psutil.Process]:
+    """Return every living process that was started for a run, and all below, in whatever session.
 
-    As the ProcessTreeKiller of Jenkins finds them: no daemon escapes by a session of its own. Not among them
-    are this process and those it descends from.
+    RUN_DIR in its environment tells, or its name, which a copy gets and what it forks inherits. Left out are
+    this process and those it descends from.
     """
-    parents = _parents()
-    ids = {process.pid: parent for process, parent in parents.items()}
-    here, above = os.getpid(), set[int]()
-    while here in ids and here not in above:
-        above.add(here)
-        here = ids[here]
-    return {
-        process
-        for process in _family(_ids_with(f"{RUN_DIR}={os.path.realpath(run_dir)}"), parents)
-        if process.pid not in above
-    }
+    path, mark, living = os.path.realpath(run_dir), mark_of(run_dir), _living()
+    roots = set[int]()
+    for process in living:
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.name() == mark or process.environ().get(RUN_DIR) == path:
+                roots.add(process.pid)
+    here = next((above for process, above in living.items() if process.pid == os.getpid()), [])
+    return {process for process, above in living.items() if roots & {*above} and process.pid not in here}
 
 
-def end_all(find: Callable[[], set[Process]], timeout_s: float = 5.0) -> set[Process]:
+def end_all(find: Callable[[], set[psutil.Process]], timeout_s: float = 5.0) -> set[psutil.Process]:
     """SIGKILL to all that `find` finds, until it finds no more; returns what is left after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (found := find()) and time.monotonic() < deadline:
         for process in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):  # such as an id that is another process's by now
+                process.kill()
         time.sleep(0.01)
     return found
 
 
-def _family(ids: set[int], parents: Mapping[Process, int]) -> set[Process]:
-    """These and everything below them."""
-    family = set(ids)
-    while True:
-        children = {process.pid for process, parent in parents.items() if parent in family} - family
-        if not children:
-            return {process for process in parents if process.pid in family}
-        family |= children
+def _living() -> dict[psutil.Process, list[int]]:
+    """Return the living processes of this host, each with its own id and those of all above, from it upwards.
 
+    None where /proc is that of another namespace: its ids mean other processes here.
+    """
+    if sys.platform == "linux" and os.readlink("/proc/self") != str(os.getpid()):
+        return {}
+    parents, processes = dict[int, int](), list[psutil.Process]()
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            with process.oneshot():
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    parents[pid] = process.ppid()
+                    processes.append(process)
 
-def _ids_with(variable: str) -> set[int]:
-    """The processes that have `NAME=value` in their environment, as far as this user may look."""
-    wanted = os.fsencode(variable)
-    if not Path("/proc/self").exists():
-        listed = subprocess.run(
-            ["ps", "-AEww", "-o", "pid=,command="], capture_output=True, check=False
-        ).stdout
-        return {int(line.split(maxsplit=1)[0]) for line in listed.splitlines() if wanted in line.split()}
-    found = set[int]()
-    for entry in _proc_entries():
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-    return found
+    def lineage(pid: int) -> list[int]:
+        above = [pid]
+        while (parent := parents.get(above[-1])) is not None and parent not in above:
+            above.append(parent)
+        return above
 
-
-def _parents() -> dict[Process, int]:
-    """Every living process of this host with its parent's id."""
-    if not Path("/proc/self").exists():
-        listed = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid=,lstart="], capture_output=True, text=True, check=False
-        ).stdout
-        rows = (line.split(maxsplit=2) for line in listed.splitlines())
-        return {Process(int(pid), started): int(parent) for pid, parent, started in rows}
-    parents = {}
-    for entry in _proc_entries():
-        with contextlib.suppress(OSError):
-            # The name, in parentheses, may hold anything: count the fields from behind it.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            state, parent, started = fields[0], int(fields[1]), fields[19]
-            if state != "Z":
-                parents[Process(int(entry.name), started)] = parent
-    return parents
-
-
-def _proc_entries() -> list[Path]:
-    """/proc/PID of every process; none where /proc is that of another namespace: its ids mean others here."""
-    if os.readlink("/proc/self") != str(os.getpid()):
-        return []
-    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {process: lineage(process.pid) for process in processes}

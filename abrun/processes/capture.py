@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -16,25 +16,27 @@ class BytesMask(Protocol):
 
 
 @contextlib.contextmanager
-def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[None]:
+def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[Callable[[], None]]:
     """Pass stdout and stderr through this process, which masks secrets, if stdout goes into `log`.
 
     The log keeps its head and its tail, `most_bytes` in all. If stdout goes elsewhere, as to a terminal,
-    nothing changes. A full disk loses lines, but blocks nobody.
+    nothing changes. A full disk loses lines, but blocks nobody. A thread passes it on from the call of what
+    this yields, or from the end: before it this process may fork.
     """
     log_file = _opened_output(log)
     if log_file is None:
-        yield
+        yield lambda: None
         return
     reading, writing = os.pipe()
     printed = os.dup(1), os.dup(2)
     pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, mask), daemon=True)
-    pump.start()
     _redirect(writing, writing)
     os.close(writing)
     try:
-        yield
+        yield pump.start
     finally:
+        if pump.ident is None:
+            pump.start()
         _redirect(*printed)  # the last ends of the pipe here: the pump ends when those below have ended
         pump.join(timeout=5)
         for number in printed:

@@ -1,136 +1,91 @@
 """Engines that abrun writes manifests for and starts nothing on: `abrun export`."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from abrun.recipe.section import Count, FieldError, Section, line_of_text, word
 from abrun.redaction import shortened
 
-WORDS = ("image", "claim", "volume", "namespace", "queue", "gpu", "memory")
 VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 # What Kubernetes' server checks beyond its schema: names of objects, keys and values of labels
 OBJECT = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
+def _matching(pattern: str, allowed: str, most: int = 253, *, values: bool = False) -> AfterValidator:
+    """Check a text, or each text of a list, or the keys (or the `values`) of a mapping."""
+
+    def check(value: Any) -> Any:
+        texts = value.values() if values else [value] if isinstance(value, str) else value
+        for text in texts:
+            if len(text) > most or not re.fullmatch(pattern, text):
+                raise FieldError(f"got {shortened(text)}; allowed: {allowed}")
+        return value
+
+    return AfterValidator(check)
+
+
+Word, Line = Annotated[str, AfterValidator(word)], Annotated[str, AfterValidator(line_of_text)]
+Lines = Annotated[list[str], AfterValidator(lambda lines: [line_of_text(line) for line in lines])]
+IS_OBJECT = _matching(OBJECT, "small letters, digits, '-' and '.'")
+IS_KEY = _matching(rf"({OBJECT}/)?{LABEL}", "such as nvidia.com/gpu, at most 63 after the '/'", 317)
+ARE_LABELS = _matching(
+    f"({LABEL})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
+)
+Name = Annotated[Word, IS_OBJECT]
+
+
 class Exported(Section):
     """What both kinds of manifests need to know. The image has to hold abrun, of the version that exports."""
 
-    image: str | None = None
-    runs_dir: str = "/runs"  # where every node sees the folder of all experiments
+    image: Word | None = None
+    # Where every node sees the folder of all experiments
+    runs_dir: Annotated[
+        str, _matching("(/[A-Za-z0-9._-]+)+", "an absolute path without spaces, such as /runs", 4096)
+    ] = "/runs"
     cpus_per_rank: Count = 1
-    secrets: list[str] = Field(default=[])
-    python: str = "python"  # of the image
-    setup: list[str] = Field(default=[])  # lines of shell before that, such as: source /opt/venv/bin/activate
-    save_s: Annotated[int, Field(ge=1, le=65535)] = (
-        120  # that runs get to save a checkpoint when asked to stop
-    )
-
-    @field_validator(*WORDS, check_fields=False)
-    @classmethod
-    def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else word(value)
-
-    @field_validator("python")
-    @classmethod
-    def _is_a_line(cls, value: str) -> str:
-        return line_of_text(value)
-
-    @field_validator("secrets", "setup")
-    @classmethod
-    def _are_lines(cls, values: list[str]) -> list[str]:
-        return [line_of_text(value) for value in values]
-
-    @field_validator("runs_dir")
-    @classmethod
-    def _is_a_path(cls, path: str) -> str:
-        if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", path):
-            raise FieldError(
-                f"got {shortened(path)}; allowed: an absolute path without spaces, such as /runs"
-            )
-        return path
+    secrets: Lines = Field(default=[])
+    python: Line = "python"  # of the image
+    setup: Lines = Field(default=[])  # lines of shell before that, such as: source /opt/venv/bin/activate
+    # Seconds that runs get to save a checkpoint when asked to stop
+    save_s: Annotated[int, Field(ge=1, le=65535)] = 120
 
 
 class JobSet(Exported):
     """Manifests for Kubernetes with the JobSet controller. `secrets`: of what names, whose keys are set."""
 
     type: Literal["jobset"]
-    claim: str | None = None  # the PersistentVolumeClaim (ReadWriteMany) that runs_dir is; abrun makes none
-    namespace: str | None = None
-    queue: str | None = None  # of Kueue, which then admits all pods of a pair or none
-    node_selector: dict[str, str] = Field(default={})
-    gpu: str = "nvidia.com/gpu"  # what the cluster calls a GPU
-    memory: str | None = None  # of a run on each node, as Kubernetes takes it: 64Gi
-
-    @field_validator("claim", "queue", "secrets")
-    @classmethod
-    def _are_names_of_objects(cls, names: str | list[str] | None) -> str | list[str] | None:
-        for name in [names] if isinstance(names, str) else names or []:
-            if len(name) > 253 or not re.fullmatch(OBJECT, name):
-                raise FieldError(f"got {shortened(name)}; allowed: small letters, digits, '-' and '.'")
-        return names
-
-    @field_validator("gpu")
-    @classmethod
-    def _is_a_resource(cls, name: str) -> str:
-        return _key_of_a_label(name)
-
-    @field_validator("node_selector")
-    @classmethod
-    def _are_labels(cls, labels: dict[str, str]) -> dict[str, str]:
-        for key, value in labels.items():
-            _key_of_a_label(key)
-            if value and not re.fullmatch(LABEL, value):
-                raise FieldError(
-                    f"got {shortened(value)}; allowed: a label's value: letters, digits, '-', '_' and '.', "
-                    "at most 63"
-                )
-        return labels
-
-
-def _key_of_a_label(key: str) -> str:
-    prefix, slash, name = key.rpartition("/")
-    if not re.fullmatch(LABEL, name) or (slash and not re.fullmatch(OBJECT, prefix)):
-        raise FieldError(f"got {shortened(key)}; allowed: such as nvidia.com/gpu, at most 63 after the '/'")
-    return key
+    secrets: Annotated[Lines, IS_OBJECT] = Field(default=[])
+    claim: Name | None = None  # the PersistentVolumeClaim (ReadWriteMany) that runs_dir is; abrun makes none
+    namespace: Name | None = None
+    queue: Name | None = None  # of Kueue, which then admits all pods of a pair or none
+    node_selector: Annotated[dict[str, str], IS_KEY, ARE_LABELS] = Field(default={})
+    gpu: Annotated[Word, IS_KEY] = "nvidia.com/gpu"  # what the cluster calls a GPU
+    # Of a run on each node, as Kubernetes takes it
+    memory: Annotated[Word, _matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?)?", "such as 64Gi")] | None = None
 
 
 class SkyPilot(Exported):
     """Task files for SkyPilot. `secrets`: environment variables that `sky` is to pass on."""
 
     type: Literal["skypilot"]
-    volume: str | None = (
-        None  # of `sky volumes`, mounted at runs_dir; without: what image or setup mount there
-    )
-    accelerator: str | None = None  # such as H100; needed with cluster.gpus_per_node
+    secrets: Annotated[Lines, _matching(VARIABLE, "names of environment variables")] = Field(default=[])
+    volume: Word | None = None  # of `sky volumes`, mounted at runs_dir; else what image or setup mount there
+    # Such as H100; needed with cluster.gpus_per_node
+    accelerator: (
+        Annotated[
+            str, _matching("[A-Za-z0-9_.-]+", "a name such as H100; how many, says cluster.gpus_per_node")
+        ]
+        | None
+    ) = None
     # Any other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
     resources: dict[str, str | int | float | bool] = Field(default={})
 
-    @field_validator("accelerator")
-    @classmethod
-    def _has_no_count(cls, accelerator: str | None) -> str | None:
-        if accelerator is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", accelerator):
-            raise FieldError(
-                f"got {shortened(accelerator)}; allowed: a name such as H100; how many, says "
-                "cluster.gpus_per_node"
-            )
-        return accelerator
-
-    @field_validator("secrets")
-    @classmethod
-    def _secrets_are_variables(cls, names: list[str]) -> list[str]:
-        wrong = [name for name in names if not re.fullmatch(VARIABLE, name)]
-        if wrong:
-            raise FieldError(f"got {shortened(wrong[0])}; allowed: names of environment variables")
-        return names
-
     @field_validator("resources")
     @classmethod
-    def _resources_are_free(
-        cls, resources: dict[str, str | int | float | bool]
-    ) -> dict[str, str | int | float | bool]:
+    def _resources_are_free(cls, resources: dict[str, Any]) -> dict[str, Any]:
         taken = [name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources]
         if taken:
             raise FieldError(f"got {taken[0]}, which abrun sets itself, from the recipe; leave it out")

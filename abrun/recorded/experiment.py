@@ -17,7 +17,6 @@ from abrun.recipe.claims import Compare, Primary
 from abrun.recipe.faults import ONE_ULP, PlantedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
-from abrun.runs.metrics import ValidationRow
 from abrun.runs.records import Status
 from abrun.stats.series import NO_SERIES, Array, Series, Steps, shared_steps
 
@@ -42,12 +41,8 @@ class RecordedRun:
     final_weights_hash: str | None = None  # None: the source does not say
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read when asked for
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
-    # Held-out prompts' rewards by step, read when asked for; raises StoreError
-    validations: Callable[[], Mapping[int, ValidationRow]] = dict
     span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
-    # devices x seconds at work, all attempts; None: unknown. And what they are
-    device_s: float | None = None
-    device: Literal["GPU", "CPU core"] = "CPU core"
+    device_s: float | None = None  # devices x seconds at work, all attempts; None: unknown
     wandb: str | None = None  # where its mirror in wandb is seen
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     # What reading it had to decide: a torn line left out, a step recorded twice, a seed that is not known

@@ -103,9 +103,8 @@ def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> Reco
         wandb=_address(run),
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,
-        validations=run.validations,
         span_s=_span_s(run),
-        **_devices(run, record),
+        device_s=_device_s(run, record),
     )
 
 
@@ -115,8 +114,8 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
     return None if started_s is None or ended_s is None else (started_s, ended_s)
 
 
-def _devices(run: RunDir, record: RunRecord | None) -> dict[str, Any]:
-    """What a run occupied and for how long, where its configuration and every attempt say so."""
+def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
+    """Return devices x seconds that a run occupied, where its configuration and every attempt say so."""
     spans = [(one.started_s, one.ended_s) for one in run.attempts()]
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
@@ -124,12 +123,8 @@ def _devices(run: RunDir, record: RunRecord | None) -> dict[str, Any]:
     except RecipeError:  # another version's
         config = None
     if config is None or not spans or len(seconds) < len(spans):
-        return {}
-    cluster = config.cluster
-    return {
-        "device_s": sum(seconds) * cluster.nodes * config.devices_per_node,
-        "device": "GPU" if cluster.gpus_per_node else "CPU core",
-    }
+        return None
+    return sum(seconds) * config.cluster.nodes * config.devices_per_node
 
 
 def _address(run: RunDir) -> str | None:

@@ -88,11 +88,6 @@ def fresh_in_stages(facts: Facts) -> str:
     return f"{fresh_that_decide(facts).command} --looks {listed(looks)}"
 
 
-def fresh_with_prompts(facts: Facts) -> str:
-    command = fresh_runs(facts.experiment, facts.pairs_with_prompts).command
-    return f"{command} --set validation.num_prompts={2 * facts.prompt_limited[0].num_prompts}"
-
-
 def fresh_with_rounding(facts: Facts) -> FreshRuns:
     tolerances = {"step_one_tolerance": facts.rounding_tolerances}
     compare = facts.experiment.compare.model_copy(update=tolerances)

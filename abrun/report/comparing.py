@@ -7,7 +7,7 @@ numpy and scipy: the command line imports it when it compares, not before.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -22,16 +22,13 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
 from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
-from abrun.recorded.reference import add_entry, against_reference, freeze, load_reference
+from abrun.recorded.ledger import Ledger
+from abrun.recorded.reference import against_reference, freeze, load_reference
 from abrun.recorded.sources import Reading, SourceContents, read_sources
-from abrun.recorded.stored import load_experiment
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FIGURES, FORMATS, drawable, report_folder, terminal_summary, write_report
-from abrun.runs.experiment import run_dir
-from abrun.runs.rundir import RunDir
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
-from abrun.verdict.ledger import new_ledger, next_entry
 from abrun.verdict.margins import frozen_claims
 from abrun.verdict.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
 
@@ -217,46 +214,16 @@ def with_options(
 
 @np.errstate(all="ignore")
 def freeze_arm(
-    experiment: Experiment,
-    arm: str,
-    path: Path,
-    *,
-    budget: str | None = None,
-    chain_alone: bool = False,
-    commit: str | None = None,
+    experiment: Experiment, arm: str, path: Path, *, begin_ledger: Callable[[Compare], Ledger] | None = None
 ) -> Reference | None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
-    With a `budget` the file gets a ledger. Returns the reference that it replaces. Raises ComparisonError
-    where the arm is not there, or lacks what a reference needs.
+    `begin_ledger` makes the ledger that the file gets from those claims. Returns the reference that it
+    replaces. Raises ComparisonError where the arm is not there, or lacks what a reference needs.
     """
     claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
-    ledger = None
-    if budget is not None and claims is not None:
-        ledger = new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)
+    ledger = begin_ledger(claims) if begin_ledger and claims else None
     return freeze(experiment, arm, path, claims, ledger)
-
-
-@np.errstate(all="ignore")
-def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
-    """Add an experiment's treatment to a reference's ledger; returns the reference with it.
-
-    Raises ComparisonError where it did not match, or was not compared with the last entry.
-    """
-    experiment = load_experiment(experiment_dir)
-    late = post_hoc(experiment, experiment.compare)
-    if late:
-        raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
-    commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}
-    return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
-
-
-def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
-    """The commit of the checkout that an arm's runs were launched from; None: unknown, or several."""
-    git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
-    found = {one.get("sha") for one in git}
-    sha = found.pop() if len(found) == 1 else None
-    return sha if isinstance(sha, str) else None
 
 
 def post_hoc(experiment: Experiment, declared: Compare) -> Reason | None:

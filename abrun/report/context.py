@@ -8,7 +8,7 @@ from typing import Any
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shown
 from abrun.report.completions import Completions, completions
-from abrun.report.evidence import Levels, by_prompt_facts, levels, spent_sentence
+from abrun.report.evidence import Levels, levels
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.planted import in_short
 from abrun.verdict.verdict_file import VerdictFile
@@ -26,8 +26,6 @@ class Context:
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: Completions | None
-    by_prompt: list[list[str]]  # what validation says, for each entry of verdict.json
-    spent: str | None  # of what was planned, where looks were declared
     has_recipe: bool  # in which what the report lacks can be asked for
     planted_faults: str | None  # in a few words; None: without a recipe there can be none
 
@@ -40,8 +38,6 @@ def context(experiment: Experiment, content: VerdictFile, command: str | None) -
         levels=levels(content),
         next_steps=next_steps(experiment, content, command),
         completions=completions(experiment),
-        by_prompt=[by_prompt_facts(one) for one in content.by_prompt],
-        spent=spent_sentence(content.spent) if content.spent else None,
         has_recipe=experiment.has_recipe,
         planted_faults=in_short(experiment, content.sensitivity),
     )

@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from abrun.experiment.power import StepNoise
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import difference_text, interval_level_text
 from abrun.recorded.reference import ARM as REFERENCE
 from abrun.redaction import in_yaml
 from abrun.report.planted import caught_sentence
-from abrun.verdict.by_prompt import ByPrompt
 from abrun.verdict.claims import PrimaryResult
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.spent import Spent
 from abrun.verdict.step_one import StepOne, share_of_scale
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import ArmSection, VerdictFile, of_arm
@@ -50,8 +47,6 @@ def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
         if not section.num_runs:
             yield f"{mark}divergence", _divergence(alone.divergence)
         yield from ((f"{mark}final weights", _final_weights(one)) for one in alone.final_weights)
-        for one in alone.by_prompt:
-            yield f"{mark}validation by prompt", "; ".join(by_prompt_facts(one))
         savings = "; ".join(_saving(one) for one in alone.savings if "," not in one.quantity)
         if savings:
             yield f"{arm} / {content.baseline}", savings
@@ -60,8 +55,6 @@ def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
             taken = ", ".join(f"{look.num_pairs} pairs: {look.verdict}" for look in looks) or "none yet"
             planned = ", ".join(str(look.num_pairs) for look in section.looks)
             yield f"{mark}looks", f"declared at {planned} pairs; taken: {taken}"
-    if content.spent:
-        yield "spent", spent_sentence(content.spent)
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
     if content.not_tested:
@@ -187,10 +180,7 @@ def _repeats(divergences: Sequence[Divergence]) -> str:
 
 
 def _against_noise(one: Divergence) -> str:
-    said = "not further than its reruns in every seed"
-    if one.p_beyond is not None and one.p_beyond < 1:
-        said = f"further than its reruns in every seed (p = {one.p_beyond:.2g})"
-    return f"{one.metric}: {one.ratio:.2g}x the A/A noise floor, {said}"
+    return f"{one.metric}: {one.ratio:.2g}x the A/A noise floor"
 
 
 def _final_weights(one: FinalWeights) -> str:
@@ -240,8 +230,7 @@ def levels(content: VerdictFile) -> list[Levels]:
         means = _means(claim, baseline)
         if means:
             steps = f", steps {claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else ""
-            noise = step_noise_text(claim.estimate.step_noise)
-            beside = "; ".join(filter(None, (_margin(claim), _spread(claim), *noise)))
+            beside = "; ".join(filter(None, (_margin(claim), _spread(claim))))
             where = f"{claim.claim.metric}{steps}"
             found.append(Levels(claim=index, arm=claim.arm, where=where, means=means, beside=beside))
     return found
@@ -311,19 +300,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
-def step_noise_text(noise: StepNoise | None) -> Iterator[str]:
-    """Say what share of the variance over pairs is step-to-step noise, and what more steps would be worth."""
-    if noise is None:
-        return
-    low, high = noise.interval
-    worth, fewest, most = noise.worth_pairs
-    yield (
-        f"{noise.share:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is noise from "
-        f"step to step: a window or a batch twice as large would be worth {worth:.1f} more pairs "
-        f"[{fewest:.1f}, {most:.1f}]"
-    )
-
-
 def _spread(claim: PrimaryResult) -> str | None:
     seeds, paired, of_treatment = (
         claim.estimate.baseline_sd,
@@ -338,73 +314,3 @@ def _spread(claim: PrimaryResult) -> str | None:
     rounding = 1e-6 * unpaired  # of which no such factor says anything
     saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if rounding < paired < unpaired else ""
     return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"
-
-
-# --- validation paired by prompt ---
-
-
-def by_prompt_facts(one: ByPrompt) -> list[str]:
-    """Return what validation by prompt says, a clause a fact."""
-    if one.problem:
-        return [sentence(one.problem)]
-    last = one.by_step[-1]
-    counted = (
-        f"{one.metric} {last.baseline:.3f} and {last.treatment:.3f} at step {last.step}, where "
-        f"the treatment won {last.num_won} and lost {last.num_lost} of {last.num_answers} answers"
-    )
-    return [counted, *prompt_advice(one)]
-
-
-def prompt_advice(one: ByPrompt) -> Iterator[str]:
-    """What the pairing by prompt says of the spread over seeds; of one pair, what it does not say."""
-    if len(one.pairs) == 1:
-        (pair,) = one.pairs
-        found = _with_interval(pair.difference, pair.interval)
-        yield (
-            f"these two models on prompts like these: {found}, which says nothing of the change: that "
-            "takes seeds"
-        )
-    parts = one.parts
-    if not parts:
-        return
-    low, high = parts.noise_share_interval
-    yield (
-        f"{parts.noise_share:.0%} [{low:.0%}, {high:.0%}] of the variance of paired differences is that "
-        f"of only {one.num_prompts} prompts"
-    )
-    if one.worth_pairs:
-        worth, *ends = one.worth_pairs
-        yield f"twice the prompts would be worth {worth:.1f} more pairs [{ends[0]:.1f}, {ends[1]:.1f}]"
-    if one.pairs_needed and one.pairs_needed_with_twice:
-        yield (
-            f"80 % power takes {one.pairs_needed} pairs, and {one.pairs_needed_with_twice} with twice "
-            "the prompts"
-        )
-    if one.effective_pairs:
-        yield (
-            f"with prompts of their own, runs would take {one.effective_pairs:.1f} pairs for what these "
-            f"{len(one.pairs)} say"
-        )
-    yield f"on any prompts like these: {_with_interval(parts.mean, parts.interval_of_prompts)}"
-
-
-def _with_interval(mean: float, interval: tuple[float, float]) -> str:
-    return f"{mean:+.3g} [90 %: {interval[0]:.3g}, {interval[1]:.3g}]"
-
-
-# --- what an experiment with looks took, and what stopping early saved ---
-
-
-def spent_sentence(spent: Spent) -> str:
-    """Return a sentence such as `decided after 4 of 12 pairs: 8 of 24 runs, 5.3 GPU-hours; saved ...`."""
-    decided = f"decided after {spent.decided_at} pairs" if spent.decided_at else "not decided"
-    runs, planned = spent.num_runs, spent.num_planned_runs
-    of_pairs = f"{spent.num_pairs} of {spent.num_planned_pairs} pairs begun"
-    said = f"{decided}; {of_pairs}, {runs} of {planned} runs{_hours(spent, spent.device_hours)}"
-    if runs == planned or not spent.decided_at:  # nothing is saved by what is still open, or invalid
-        return said
-    return f"{said}; saved: {planned - runs} runs{_hours(spent, spent.device_hours_saved)}"
-
-
-def _hours(spent: Spent, hours: float | None) -> str:
-    return "" if hours is None else f", {hours:.3g} {spent.device.replace(' ', '-')}-hours"

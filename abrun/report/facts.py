@@ -15,7 +15,6 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.recorded.samples import samples_in
-from abrun.verdict.by_prompt import ByPrompt
 from abrun.verdict.description import Description, claim_on, claimable
 from abrun.verdict.grids import held_by_all
 from abrun.verdict.guards import Guard
@@ -154,15 +153,6 @@ class Facts:
     @property
     def num_that_decide(self) -> int | None:
         return self.pairs_that_decide[1]
-
-    @cached_property
-    def prompt_limited(self) -> list[ByPrompt]:
-        """Where twice the validation prompts would spare pairs."""
-        return [one for one in self.content.by_prompt if _spares_pairs(one)]
-
-    @property
-    def pairs_with_prompts(self) -> int | None:
-        return self.prompt_limited[0].pairs_needed_with_twice
 
     # --- rounding at the first step ---
 
@@ -323,8 +313,3 @@ def _beyond_margin(claim: PrimaryResult) -> bool:
     low, high = estimate.interval
     is_detected = claim.claim.margin_unit != "sigma" and not low <= 0 <= high
     return is_detected and abs(estimate.mean_difference) >= margin
-
-
-def _spares_pairs(one: ByPrompt) -> bool:
-    needed, with_twice = one.pairs_needed, one.pairs_needed_with_twice
-    return with_twice is not None and (needed is None or with_twice < needed)

@@ -155,11 +155,6 @@ OPEN = (  # of INCONCLUSIVE
         Code.TRAIN_MORE_PAIRS,
         commands.fresh_that_decide,
     ),
-    Rule(
-        lambda f: f.undecided and f.prompt_limited and not f.beyond_margin,
-        Code.DOUBLE_PROMPTS,
-        commands.fresh_with_prompts,
-    ),
     OTHER_CLAIMS,
     Rule(lambda f: not (f.undecided or f.untestable or f.unsettled), Code.TELL_FROM_CHANCE, commands.fresh),
 )

@@ -5,7 +5,7 @@ A band is a picture, not a test: it is labelled as exactly what it is (±1 sd ov
 difference with its intervals stands below it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import numpy as np
 from scipy import special
 
 from abrun.messages.numbers import difference_scale
-from abrun.metric_names import INACTIVE, MEMORY, RETRIES, Transform, phase_of, unit_of
+from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import paired, welch
 from abrun.stats.series import Array, Steps
@@ -256,7 +256,6 @@ class Peaks:
     phases: list[str]  # "overall" first
     means: list[list[float] | None]  # by arm; None: no run of it finished
     held_by: list[str | None]  # by arm, the phase with the highest peak
-    allocator: dict[str, list[float | None]]  # what CUDA's says besides, by arm: bytes in `unit`, and counts
 
 
 def memory_peaks(experiment: Experiment) -> Peaks | None:
@@ -277,30 +276,7 @@ def memory_peaks(experiment: Experiment) -> Peaks | None:
         phases=["overall", *phases],
         means=[None if mean is None else (mean / divisor).tolist() for mean in means],
         held_by=[None if mean is None else phases[int(np.argmax(mean[1:]))] for mean in means],
-        allocator={
-            label: [
-                float(np.mean(values))
-                if (values := [of_run(run) for run in runs if run.name.arm == arm])
-                else None
-                for arm in experiment.arms
-            ]
-            for label, of_run in _allocator(runs, divisor)
-        },
     )
-
-
-def _allocator(
-    runs: Sequence[RecordedRun], divisor: float
-) -> Iterator[tuple[str, Callable[[RecordedRun], float]]]:
-    """What every run recorded of the allocator: the largest reserved and idle bytes, and all retries."""
-    names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-    reserved = [name for name in names if name.startswith(MEMORY) and name.endswith("/peak_reserved_bytes")]
-    if reserved:
-        yield "reserved, at most", lambda run: max(largest(run, name) for name in reserved) / divisor
-    if INACTIVE in names:
-        yield "idle in split blocks, at most", lambda run: largest(run, INACTIVE) / divisor
-    if RETRIES in names:
-        yield "allocator retries", lambda run: float(run.series(RETRIES).values.sum())
 
 
 # --- units for people ---

@@ -16,10 +16,8 @@ from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened, shown_tree
-from abrun.report.evidence import prompt_advice, step_noise_text
 from abrun.stats.equivalence import ALPHA, pairs_needed, power, sd_of_difference
 from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.by_prompt import ACCURACY, by_prompt
 from abrun.verdict.claims import judge_primary
 from abrun.verdict.margins import resolved_margin
 
@@ -54,7 +52,6 @@ def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = Tr
         source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_where(tested.steps)}",
         level=estimate.baseline_mean,
         climb=estimate.climb,
-        step_noise=estimate.step_noise,
     )
 
 
@@ -149,7 +146,6 @@ def plan_report(
         return Text(
             f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
         )
-    levels = _levels(compare)
     counted = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {counted} planned", style="bold"), Text("")]
     planned = list(_planned(compare, earlier, sigma, correlation))
@@ -162,11 +158,6 @@ def plan_report(
             continue
         about = _about(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {about}"))
-        lines += [Text(f"  {text}") for text in step_noise_text(spread.step_noise if spread else None)]
-        if earlier is not None:
-            lines += [
-                Text(f"  {sentence}") for sentence in _of_prompts(earlier, claim, compare, spread, levels[-1])
-            ]
         if expected:
             cells = (f"{expected.power(count):.0%}" for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
@@ -236,30 +227,6 @@ def _spread(
     given = {"sigma": sigma, "correlation": correlation}
     claim = claim.model_copy(update={key: value for key, value in given.items() if value is not None})
     return assumed_spread(claim, compare.reference is not None, paired=compare.paired)
-
-
-def _of_prompts(
-    earlier: Experiment, claim: Primary, compare: Compare, spread: Spread | None, alpha: float
-) -> Iterator[str]:
-    """What more prompts would buy, where an earlier experiment was validated prompt by prompt.
-
-    Pairs are counted as in the table: with the upper bound of the measured sd.
-    """
-    if claim.metric != ACCURACY or spread is None or not compare.paired:
-        return
-    for arm in earlier.treatments:
-        pairs = earlier.pairs(arm)
-        sides = earlier.sides(arm)
-        grid = earlier.steps_of(claim.metric)
-        result = judge_primary(arm, sides, claim, resolved_margin(claim, None), grid)
-        found = by_prompt(arm, pairs, [result])
-        if found and found.metric == ACCURACY and not found.problem:
-            shrinks = found.parts.sd_with(2) / found.parts.sd_pairs if found.parts else 1.0
-            spreads = spread, replace(spread, sd_difference=spread.sd_difference * shrinks)
-            planned = [claim_power(claim, compare, one, alpha) for one in spreads]
-            needed = [one.pairs_needed if one and claim.sigmas is None else None for one in planned]
-            said = replace(found, pairs_needed=needed[0], pairs_needed_with_twice=needed[1])
-            yield f"{arm}: {'; '.join(prompt_advice(said))}"
 
 
 def _about(

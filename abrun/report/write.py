@@ -3,9 +3,8 @@
 Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
 """
 
-import multiprocessing
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,6 @@ from abrun.report.context import Context, context
 from abrun.report.evidence import evidence
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC, share_new_folder
-from abrun.runs.experiment import can_fork
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.description import Description
 from abrun.verdict.results import PrimaryResult
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PAGE = "report.html"
-WORTH_A_PROCESS = 1_000_000  # points to draw
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 OWN_FIGURES = ("claims", "overview")  # no metric's
@@ -125,48 +122,12 @@ def _draw(
     page: bool,
 ) -> list[Path]:
     """Write the page, if asked for, and the figures; returns the figures."""
-    num_points = sum(len(one) for run in experiment.runs.values() for one in run.metrics.values())
-    claims_drawn = _beside(
-        lambda: list(_draw_claims(experiment, content, output, images)) if images else [],
-        worth_it=num_points > WORTH_A_PROCESS,
-    )
+    figures = list(_draw_claims(experiment, content, output, images)) if images else []
     if page:
         from abrun.report.page import render_page
 
         write_file(output / PAGE, render_page(experiment, content, beside).encode(), mode=PUBLIC)
-    overview = list(_draw_overview(experiment, output, images)) if images else []
-    return [*claims_drawn(), *overview]
-
-
-def _beside(work: Callable[[], list[Path]], *, worth_it: bool) -> Callable[[], list[Path]]:
-    """Starts `work`, in a copy of this process where that is worth it; returns how to wait for it."""
-    if not (worth_it and can_fork()):
-        done = work()
-        return lambda: done
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-
-    def send() -> None:
-        try:
-            sender.send(work())
-        except (OSError, StoreError) as error:
-            sender.send(error)
-
-    process = fork.Process(target=send)
-    process.start()
-    sender.close()
-
-    def wait() -> list[Path]:
-        try:
-            result = receiver.recv()
-        except EOFError:
-            raise ComparisonError(Code.DRAWING_DIED()) from None
-        process.join()
-        if isinstance(result, OSError | StoreError):
-            raise result
-        return result
-
-    return wait
+    return [*figures, *(_draw_overview(experiment, output, images) if images else ())]
 
 
 def _draw_claims(

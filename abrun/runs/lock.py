@@ -1,9 +1,8 @@
 """One launcher at a time: who owns a directory while it launches what is there.
 
-A lock is a lease. Its owner touches the file every few seconds, and one that no longer does has lost it: a
-machine that is gone, or a container that came back under another name, blocks nothing. On one machine the
-kernel's lock on the file tells at once whether the owner lives. For an owner on another machine its touches
-are waited for, by this machine's clock alone, so that clocks need not agree.
+On one machine the kernel's lock on the file tells at once whether the owner lives. An owner on another
+machine cannot be asked: it touches the file every few seconds, and has lost the lock once the file system
+says that it no longer does. Before that only `take_over` claims its place.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,19 +28,14 @@ from abrun.runs.owner import Owner, this_process
 
 LOCK = "launcher.lock"
 BEAT_S = 15.0  # from one touch of an owner to the next
-LEASE_S = 120.0  # without a touch, and the lock is anybody's
-SETTLE_S = 1.0  # of two on two machines that begin at once the first to write finds the second
-POLL_S = 1.0
-CLOCKS_DIFFER_S = 60.0
+FIRST_BEAT_S = 1.0  # of two on two machines that begin at once the first to write finds the second
+EXPIRED_S = 180.0  # without a touch, and the lock is anybody's: clocks may differ by two minutes
+POLL_S = 0.1
 ONE_WRITE = 512  # bytes: a reader sees all of it or nothing
 
 
 class Locked(StoreError):
-    """Another launcher owns the directory. `alive`: beyond doubt; otherwise it is worth asking again."""
-
-    def __init__(self, reason: Reason, *, alive: bool) -> None:
-        super().__init__(reason)
-        self.alive = alive
+    """Another launcher owns the directory."""
 
 
 class TakenOverError(StoreError):
@@ -55,35 +50,25 @@ class Lease:
         self._token = uuid.uuid4().hex
         self._file: int | None = None
         self._next_beat_s = 0.0
-        self._seen: object = None  # the owner elsewhere and its last touch, when they were last looked at
-        self._seen_s = 0.0  # since when they are so, by the clock of this process
 
     def acquire(self, *, take_over: bool = False) -> Reason | None:
         """Own the directory, or raise Locked; returns a note on the owner that this one follows.
 
-        Whether an owner elsewhere still lives, a later call can tell. `take_over` does not wait for that.
+        `take_over`: also from an owner on another machine that may live; it stops at its next `refresh`.
         """
         with explained(self._path):
             make_folder(self._path.parent)
             file = open_in_place(self._path, os.O_RDWR | os.O_CREAT)
         try:
-            before = self._displaced(file, _kernel_lock(file), take_over)
             with explained(self._path):
+                before = self._displaced(file, _kernel_lock(file), take_over)
                 if os.fstat(file).st_nlink > 1:  # what its other name holds is not ours to change
                     file = self._replaced(file)
                 self._write_owner(file)
-            if before and not before.shares_kernel:
-                time.sleep(SETTLE_S)
-                try:
-                    self._check_mine()
-                except TakenOverError:  # nothing runs yet that would have to stop
-                    raise Locked(
-                        Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True
-                    ) from None
         except BaseException:
             os.close(file)
             raise
-        self._file, self._next_beat_s = file, time.monotonic() + SETTLE_S
+        self._file, self._next_beat_s = file, time.monotonic() + FIRST_BEAT_S
         if before is None:
             return None
         return Code.LOCK_TAKEN_OVER(owner=str(before), is_gone=before.shares_kernel, as_asked=take_over)
@@ -110,52 +95,32 @@ class Lease:
 
     def _displaced(self, file: int, locked: bool | None, take_over: bool) -> Owner | None:
         """The owner that has lost the lock, None where there is none. Raises Locked where it has not."""
-        try:
-            replaced = not os.path.samestat(os.fstat(file), self._path.stat())
-        except FileNotFoundError:
-            replaced = True
-        content = os.pread(file, 4096, 0)
-        owner = _owner_in(content)
-        if replaced or (owner is None and locked is False):
-            raise Locked(
-                Code.LOCKED(path=self._path, problem="launcher begins here just now"), alive=not replaced
-            )
-        if owner is None:
-            return None
-        alive = _lives(owner, locked)
-        if alive is None:
-            alive = False if take_over else self._touched(content, os.fstat(file).st_mtime_ns)
-        if alive is False:
+        owner = _owner_in(os.pread(file, 4096, 0))
+        if not _is_at(file, self._path) or (owner is None and locked is False):
+            raise self._beaten()
+        if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
             return owner
-        reason = Code.LAUNCHED_BY_ANOTHER(
-            path=self._path,
-            owner=str(owner),
-            pid=owner.pid if owner.is_seen_from_here else None,
-            may_take_over=not owner.shares_kernel,
+        raise Locked(
+            Code.LAUNCHED_BY_ANOTHER(
+                path=self._path,
+                owner=str(owner),
+                pid=owner.pid if owner.is_seen_from_here else None,
+                may_take_over=not owner.shares_kernel,
+            )
         )
-        raise Locked(reason, alive=bool(alive))
+
+    def _beaten(self) -> Locked:
+        return Locked(Code.LOCKED(path=self._path, problem="launcher begins here just now"))
 
     def _replaced(self, file: int) -> int:
         """Put an empty file in the place of the lock that this process holds; returns it, locked."""
-        try:
-            self._path.unlink()
-            new = open_in_place(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            raise Locked(Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True) from None
-        if _kernel_lock(new) is False:
+        self._path.unlink(missing_ok=True)
+        new = open_in_place(self._path, os.O_RDWR | os.O_CREAT)
+        if _kernel_lock(new) is False or os.pread(new, 1, 0):
             os.close(new)
-            raise Locked(Code.LOCKED(path=self._path, problem="launcher was faster"), alive=True)
+            raise self._beaten()
         os.close(file)
         return new
-
-    def _touched(self, content: bytes, touched_ns: int) -> bool | None:
-        """Whether an owner elsewhere lives, by what it did while this process looked; None: too early."""
-        now, seen = time.monotonic(), (content, touched_ns)
-        if self._seen is not None and seen == self._seen:
-            return False if now - self._seen_s > LEASE_S else None
-        known = self._seen is not None
-        self._seen, self._seen_s = seen, now
-        return True if known else None
 
     def _write_owner(self, file: int) -> None:
         mine = {**this_process(), "token": self._token, "started_s": time.time()}
@@ -174,7 +139,7 @@ class Lease:
             content = read_regular(self._path, 4096)  # opened again: that is what asks a file server
         except OSError:
             return  # removed by hand, perhaps: nobody has taken it
-        if _token_in(content) != self._token:
+        if self._token.encode() not in content:
             owner = _owner_in(content)
             raise TakenOverError(Code.TAKEN_OVER(path=self._path, owner=str(owner or "another launcher")))
 
@@ -183,23 +148,9 @@ class Lease:
 def launcher_lock(
     directory: Path, *, take_over: bool = False, say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Lease]:
-    """Own a directory while launching what is there. Raises Locked naming an owner that lives.
-
-    An owner on another machine is given LEASE_S seconds for a sign of life, which is said.
-    """
+    """Own a directory while launching what is there. Raises Locked naming the owner."""
     lease = Lease(directory)
-    said = False
-    while True:
-        try:
-            note = lease.acquire(take_over=take_over)
-            break
-        except Locked as error:
-            if error.alive:
-                raise
-            if not said:
-                say(f"{error}; waiting up to {LEASE_S:.0f} s for a sign of life")
-            said = True
-            time.sleep(POLL_S)
+    note = lease.acquire(take_over=take_over)
     try:
         if note:
             say(sentence(note))
@@ -222,9 +173,8 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         except Locked as error:
             if time.monotonic() > until:
-                reason = Code.FILE_LOCKED(path=path, problem=error.reason)
-                raise Locked(reason, alive=error.alive) from None
-            time.sleep(POLL_S / 10)
+                raise Locked(Code.FILE_LOCKED(path=path, problem=error.reason)) from None
+            time.sleep(POLL_S)
     try:
         yield
     finally:
@@ -243,7 +193,7 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _kernel_lock(lock) is False:
-            raise Locked(Code.FOLDER_LOCKED(folder=folder, command=command), alive=True)
+            raise Locked(Code.FOLDER_LOCKED(folder=folder, command=command))
         yield
     finally:
         os.close(lock)
@@ -269,8 +219,7 @@ def owner_of(directory: Path) -> Owner | None:
         return None
     if owner is None or owner.is_gone:
         return None
-    expired = not owner.is_seen_from_here and untouched_s > LEASE_S + CLOCKS_DIFFER_S
-    return None if expired else owner
+    return None if untouched_s > EXPIRED_S and not owner.is_seen_from_here else owner
 
 
 def _owner_in(content: bytes) -> Owner | None:
@@ -280,14 +229,6 @@ def _owner_in(content: bytes) -> Owner | None:
     except ValidationError:
         return None
     return owner if owner.is_known else None
-
-
-def _token_in(content: bytes) -> object:
-    try:
-        owner = json.loads(content)
-    except ValueError:
-        return None
-    return owner.get("token") if isinstance(owner, dict) else None
 
 
 def _kernel_lock(file: int) -> bool | None:
@@ -301,12 +242,26 @@ def _kernel_lock(file: int) -> bool | None:
     return True
 
 
-def _lives(owner: Owner, locked: bool | None) -> bool | None:
-    """Whether an owner holds its lock still; None where only its touches can tell."""
+def _is_at(file: int, path: Path) -> bool:
+    """Return True unless another file has taken the place of this one."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_expired(file: int, folder: Path) -> bool:
+    """Return True where the last touch is long ago, by the clock that touches a new file beside it."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime > EXPIRED_S
+
+
+def _is_free(owner: Owner, locked: bool | None, is_lost_elsewhere: bool) -> bool:
+    """Return True where an owner holds its lock no longer; of one on another machine, where that is given."""
     if not owner.shares_kernel:
-        return None
+        return is_lost_elsewhere
     if locked is False:
-        return True
+        return False
     if owner.is_seen_from_here and owner.process_started is not None:
-        return not owner.is_gone
-    return False if locked else None
+        return owner.is_gone
+    return bool(locked)

@@ -58,7 +58,8 @@ SCRATCH = "abrun-ranks-"
 NEW_S = 60.0
 LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
-# Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits
+# Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits.
+# Called while this process is one thread.
 StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
@@ -76,12 +77,13 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     adopt_orphans()
     run = RunDir(asked.directory)
     hide_secrets_of(os.environ)
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), current_mask()):
+    mask = current_mask()
+    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), mask) as pass_on:
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):
                 notes = _Notes(run, known, asked.node, asked.nodes)
-                status, reason = _watched(asked, start_rank, requests, scratch, lines, notes)
+                status, reason = _watched(asked, start_rank, requests, scratch, lines, notes, pass_on)
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _conclude(run, asked.node, known, status, reason, requests.first)
@@ -116,16 +118,22 @@ def _watched(
     scratch: Path,
     lines: Mapping[int, int],
     notes: "_Notes",
+    pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """The exit status of the ranks, and what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
     watch = _Watch(requests, asked, scratch, lines, notes)
-    watch.start()
+
+    def begin() -> None:
+        pass_on()
+        watch.start()
+
     try:
-        status, reason = _run_ranks(asked, start_rank, scratch)
+        status, reason = _run_ranks(asked, start_rank, scratch, begin)
     finally:
         watch.done.set()
-        watch.join()
+        if watch.is_alive():
+            watch.join()
         end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
@@ -164,11 +172,17 @@ def _remove_unused(folder: Path) -> None:
         os.close(file)
 
 
-def _run_ranks(asked: argparse.Namespace, start_rank: StartRank, scratch: Path) -> tuple[int, Reason | None]:
-    """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0."""
+def _run_ranks(
+    asked: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
+) -> tuple[int, Reason | None]:
+    """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0.
+
+    `begin` is called once they have been started.
+    """
     oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
     try:
         with _started_ranks(asked, start_rank, scratch) as processes:
+            begin()
             failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
         raise LaunchError(Code.RANKS_NOT_STARTED(node=asked.node, error=str(error))) from None

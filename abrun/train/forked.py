@@ -8,10 +8,12 @@ import gc
 import importlib
 import os
 import runpy
+import signal
 import socket
 import sys
+from collections.abc import Mapping
 
-from abrun.processes import forks
+from abrun.processes import copies
 from abrun.processes.output import outlive_output
 from abrun.train import agent
 
@@ -19,20 +21,33 @@ from abrun.train import agent
 def main() -> None:
     asked, *modules = sys.argv[1:]
     gc.disable()  # see abrun.train.startup
-    for module in " ".join(modules).split():
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    words = forks.serve(socket.socket(fileno=int(asked)), _may_fork)
+    words = copies.serve(socket.socket(fileno=int(asked)), _may_fork)
     # From here on this is a copy.
     outlive_output()
     sys.argv = words
-    spares: list[forks.Spare] = []
-    for _ in range(agent.asked_for().ranks):
-        spares.append(forks.Spare(_run, spares))
-    status = agent.main(lambda *rank: spares.pop(0).become(*rank))
+    status = agent.main(start_copy)
     os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
+
+
+def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> copies.Fork:
+    """A rank; the open files it inherits are among this process's, all of which it has."""
+
+    def run() -> None:
+        import numpy as np
+
+        os.environ.clear()
+        os.environ.update(env)
+        np.random.seed()  # which was at its import; Python's own is by the fork
+        sys.argv = words
+        sys.modules.pop(f"{words[0]}.__main__", None)  # else a warning says in the run's log that it is there
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+    return copies.fork_child(run, dies_by=signal.SIGKILL)
 
 
 def _may_fork() -> bool:
@@ -40,16 +55,6 @@ def _may_fork() -> bool:
     import torch
 
     return not torch.cuda._is_in_bad_fork()
-
-
-def _run(words: list[str]) -> None:
-    """As `python -m` does."""
-    import numpy as np
-
-    np.random.seed()  # which was at its import; Python's own is by the fork
-    sys.argv = words
-    sys.modules.pop(f"{words[0]}.__main__", None)  # else a warning says in the run's log that it is there
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from abrun.verdict.margins import Margin, yardstick
 from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, PrimaryResult, Result, Test
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
-from abrun.verdict.step_noise import step_noise
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
 from abrun.verdict.unused_seeds import has_use, unused_summaries
 from abrun.verdict.whole_curve import curve_warnings
@@ -144,11 +143,7 @@ def _tested(
     if not step and has_use(arms[0], arms[1], np.array([*unused.values()])):
         plain = result = _by_control_variate(result, (arms[0], arms[1]), unused, primary)
     climb = float(np.mean(climbs(baselines, primary, last)))
-    estimate = replace(
-        result.estimate,
-        step_noise=step_noise(*in_window, primary) if sides.paired else None,
-        climb=climb if np.isfinite(climb) else None,
-    )
+    estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
     absolute_margin = result.claim.margin
     if not several or absolute_margin is None:

@@ -9,7 +9,6 @@ from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import Experiment, Sides, no_shared_step
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.by_prompt import ByPrompt, by_prompt
 from abrun.verdict.claims import judge_primary, with_holm
 from abrun.verdict.description import (
     Description,
@@ -66,7 +65,6 @@ class ArmVerdict:
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
     descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
     primaries: list[PrimaryResult]
-    by_prompt: list[ByPrompt]  # one; none where no pair was validated prompt by prompt
     guards: list[Guard]
     savings: list[Saving]
     looks: list[Look]  # empty where none were declared: one verdict over all pairs
@@ -171,7 +169,6 @@ def judge_arm(
     first_steps = [] if unread else first_steps
     diverged = divergence(arm, pairs, primaries)
     ended = final_weights(arm, pairs)
-    validated = by_prompt(arm, pairs[: look.num_pairs], results)
     verdict, reasons = decide(
         invalid,
         first_steps,
@@ -203,7 +200,6 @@ def judge_arm(
         final_weights=[ended] if ended else [],
         descriptions=described,
         primaries=list(results),
-        by_prompt=[validated] if validated else [],
         guards=guards,
         savings=savings,
         looks=[],

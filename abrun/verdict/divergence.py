@@ -1,8 +1,8 @@
 """T2: how the arms part, against how the baseline parts from itself, from one that began one ULP away, and
 from seed to seed. Diagnostic, never gating."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,8 +13,6 @@ from abrun.recorded.experiment import Pair, RecordedRun, stack, stack_pairs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
 
-MOST_BUCKETS = 20  # of steps, that ratios are given for
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlpGrowth:
@@ -23,11 +21,9 @@ class UlpGrowth:
     Ratios are of mean |treatment - baseline| to mean |moved - baseline|; None where the latter is 0.
     """
 
-    num_reruns: int
     mean_difference: float  # over steps and runs, of |moved - baseline|
     ratio: float | None  # the geometric mean over the seeds that have such a run
     ci95: tuple[float, float] | None  # of that ratio, over seeds; None: fewer than two
-    by_steps: list[tuple[int, int, float | None]]  # first step, last step, the ratio in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +32,11 @@ class Divergence:
 
     arm: str
     metric: str
-    num_reruns: int
     noise_floor: Literal["measured", "zero", "unknown"]  # zero: the baseline repeats itself bit for bit
     mean_difference: float  # over steps and pairs, of |treatment - baseline|
     aa_mean_difference: float | None
     ratio: float | None
     first_step_apart: int | None  # of any pair, where the baseline repeats itself bit for bit
-    # How likely it is that the treatment parts further than every rerun of its seed, in every seed that has
-    # any, if it is but another rerun; 1: it does not in some; None: no seed has one
-    p_beyond: float | None
     ulp: UlpGrowth | None  # None: there is no such run
     seed_spread: float | None  # the baseline's sd over seeds, mean over steps; None: one seed
     share_of_seed_spread: float | None  # the mean difference over that
@@ -65,99 +57,45 @@ def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | No
     steps, differences = steps[known], differences[:, known]
     if not len(steps):
         return None
-    repeats = [(pair.baseline, rerun) for pair in pairs for rerun in pair.reruns if rerun.finished]
-    floors = [floor for one in repeats if (floor := _noise(one, metric, steps)) is not None]
     mean = float(differences.mean())
-    result = Divergence(
+    floors = [far for pair in pairs for far in _distances(pair.baseline, pair.reruns, metric, steps)]
+    floor = float(np.mean(floors)) if floors else None
+    apart = steps[(differences > 0).any(axis=0)]
+    spread = float(baseline[:, known].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
+    moved = [list(_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
+    return Divergence(
         arm=arm,
         metric=metric,
-        num_reruns=len(floors),
-        noise_floor="unknown",
+        noise_floor="unknown" if floor is None else "measured" if floor else "zero",
         mean_difference=mean,
-        aa_mean_difference=None,
-        ratio=None,
-        first_step_apart=None,
-        p_beyond=_p_beyond(pairs, metric, steps),
-        ulp=_ulp_growth(pairs, metric, steps),
-        seed_spread=None,
-        share_of_seed_spread=None,
-    )
-    if len(pairs) > 1:
-        spread = float(baseline[:, known].std(axis=0, ddof=1).mean())
-        result = replace(result, seed_spread=spread, share_of_seed_spread=mean / spread if spread else None)
-    if not floors:
-        return result
-    apart = steps[(differences > 0).any(axis=0)]
-    floor = float(np.mean(floors))
-    return replace(
-        result,
-        noise_floor="measured" if floor else "zero",
         aa_mean_difference=floor,
         ratio=mean / floor if floor else None,
-        first_step_apart=int(apart[0]) if len(apart) and not floor else None,
+        first_step_apart=int(apart[0]) if len(apart) and floor == 0 else None,
+        ulp=_ulp_growth(differences.mean(axis=1), moved) if any(moved) else None,
+        seed_spread=spread,
+        share_of_seed_spread=mean / spread if spread else None,
     )
 
 
-def _p_beyond(pairs: Sequence[Pair], metric: str, steps: Steps) -> float | None:
-    """A sign test of mean |difference|: of k reruns and the treatment each is the furthest once in k + 1.
-
-    Exact for curves of any kind: runs of one seed are exchangeable where the treatment does nothing.
-    """
-    p_value, seen = 1.0, False
-    for pair in pairs:
-        repeats = [
-            float(noise.mean())
-            for rerun in pair.reruns
-            if rerun.finished and (noise := _noise((pair.baseline, rerun), metric, steps)) is not None
-        ]
-        of_treatment = _noise((pair.baseline, pair.treatment), metric, steps)
-        if repeats and of_treatment is not None:
-            seen = True
-            if of_treatment.mean() <= max(repeats):
-                return 1.0
-            p_value /= len(repeats) + 1
-    return p_value if seen else None
-
-
-def _ulp_growth(pairs: Sequence[Pair], metric: str, steps: Steps) -> UlpGrowth | None:
-    treated, moved = [], []  # of each pair that has a moved run: differences [S]
-    num_reruns = 0
-    for pair in pairs:
-        runs = [run for run in pair.moved if run.finished]
-        of_moved = [one for run in runs if (one := _noise((pair.baseline, run), metric, steps)) is not None]
-        of_treatment = _noise((pair.baseline, pair.treatment), metric, steps)
-        if of_moved and of_treatment is not None:
-            treated.append(of_treatment)
-            moved.append(np.mean(of_moved, axis=0))
-            num_reruns += len(of_moved)
-    if not num_reruns:
-        return None
-    both = [(float(a.mean()), float(b.mean())) for a, b in zip(treated, moved, strict=True)]
+def _ulp_growth(treated: Array, moved: Sequence[Sequence[float]]) -> UlpGrowth:
+    """Compare each pair's mean distance [P] with those of its baselines that began one ULP away."""
+    both = [(of_pair, float(np.mean(far))) for of_pair, far in zip(treated, moved, strict=True) if far]
     logs = np.log([a / b for a, b in both if a > 0 and b > 0])
     known = len(logs) == len(both)
     interval = np.exp(t_interval(logs, 0.95)) if known and len(logs) > 1 else None
-    buckets = np.array_split(np.arange(len(steps)), min(MOST_BUCKETS, len(steps)))
-    a, b = np.mean(treated, axis=0), np.mean(moved, axis=0)
     return UlpGrowth(
-        num_reruns=num_reruns,
-        mean_difference=float(np.mean(moved)),
+        mean_difference=float(np.mean([far for _, far in both])),
         ratio=float(np.exp(logs.mean())) if known else None,
         ci95=None if interval is None else (float(interval[0]), float(interval[1])),
-        by_steps=[
-            (
-                int(steps[part[0]]),
-                int(steps[part[-1]]),
-                float(a[part].mean() / b[part].mean()) if b[part].mean() > 0 else None,
-            )
-            for part in buckets
-        ],
     )
 
 
-def _noise(repeat: tuple[RecordedRun, RecordedRun], metric: str, steps: Steps) -> Array | None:
-    shared, values = stack(repeat, metric)
-    noise = np.abs(values[1] - values[0])
-    if not np.isin(steps, shared).all():
-        return None
-    noise = noise[np.isin(shared, steps)]
-    return noise if np.isfinite(noise).all() else None
+def _distances(
+    baseline: RecordedRun, repeats: Sequence[RecordedRun], metric: str, steps: Steps
+) -> Iterator[float]:
+    """Yield the mean distance from the baseline of each repetition that holds numbers at these steps."""
+    for repeat in repeats:
+        shared, values = stack([baseline, repeat], metric)
+        far = np.abs(values[1] - values[0])[np.isin(shared, steps)]
+        if repeat.finished and len(far) == len(steps) and np.isfinite(far).all():
+            yield float(far.mean())

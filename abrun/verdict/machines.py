@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.reasons import Code, Reason
+from abrun.recipe.precision import precision_difference
 from abrun.recorded.experiment import Experiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
@@ -76,3 +77,34 @@ def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) ->
         values = [] if left == right else [left, right]
     if values:
         yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)
+
+
+def machine_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield what a reader has to know: pairs on other hosts or drivers, and arms of another precision.
+
+    Other devices make a pair INVALID; hosts and drivers change times. Not of a reference, made elsewhere.
+    """
+    for arm in experiment.treatments:
+        pairs = [] if experiment.regression else [pair for pair in experiment.pairs(arm) if pair.finished]
+        for key in ("hosts", "drivers"):
+            both = [(pair.seed, _listed(pair.baseline, key), _listed(pair.treatment, key)) for pair in pairs]
+            differing = [one for one in both if one[1] and one[2] and one[1] != one[2]]
+            if differing:
+                seed, left, right = differing[0]
+                counts = {"num_differing": len(differing), "num_pairs": len(pairs)}
+                yield Code.OTHER_MACHINES(kind=key, arm=arm, **counts, seed=seed, value=right, baseline=left)
+        sides = experiment.sides(arm)
+        difference = precision_difference(arm, _precision(sides.baselines), _precision(sides.treatments))
+        if difference:
+            yield difference
+
+
+def _listed(run: RecordedRun, key: str) -> str:
+    values = (run.environment or {}).get(key)
+    return ", ".join(map(str, values)) if isinstance(values, list) else ""
+
+
+def _precision(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """Return the precision of LM head and logits that the first run has recorded; empty where none has."""
+    precisions = ((run.environment or {}).get("precision") for run in runs)
+    return next((each for each in precisions if isinstance(each, dict)), {})

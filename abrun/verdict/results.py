@@ -8,7 +8,6 @@ from abrun.reasons import Reason
 from abrun.recipe.claims import Unit
 from abrun.stats.equivalence import ALPHA
 from abrun.verdict.direction import Detected
-from abrun.verdict.step_noise import StepNoise
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
@@ -73,7 +72,6 @@ class Estimate:
     treatment_mean: float | None = None
     mean_difference: float | None = None
     sd_difference: float | None = None  # of a pair; unpaired: of one run of each arm
-    step_noise: StepNoise | None = None  # its share of the variance over pairs; None: not known
     sd_at_margin: float | None = None  # of treatment - (baseline ± margin), where the margin is measured, too
     standard_error: float | None = None  # of the mean difference
     freedom: float | None = None  # of its t distribution

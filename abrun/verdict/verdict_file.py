@@ -12,7 +12,6 @@ from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
-from abrun.verdict.by_prompt import ByPrompt
 from abrun.verdict.code import code_notes
 from abrun.verdict.decide import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.verdict.description import Description
@@ -20,12 +19,10 @@ from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.ledger import ledger_notes
-from abrun.verdict.placement import placement_notes, precision_notes
+from abrun.verdict.machines import machine_notes
 from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
-from abrun.verdict.spent import Spent, spent
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.validity import Coverage
 
@@ -38,10 +35,10 @@ _EVIDENCE = (
     "step_one",
     "divergence",
     "final_weights",
-    "by_prompt",
     "savings",
 )
 _PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
+_RETIRED = ("by_prompt", "spent")  # in files of this schema version that earlier abruns wrote
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -89,11 +86,9 @@ class VerdictFile:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
-    by_prompt: list[ByPrompt]
     savings: list[Saving]
     arms: dict[str, ArmSection]
     readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
-    spent: Spent | None  # of what was planned; None: no looks were declared
     not_tested: list[Reason]
     guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
     # What launch and reading had to decide, pairs that were placed differently, arms of other precision
@@ -152,15 +147,12 @@ def verdict_file(
             for arm in arms
         },
         readings=readings,
-        spent=spent(experiment, arms),
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
             *other_code,
             *experiment.decided,
-            *ledger_notes(experiment.reference),
-            *placement_notes(experiment),
-            *precision_notes(experiment),
+            *machine_notes(experiment),
             *_notes_of_runs(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
@@ -256,7 +248,7 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(content)
+        restored = records.with_reasons(_without_retired(content))
         restored["primaries"] = [_parts_of_row(row) for row in restored["primaries"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
@@ -266,6 +258,14 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
+
+
+def _without_retired(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping without evidence of earlier versions; a note without a code of today is its text."""
+    kept = {name: value for name, value in content.items() if name not in _RETIRED}
+    noted = zip(content["note_codes"], content["notes"], strict=True)
+    notes = [records.stored_reason(code, text) for code, text in noted]
+    return kept | {"note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ It only reads the store, so that it works beside any launcher, on any host that 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -32,8 +32,6 @@ __all__ = [
     "watch",
 ]
 
-JudgeSoFar = Callable[[Path], list[str]]  # a line a claim, of an experiment's directory; abrun.compare.so_far
-
 REFRESH_S = 1.0
 LINE_EVERY_S = 300.0  # without a terminal: a sign of life from slow runs
 LINES_A_RUN = 5  # without a terminal: progress lines from fast runs
@@ -50,13 +48,9 @@ class View:
         self,
         console: Console,
         find_jobs: FindJobs = lambda experiment_dir: None,
-        judge_so_far: JudgeSoFar = lambda experiment_dir: [],
     ) -> None:
         self._console = console
         self._find_jobs = find_jobs
-        self._judge_so_far = judge_so_far
-        self._so_far: list[str] = []
-        self._num_finished = 0
         self._reader: ExperimentReader | None = None
         self._live: Live | None = None
         self._table: RenderableType = ""
@@ -92,10 +86,9 @@ class View:
             return []
         self._next_s = time.monotonic() + REFRESH_S
         runs = self._reader.read()
-        self._judge(runs)
         if self._live:
             name = self._reader.experiment_dir.name
-            self._table = render(name, runs, self._console.width, self._console.height - 2, self._so_far)
+            self._table = render(name, runs, self._console.width, self._console.height - 2)
             # The empty line takes the terminal's echo of ^C, which would wrap at the end of a full one: the
             # next drawing would begin a line too low and leave the top one behind.
             self._live.update(Group(self._table, Text()), refresh=True)
@@ -108,28 +101,15 @@ class View:
         if self._reader is not None:
             self._console.print(summary(self._reader.experiment_dir.name, self._reader.read()))
 
-    def _judge(self, runs: list[WatchedRun]) -> None:
-        """Each time that a run has finished, what the claims look like; a verdict follows the last one."""
-        finished = sum(run.state.status == "finished" for run in runs if not run.is_warm_start)
-        over = all(run.state.status in OVER for run in runs)
-        if finished != self._num_finished and self._reader is not None:
-            self._num_finished = finished
-            before, self._so_far = self._so_far, []
-            if not over:
-                self._so_far = self._judge_so_far(self._reader.experiment_dir)
-            for line in self._so_far if self._so_far != before and not self._live else ():
-                self.say(f"{time.strftime('%H:%M:%S')} {line}")
-
 
 def watch(
     experiment_dir: Path,
     console: Console,
     find_jobs: FindJobs = lambda experiment_dir: None,
-    judge_so_far: JudgeSoFar = lambda experiment_dir: [],
 ) -> None:
     """Follow an experiment until all its runs have ended, or nobody runs it any more."""
     open_experiment(experiment_dir)
-    with View(console, find_jobs, judge_so_far) as view:
+    with View(console, find_jobs) as view:
         view.follow(experiment_dir)
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}

@@ -44,9 +44,8 @@ def render(
     runs: Sequence[WatchedRun],
     width: int,
     height: int | None = None,
-    so_far: Sequence[str] = (),
 ) -> RenderableType:
-    """Table, what the claims look like so far, what went wrong and progress, for a terminal of that size."""
+    """Table, what went wrong and progress, for a terminal of that size."""
     planned = [run for run in runs if not run.is_warm_start]
     begun = all(run.state.status not in ("pending", "waiting") for run in planned)
     # A warm start that is over, or (its folder deleted since) that nothing waits for, is no news.
@@ -55,8 +54,7 @@ def render(
     listed = _by_pair(listed)
     troubles = _troubles(listed, whole=height is None)
     # Lines that are not rows: title, two of headings, bar, and the notes on rows left out and skimmed.
-    told = sum(-(-len(line) // width) for line in so_far)
-    room = None if height is None else max(3, height - 6 - min(len(troubles), 5) - told)
+    room = None if height is None else max(3, height - 6 - min(len(troubles), 5))
     fitting = _most_telling(listed, room)
     parts: list[RenderableType] = [_title(name, planned), _table(fitting, width)]
     if len(fitting) < len(listed):
@@ -66,7 +64,6 @@ def render(
     parts += troubles[:5]
     if any(run.skimmed for run in fitting):
         parts.append(Text("curve, peak memory: of some steps of long runs", style="dim"))
-    parts += [Text(shown(line), overflow="fold") for line in so_far]
     parts.append(_progress(planned, time_left_s(runs), width))
     return Group(*parts)
 

@@ -21,7 +21,7 @@ from random_model import make_model  # pyright: ignore[reportMissingImports]
 
 from abrun.experiment.plan import make_plan
 from abrun.launch import LaunchOptions, make_engine, supervisor
-from abrun.processes.forks import Copy, ForkServer
+from abrun.processes.copies import Fork, Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
 
@@ -62,14 +62,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SEEDS), default=list(SEEDS))
     asked = parser.parse_args()
     preset, vocab_size, batch_size, length, _ = SHAPES[asked.device]
-    copies, fork = set[int](), ForkServer.fork
+    copies, fork = set[int](), Server.fork
 
-    def noted(*order: Any) -> Copy | None:
+    def noted(*order: Any) -> Fork | None:
         copy = fork(*order)
         copies.update([copy.pid] if copy else [])
         return copy
 
-    ForkServer.fork = noted  # pyright: ignore[reportAttributeAccessIssue]
+    Server.fork = noted  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         work, draws = Path(folder), random.Random(0)
         make_model(preset, work / "model", asked.device, vocab_size=vocab_size)

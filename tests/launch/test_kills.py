@@ -15,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from psutil import Process
 
+from abrun.experiment.command import AGENT
 from abrun.experiment.plan import Plan, make_plan
 from abrun.external import run as external_run
 from abrun.launch import Outcome
 from abrun.launch.local import FORKED
 from abrun.launch.ownership import write_run
-from abrun.processes import Process, below, children, processes_of
+from abrun.processes import below, children, processes_of
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs.experiment import is_experiment, planned_runs, run_state
@@ -69,12 +71,11 @@ LAYOUTS = {
 }
 TIMES = re.compile(r"timing/|memory/|_per_sec")  # metrics that are another at each start
 ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
-AGENTS, TRAINERS = {"abrun.train.agent"}, {"abrun.train", "tests.launch.fake_trainer"}
 # What a process is known by, beside the run directory in its environment: of its command line, or which rank
 VICTIMS = {
     "launcher": (OWN, None),
     "server of copies": (OWN, FORKED),
-    "agent": (OWN, "abrun.train.agent"),
+    "agent": (OWN, AGENT),
     "rank 0": (OWN, "rank 0"),
     "rank 1": (OWN, "rank 1"),
     "engine": (OWN, "# engine"),
@@ -111,22 +112,27 @@ def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, n
 
 def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
     """The processes of a launcher, or of any run, that are what `known_by` says."""
-    if known_by == FORKED:
-        return [one for one in children(launcher) if known_by in _words(one, "cmdline")]
-    found = []
+    below_launcher = children(launcher)
+    found, copies = [], set[int]()
     for config in runs_dir.rglob("config.json"):
-        words = {one.pid: _words(one.pid, "cmdline") for one in sorted(processes_of(config.parent))}
-        if known_by.startswith("rank"):
-            ranks = [pid for pid in words if TRAINERS & set(words[pid]) and not AGENTS & set(words[pid])]
+        words = {one.pid: _words(one.pid) for one in processes_of(config.parent)}
+        copies |= {pid for pid in words if FORKED in words[pid]}
+        agents = [pid for pid in words if pid in below_launcher and {AGENT, FORKED} & set(words[pid])]
+        if known_by == AGENT:
+            found += agents
+        elif known_by.startswith("rank"):
+            ranks = sorted(rank for agent in agents for rank in children(agent))
             found += ranks[int(known_by.removeprefix("rank ")) :][:1]
         else:
             found += [pid for pid in words if any(word.endswith(known_by) for word in words[pid])]
+    if known_by == FORKED:
+        return [pid for pid in below_launcher - copies if FORKED in _words(pid)]
     return sorted(found)
 
 
-def _words(pid: int, file: str) -> list[str]:
+def _words(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return []
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psutil import Process
 
 from abrun import runs
 from abrun.errors import LaunchError, StoreError
@@ -25,7 +26,7 @@ from abrun.launch import Outcome, earlier, queue, supervisor
 from abrun.launch.ownership import owned_experiment
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import Process, processes_of
+from abrun.processes import processes_of
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, stored_run
 from abrun.recipe.implementations import LAUNCHERS
@@ -811,8 +812,8 @@ def test_a_launcher_killed_before_its_experiment_was_written_leaves_the_name_fre
 def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[..., None]
 ) -> None:
+    monkeypatch.setattr(lock, "FIRST_BEAT_S", 0.02)
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    monkeypatch.setattr(lock, "SETTLE_S", 0.02)
     behave(step_s=0.05)
 
     def take_over() -> None:
@@ -827,7 +828,6 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     assert not at_work(tmp_path)
     assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
     assert launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
-    monkeypatch.setattr(lock, "LEASE_S", 600)
     observer = Silent()
     behave()
     assert launch(tmp_path, "steps=400", resume=True, take_over=True, observer=observer).exit_code == 0

@@ -93,7 +93,7 @@ def verdict() -> dict:
     return json.loads(Path("runs/staged/report/verdict.json").read_text())
 
 
-def test_equal_arms_stop_at_the_first_look_and_the_report_says_what_that_saved(run: Run) -> None:
+def test_equal_arms_stop_at_the_first_look_and_what_was_not_needed_is_not_begun(run: Run) -> None:
     code, output, errors = run(*STAGED)
     assert (code, errors) == (0, "") and "MATCH: staged" in output
     assert begun() == {0, 1, 7}
@@ -101,12 +101,6 @@ def test_equal_arms_stop_at_the_first_look_and_the_report_says_what_that_saved(r
     assert content["verdict"] == "MATCH" and not content["post_hoc"]
     looks = content["arms"]["treatment"]["looks"]
     assert [(one["num_pairs"], one["verdict"]) for one in looks] == [(3, "MATCH"), (4, None), (5, None)]
-    spent = content["spent"]
-    assert (spent["decided_at"], spent["num_pairs"], spent["num_planned_pairs"]) == (3, 3, 5)
-    assert (spent["num_runs"], spent["num_planned_runs"]) == (6, 10)
-    assert spent["device"] == "CPU core" and spent["device_hours"] > 0
-    assert spent["device_hours_saved"] == pytest.approx(spent["device_hours"] * 4 / 6)
-    assert "decided after 3 pairs; 3 of 5 pairs begun, 6 of 10 runs" in output
     said = next(line for line in content["not_tested"] if "do not say" in line)
     assert "how they ended" not in said  # of those that were never begun nothing is missed
     # Decided is decided: taken up again, nothing more runs
@@ -120,8 +114,7 @@ def test_open_looks_go_on_to_the_last(run: Run) -> None:
     assert code == 4 and begun() == {0, 1, 7, 2, 3}
     assert "After 3 pairs: not decided yet." in output and "After 4 pairs: not decided yet." in output
     content = verdict()
-    assert content["verdict"] == "INCONCLUSIVE" and content["spent"]["decided_at"] is None
-    assert content["spent"]["num_runs"] == 10 and not content["post_hoc"]
+    assert content["verdict"] == "INCONCLUSIVE" and not content["post_hoc"]
 
 
 def test_a_step_one_that_is_open_takes_no_more_seeds(run: Run) -> None:

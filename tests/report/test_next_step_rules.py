@@ -94,11 +94,6 @@ CASES = {
     ),
     "INCONCLUSIVE, step one and a claim": (OPEN_STEP | DECIDABLE, "DECLARE_ROUNDING TRAIN_MORE_PAIRS"),
     "INCONCLUSIVE, no number of pairs": (UNDECIDED, "PLAN_WIDER_MARGIN"),
-    "INCONCLUSIVE, prompts": (DECIDABLE | {"prompt_limited": [1]}, "TRAIN_MORE_PAIRS DOUBLE_PROMPTS"),
-    "INCONCLUSIVE, prompts, beyond the margin": (
-        UNDECIDED | {"prompt_limited": [1], "beyond_margin": True},
-        "PLAN_WIDER_MARGIN",
-    ),
     "INCONCLUSIVE, untestable": (UNTESTABLE | OTHER, "TRAIN_LONGER CLAIM_WHAT_SHOWS"),
     "INCONCLUSIVE, untestable and undecided": (
         UNTESTABLE | OTHER | DECIDABLE,

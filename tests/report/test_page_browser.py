@@ -15,9 +15,8 @@ import pytest
 from abrun.recipe.claims import Primary
 from abrun.report.comparing import compare, with_options
 from abrun.report.page import render_page
-from abrun.verdict.decide import Look
 from tests.report.test_page import experiment, hostile_page, learning
-from tests.verdict.verdicts import claim, section, verdict
+from tests.verdict.verdicts import claim, verdict
 
 pytestmark = pytest.mark.slow
 CURVE, DIFFERENCE = ".figure .plot.curve", ".figure .plot.difference"
@@ -164,14 +163,6 @@ def test_log_scale_and_theme_redraw(opened, usual):
         assert ink(page) != logarithmic
 
 
-def test_filtering_metrics(opened, usual):
-    with opened(usual) as page:
-        page.locator("input[type=search]").fill("ENTR")
-        assert page.locator(".metric:visible").all_inner_texts() == ["train/entropy"]
-        page.locator("input[type=search]").fill("nothing such")
-        assert page.locator(".metric:visible").count() == 0
-
-
 @pytest.mark.parametrize("width", [375, 1280])
 def test_hostile_names_are_only_text_and_fit(opened, width):
     with opened(hostile_page(), width=width) as page:
@@ -182,13 +173,6 @@ def test_hostile_names_are_only_text_and_fit(opened, width):
         assert page.locator("img").count() == 0
         assert "</script><img src=x onerror=alert(1)>" in page.locator("main").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_needs_no_sideways_scrolling(opened, usual, scheme):
-    with opened(usual, width=375, scheme=scheme) as page:
-        page.wait_for_selector(f"{CURVE} canvas")
-        assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
 def test_odd_values_are_drawn_without_a_fault(opened):
@@ -360,8 +344,6 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         planted_faults=None,
         next_steps=[],
         completions=found,
-        by_prompt=[],
-        spent=None,
     )
     html = render_page(experiment(learning()), verdict([claim()]), beside)
     for width in (390, 1280):
@@ -423,23 +405,6 @@ def test_many_arms_with_long_names_leave_the_bar_its_verdict(opened, width):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         inside = "all => all.every(one => one.scrollWidth <= one.parentElement.clientWidth)"
         assert page.locator(".bar-row").evaluate_all(inside)
-
-
-def test_the_level_of_a_look_stands_with_its_claims(opened):
-    look = Look(num_pairs=3, alpha=0.0278, alpha_difference=0.0278, alpha_guards=0.0278, verdict="MATCH")
-    sections = {"treatment": section(looks=[look], num_planned_pairs=6)}
-    content = verdict([claim(alpha=0.0278)], arms=sections)
-    with opened(render_page(experiment(learning()), content)) as page:
-        intro = page.locator("#claims .intro").inner_text().replace("\u00a0", " ")
-        assert "97.2 % confidence" in intro and "94.4 % interval" in intro
-        assert "3 compared, of 6 planned" in page.locator(".banner").inner_text()
-
-
-@pytest.mark.parametrize(("unit", "text"), [("level", "4.57%"), ("climb", "4.57% of climb")])
-def test_a_certified_bound_is_given_in_the_unit_of_its_margin(opened, unit, text):
-    content = verdict([claim(margin_unit=unit, margin_number=0.1, certified_number=0.0457)])
-    with opened(render_page(experiment(learning()), content)) as page:
-        assert text in page.locator("#claims").inner_text()
 
 
 # --- hostile names in every page that abrun writes ---
@@ -526,23 +491,3 @@ def test_no_page_runs_or_loads_what_a_name_brings_in(browser, tmp_path, pages):
         assert page.locator(active).count() == 0, path
         assert page.locator("svg script, img[src^=http]").count() == 0, path
         page.close()
-
-
-def test_many_metrics_are_drawn_as_means_and_say_so(opened):
-    random = np.random.default_rng(5)
-    metrics = ["train/reward", *(f"extra/metric-{index:04d}" for index in range(1000))]
-    values = {
-        (arm, seed): dict(zip(metrics, random.standard_normal((len(metrics), 120)), strict=True))
-        for arm in ("baseline", "treatment")
-        for seed in range(4)
-    }
-    with opened(render_page(experiment(values), verdict([claim(steps=(97, 120))]))) as page:
-        page.locator("input[type=search]").fill("metric-0777")
-        page.locator("summary", has_text="metric-0777").click()
-        page.wait_for_selector(".metric canvas")
-        resolution = page.locator(".metric .resolution").inner_text()
-        assert resolution.startswith("120 steps") and "32 buckets" in resolution
-        page.locator(".metric .u-over").hover()
-        assert "baseline" in page.locator(".metric .tip").inner_text()
-        page.locator(".metric button", has_text="Smooth").click()
-        assert page.locator(".metric .actions button").all_inner_texts()[:2] == ["Smooth", "Log scale"]

@@ -17,12 +17,12 @@ from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from abrun.report.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
 from abrun.report.context import context
-from abrun.report.evidence import _spread, levels, spent_sentence
+from abrun.report.evidence import _spread, levels
 from abrun.report.next_step import next_steps
 from abrun.runs.samples import Sample, row_of
 from tests.commands import commands_in
-from tests.verdict.simulate import edit_rows, fail, write_experiment
-from tests.verdict.verdicts import SPENT, claim
+from tests.verdict.simulate import edit_rows, write_experiment
+from tests.verdict.verdicts import claim
 
 STEPS = list(range(1, 41, 3))
 
@@ -61,21 +61,6 @@ def test_levels_are_of_both_arms_with_the_margin_and_the_spreads(simulated, judg
     # baseline 0.80 to 0.84, differences 0 to 0.004: mean 0.002, sd 0.00158, t(4, 0.95) = 2.132
     snapshot(found.means)
     snapshot(found.beside)
-
-
-def test_levels_of_logarithms_are_geometric_means_and_a_ratio(simulated, judged, snapshot):
-    metric = "train/grad_norm"
-    experiment_dir = simulated(compare={"primary": [{"metric": metric, "margin": 0.3}]})
-    for seed in range(5):
-        for arm, factor in (("baseline", 2.0), ("treatment", 2.2 * 1.01**seed)):
-
-            def change(row, factor=factor, seed=seed):
-                row[metric] = factor * 1.1**seed * (1.0 if row["step"] > 1 else 0.0) + (row["step"] == 1)
-
-            edit_rows(experiment_dir / f"{arm}/seed-{seed}", change)
-    (found,) = claims(experiment_dir, judged)
-    assert found.means.startswith("baseline 2.42, treatment 2.716 (geometric means), ratio 1.12 [1.1")
-    snapshot(found.beside)  # exp(-0.3) to exp(0.3)
 
 
 # --- the next step ---
@@ -157,11 +142,6 @@ def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
     assert alias_hint(recorded) == said
 
 
-def test_what_is_open_has_saved_nothing():
-    assert spent_sentence(SPENT).endswith("saved: 4 runs, 1 GPU-hours")
-    assert "saved" not in spent_sentence(replace(SPENT, decided_at=None))
-
-
 def claimed(margin):
     return Compare(primary=[Primary(metric="train/reward", margin=margin)])
 
@@ -178,13 +158,6 @@ def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, her
     assert load_reference(Path("simulated.json")).compare == claimed(0.1)
 
 
-def test_without_step_one_no_reference_is_proposed(simulated, judged, here):
-    """Later runs would be compared with it by their first step, too."""
-    comparison = judged(simulated(), step_one=False)
-    (fresh,) = comparison.next_steps
-    assert comparison.verdict == "MATCH" and fresh.command.startswith("abrun launch ")
-
-
 def test_a_mismatch_is_read(simulated, judged, here):
     experiment_dir = simulated(shift=0.04)
     comparison = judged(experiment_dir)
@@ -194,18 +167,6 @@ def test_a_mismatch_is_read(simulated, judged, here):
         keep(experiment_dir / arm / "seed-0", [1], sample("1+3="))
     both = "abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0"
     assert commands(comparison, experiment_dir) == [both, fresh]
-
-
-def test_an_engine_that_differs_is_measured(simulated, judged, here):
-    experiment_dir = simulated()
-    for seed in range(5):
-        edit_rows(
-            experiment_dir / f"treatment/seed-{seed}",
-            lambda row: row.update({"train/token_mult_prob_error": 1.5}),
-        )
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "MISMATCH"
-    assert commands(comparison, experiment_dir)[0].startswith("abrun mismatch simulated/treatment/seed-")
 
 
 def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged, here):
@@ -251,17 +212,6 @@ def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, jud
         assert longer.endswith(" --set steps=80 --name simulated-longer")
         assert f"--seeds 5-9 --set 'compare={json.dumps({'primary': [reward]})}'" in other
         assert " ±0.05 " in pasted(other)
-
-
-def test_what_broke_is_looked_at_and_continued(simulated, judged, here):
-    experiment_dir = simulated()
-    fail(experiment_dir / "baseline/seed-1", after_steps=3)
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "INVALID"
-    assert commands(comparison, experiment_dir) == [
-        "abrun logs simulated/baseline/seed-1",
-        "abrun launch runs/simulated --name simulated --resume",
-    ]
 
 
 def test_fresh_seeds_of_a_launch_with_looks_are_looked_at_once(simulated, judged, here):
@@ -390,23 +340,3 @@ def test_without_completions_there_is_no_section_and_a_corrupt_file_is_named(sim
     (experiment_dir / "treatment/seed-0/samples.jsonl").write_text('{"step": "one"}\n')
     found = completions(load_experiment(experiment_dir))
     assert found and found.problem and "samples.jsonl, line 1" in found.problem
-
-
-@pytest.mark.parametrize("changed", ["samples", "command"])
-def test_the_page_is_drawn_again_for_other_completions_and_another_command(simulated, tmp_path, changed):
-    experiment_dir = simulated(seeds=[0, 1])
-
-    def page(command):
-        experiment = load_experiment(experiment_dir)
-        compare(experiment, output=tmp_path / "out", formats=["html"], command=command)
-        return (tmp_path / "out" / "report.html").read_bytes()
-
-    first = page("abrun compare a")
-    assert page("abrun compare a") == first
-    if changed == "samples":
-        for arm in ("baseline", "treatment"):
-            keep(experiment_dir / arm / "seed-0", [1], sample("2+2=", "</script>five"))
-        again = page("abrun compare a")
-        assert b"\\u003c/script\\u003efive" in again
-    else:
-        assert b"abrun compare b" in page("abrun compare b")

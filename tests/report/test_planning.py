@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +10,14 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-from abrun.cli import app, main
+from abrun.cli import app
 from abrun.experiment.power import Spread, assumed_spread, claim_power
-from abrun.experiment.starter.shipped import find_recipe
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.stored import load_experiment
-from abrun.report.planning import measured_spread, plan_json, plan_report
+from abrun.report.planning import measured_spread, plan_report
 from abrun.stats.equivalence import pairs_needed, power, runs_needed, sd_of_difference, welch_tost
 from abrun.stats.sigma_margin import sigma_lower_bound
-from tests.verdict.simulate import OUT_OF_MEMORY, RECIPE, fail
+from tests.verdict.simulate import RECIPE
 
 
 def shown(report) -> str:
@@ -87,78 +85,6 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
     assert bool(found.stderr) == differs
     if differs:
         snapshot(found.stderr)
-
-
-def test_without_a_recipe_an_earlier_experiment_plans_its_own(simulated, monkeypatch):
-    monkeypatch.chdir(simulated().parent)
-    margin = ["--set", "compare.primary.0.margin=0.5"]
-    own, named = (
-        CliRunner().invoke(app, ["plan", *recipe, "--from", "./simulated", *margin])
-        for recipe in ([], ["simulated"])
-    )
-    assert own.exit_code == 0 and own.stdout == named.stdout and not own.stderr
-    assert own.stdout.startswith("simulated: 5 pairs planned") and "±0.5" in own.stdout
-
-
-@pytest.mark.parametrize(
-    ("failed", "counts"),
-    [(("baseline", "treatment"), "4 failed, 2 finished"), (("treatment",), "4 finished, 2 failed")],
-)
-def test_an_earlier_experiment_without_a_pair_plans_nothing(
-    simulated, monkeypatch, capsys, failed, counts, snapshot
-):
-    directory = simulated(seeds=[0, 1])
-    for arm in failed:
-        for seed in (0, 1):
-            fail(directory / arm / f"seed-{seed}", after_steps=0)
-    monkeypatch.setattr("sys.argv", ["abrun", "plan", "quickstart", "--from", str(directory)])
-    with pytest.raises(SystemExit) as exited:
-        main()
-    said, errors = capsys.readouterr()
-    assert (exited.value.code, said) == (2, "")
-    *_, line = errors.splitlines()
-    assert f" ({counts}; {failed[0]}/seed-0: exit code 1: {OUT_OF_MEMORY}); " in line
-    assert line.endswith(f": abrun plan {find_recipe(Path('quickstart'))} --sigma X")
-    snapshot(line)
-
-
-def test_without_a_sigma_it_says_how_to_get_one(simulated, snapshot):
-    text = shown(plan_report("next", Compare(primary=[claim()]), 4))
-    snapshot(text.splitlines()[2])
-    directory = simulated(seeds=[0, 1])
-    fail(directory / "treatment/seed-1", after_steps=0)
-    one_pair = load_experiment(directory)
-    found = shown(plan_report("next", Compare(primary=[claim()]), 4, earlier=one_pair))
-    snapshot(found.splitlines()[2])
-    assert "1.5 sigma" in text and "19 pairs" in text  # the general table
-
-
-def test_options_replace_assumptions():
-    text = shown(plan_report("next", Compare(primary=[claim(sigma=5.0)]), 5, sigma=1.0, correlation=0.8))
-    assert "sigma 1, pair correlation 0.80" in text and "79%" in text
-
-
-def test_several_claims_must_all_pass():
-    claims = [claim(sigma=1.0, correlation=0.8), claim(metric="train/grad_norm", sigma=0.8, correlation=0.8)]
-    text = shown(plan_report("next", Compare(primary=claims), 6))
-    least = sum(power(1.0, sigma, 0.8, 6) for sigma in (1.0, 0.8)) - 1
-    assert f"All 2 claims must pass: at least {least:.0%} with 6 pairs" in text
-
-
-def test_a_limit_is_named_and_not_planned():
-    claims = [claim(metric="train/reward", margin=None, above=0.6), claim(sigma=1.0)]
-    text = shown(plan_report("next", Compare(primary=claims), 6))
-    content = plan_json("next", Compare(primary=claims), 6)
-    assert "above 0.6: not planned" in text and "pair correlation" in text
-    assert "sigma unknown" not in text and "All 2 claims" not in text
-    assert [one["power_now"] is None for one in content["claims"]] == [True, False]
-
-
-def test_looks_cost_power():
-    once = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)]), 6))
-    looks = shown(plan_report("next", Compare(primary=[claim(sigma=1.0, correlation=0.8)], looks=[3, 6]), 6))
-    assert " at level 0.0278 " in looks
-    assert "6 pairs" in once and "7 pairs" in looks
 
 
 @pytest.mark.parametrize("margin", [1.0, "1.5 sigma"])

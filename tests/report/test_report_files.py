@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_report_before(experiment_dir: Path, monkeypatch,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for name in ("png", "html", "markdown") if failing == "write" else ("html", "markdown"):
-        (experiment_dir / "report" / write.STAMP).unlink(missing_ok=True)
+        (experiment_dir / "report" / ".report.json").unlink(missing_ok=True)
         with monkeypatch.context() as patched:
             patched.setattr(os, failing, fail)
             with pytest.raises(ComparisonError, match=f"^--output: .*{os.strerror(errno.ENOSPC)}"):

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from psutil import Process
 
-from abrun.processes import RUN_DIR, Process, below, processes_of
+from abrun.processes import RUN_DIR, below, processes_of
 from abrun.runs.rundir import RunDir
 from tests.rollout.vllm_sampling import needs_vllm
 from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config

@@ -1,7 +1,6 @@
 """Runs of other trainers as they lie on disk: one command, no flags, and what was guessed is said."""
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import compare_sources
 from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
-from tests.reasons import only, refused
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
@@ -212,96 +211,6 @@ def test_seeds_can_be_chosen(tmp_path: Path) -> None:
         described(sources, tmp_path / "report", seeds=(9,))
 
 
-def test_a_start_that_begins_again_is_another_run(tmp_path: Path) -> None:
-    """Only a later start that goes on is the same run."""
-    names = {"loss": "loss_metrics/global_avg_loss"}
-    from tests.logs.layouts import write_events
-
-    for arm in ARMS:
-        for start, seed in (("20261120-0900", 1), ("20261120-1130", 2)):
-            write_events(tmp_path / arm / "outputs" / "tb" / start, rows(arm, seed), names)
-    found = described([str(tmp_path / arm) for arm in ARMS], tmp_path / "report").content
-    assert found.descriptions[0].num_runs == (2, 2)
-    assert not any(" starts of " in sentence(guess) for guess in found.guessed)
-
-
-def test_what_is_guessed_stands_in_every_report(tmp_path: Path, snapshot: Snapshot) -> None:
-    sources = LAYOUTS["long CSV"](tmp_path / "runs")
-    found = compare_sources(
-        sources, Reading(), output=tmp_path / "report", formats=("json", "markdown", "html")
-    )
-    said = Code.BASELINE_GUESSED(baseline="old", others="'new'")
-    assert sentence(said) in json.loads((tmp_path / "report/verdict.json").read_text())["guessed"]
-    assert "baseline is 'old'" in (tmp_path / "report/report.md").read_text()
-    assert found.content.guessed[0].code is Code.LOG_READ_AS
-    assert said in found.content.guessed
-    snapshot("\n".join(sentences(found.content.guessed)))
-
-
-def test_what_is_guessed_of_names_shows_an_arm_and_a_seed(tmp_path: Path, snapshot: Snapshot) -> None:
-    for name, seed in ((name, seed) for name in ("exp1", "exp2") for seed in SEEDS):
-        write_csv(tmp_path / f"runs/{name}_{seed}.csv", rows("old", seed))
-    guessed = described([str(tmp_path / "runs")], tmp_path / "report").content.guessed
-    named = only(guessed, Code.SEEDS_FROM)
-    assert (named["arm"], named["seed"]) == ("exp1", SEEDS[0]) and f"'exp1_{SEEDS[0]}.csv'" in named["how"]
-    snapshot(sentence(named))
-
-
-def test_seeds_of_one_folder_as_sources_are_arms_and_that_is_said(tmp_path: Path) -> None:
-    for seed in SEEDS:
-        write_csv(tmp_path / f"s{seed}.csv", rows("old", seed))
-    sources = [str(tmp_path / f"s{seed}.csv") for seed in SEEDS]
-    found = described(sources, tmp_path / "report", primary="train/reward:last 20%:0.5").content
-    assert found.verdict == "INCONCLUSIVE"
-    assert Code.SOURCES_ARE_ARMS(num_sources=len(SEEDS)) in found.guessed
-
-
-def test_of_several_arms_each_row_names_its_own(tmp_path: Path) -> None:
-    for arm, source in (("base", "old"), ("bf16", "new"), ("fused", "new")):
-        for seed in SEEDS:
-            write_csv(tmp_path / "runs" / f"{arm}_{seed}.csv", rows(source, seed))
-    found = compare_sources(
-        [str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=("markdown",)
-    )
-    assert found.content.baseline == "base"
-    lines = (tmp_path / "report/report.md").read_text().splitlines()
-    assert any(line.startswith("| arm | metric | steps |") for line in lines)
-    assert (
-        sum(line.startswith(("| bf16 | train/reward |", "| fused | train/reward |")) for line in lines) == 2
-    )
-
-
-def test_runs_that_end_early_are_described_over_the_steps_they_share(tmp_path: Path) -> None:
-    write_csv(tmp_path / "a.csv", rows("old", 1))
-    write_csv(tmp_path / "b.csv", rows("new", 1)[:40])
-    found = described([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], tmp_path / "report")
-    assert found.verdict == "INCONCLUSIVE"
-    differing = only(found.content.reasons, Code.GRIDS_DIFFER)
-    ends = {arm: grid["last"] for arm, grid in differing["grids"].items()}
-    assert (ends, differing["num_shared"]) == ({"a": 60, "b": 40}, 40)
-    assert found.content.descriptions[0].steps == (33, 40)
-
-
-@pytest.mark.parametrize("options", [{}, {"unpaired": True}])
-def test_runs_without_a_shared_step_are_said_to_have_none_once(
-    tmp_path: Path, options: dict[str, Any], snapshot: Snapshot
-) -> None:
-    for seed in (0, 1, 2):
-        for arm, moved in (("old", 0), ("new", 200)):
-            later = [{**row, "step": row["step"] + moved} for row in rows(arm, seed)]
-            write_csv(tmp_path / arm / f"seed-{seed}.csv", later)
-    found = described([str(tmp_path / arm) for arm in ("old", "new")], tmp_path / "report", **options)
-    (reason, _) = found.content.reasons  # and that it is post hoc
-    assert found.verdict == "INVALID" and reason.code is Code.NO_SHARED_STEP
-    grids = [(len(grid["runs"]), grid["first"], grid["last"]) for grid in reason["grids"]]
-    assert grids == [(3, 1, 60), (3, 201, 260)]
-    snapshot(sentence(reason))
-    column, again = [step.command.replace(str(tmp_path), "") for step in found.next_steps]
-    assert again == "abrun compare A B" and column == f"{again} --step-column NAME"
-    why = only(found.content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
-    assert why in (Code.FIRST_STEP_NOT_PAIRED(), Code.FIRST_STEP_NOT_SHARED())
-
-
 def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,13 +263,6 @@ def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
     assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
 
 
-def test_seeds_of_one_arm_lead_to_those_of_both(tmp_path: Path) -> None:
-    sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
-    (tmp_path / "old" / "s3.csv").unlink()
-    found = described(sources, tmp_path / "report")
-    assert found.next_steps[0].command == "abrun compare A B --seeds 1,2"
-
-
 def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", rows("old", 1), reward="foo", loss="bar", grad_norm="baz")
     write_csv(tmp_path / "b.csv", rows("new", 1), reward="qux", loss="quux", grad_norm="corge")
@@ -372,39 +274,6 @@ def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
     with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3):
         described(sources[:1], tmp_path / "report")
-
-
-@pytest.mark.parametrize("between", [";", "\t"])
-def test_semicolons_and_tabs_are_read_too(tmp_path: Path, between: str) -> None:
-    sources = LAYOUTS["two CSV files"](tmp_path)
-    for source in sources:
-        Path(source).write_text(Path(source).read_text().replace(",", between))
-    assert described(sources, tmp_path / "report").content.descriptions[0].metric == "train/reward"
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("unread", [["b"], ["a", "b"]])
-def test_text_in_the_place_of_numbers_is_named_with_its_line(
-    tmp_path: Path, kind: str, unread: list[str], snapshot: Snapshot
-) -> None:
-    for arm in ("a", "b"):
-        values = [f"{step / 20:.2f}%" if arm in unread else step / 20 for step in range(1, 21)]
-        lines = ["step,reward,loss", *(f"{step},{value},0.5" for step, value in enumerate(values, 1))]
-        if kind == "jsonl":
-            named = [{"step": step, "reward": one, "loss": 0.5} for step, one in enumerate(values, 1)]
-            lines = [json.dumps(row) for row in named]
-        (tmp_path / f"{arm}.{kind}").write_text("\n".join(lines) + "\n")
-    sources = [str(tmp_path / f"{arm}.{kind}") for arm in ("a", "b")]
-    first = f"{unread[0]}.{kind}, line {2 if kind == 'csv' else 1}, column reward: got '0.05%'; "
-    if unread == ["b"]:
-        found = described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
-        said = found.content.reasons[0]["unread"]
-        assert found.verdict == "INVALID" and first in said
-    else:
-        with pytest.raises(ComparisonError, match=re.escape(first)) as error:
-            described(sources, tmp_path / "out", "train/reward:last 20%:0.05")
-        said = error.value
-    snapshot(said)
 
 
 def test_a_single_text_and_a_column_that_is_none_of_numbers(

@@ -67,16 +67,6 @@ def test_attempts_of_one_run_by_several_versions(simulated, judged, snapshot) ->
     snapshot(sentence(note))
 
 
-def test_arms_of_different_code(simulated, judged, snapshot) -> None:
-    experiment_dir = simulated()
-    all_launched(experiment_dir, OLD)
-    all_launched(experiment_dir, NEW, "treatment")
-    (note,) = code_notes(judged(experiment_dir))
-    assert note.code is Code.ARMS_OF_OTHER_CODE and note["baseline_code"] == ["aaaaaaa"]
-    assert note["code"] == ["aaaaaaa with git-527da590.diff"]
-    snapshot(sentence(note))
-
-
 @pytest.mark.parametrize("git", [OLD, None])
 def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
     experiment_dir = simulated()
@@ -87,11 +77,3 @@ def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
     assert [one.environment.get("code") for one in comparison.content.environments] == [
         ["aaaaaaa"] if git else None
     ] * len(comparison.content.environments)
-
-
-def test_a_launch_that_began_no_attempt_is_not_counted(simulated, judged) -> None:
-    experiment_dir = simulated()
-    all_launched(experiment_dir, OLD)
-    launches = [{"started_s": 1.0, "git": NEW}, {"started_s": 2.0, "git": OLD}]
-    write(experiment_dir / "baseline/seed-0/launch.json", {"git": OLD, "launches": launches})
-    assert code_notes(judged(experiment_dir)) == []

@@ -217,14 +217,6 @@ def test_a_tolerance_of_one_metric_alone(simulated, judged):
     assert "grad_norm" not in step.command and step.reason["untested_metrics"] == ["train/grad_norm"]
 
 
-def test_the_recipe_s_tolerance_rules(simulated, judged):
-    experiment_dir = simulated(compare={"primary": [], "step_one_tolerance": 0.5})
-    edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", 1.0))
-    edit_rows(experiment_dir / "baseline/seed-1", first_step("train/grad_norm", 0.6))
-    one = check(judged(experiment_dir), "train/grad_norm")
-    assert (one.tolerance, one.tolerance_from, one.result) == (0.5, "recipe", "pass")
-
-
 @pytest.mark.parametrize(
     ("advantage", "scale", "passes"), [(None, 1.0, True), (2.0, 2.0, True), (0.01, 0.01, False)]
 )
@@ -272,23 +264,6 @@ def test_gen_kl_error_below_zero_is_rounding_and_nan_is_not(simulated, judged, k
     assert check(judged(experiment_dir), "train/gen_kl_error").result == ("pass" if passes else "fail")
 
 
-def test_a_flipped_loss_is_seen(simulated, judged):
-    experiment_dir = simulated()
-    edit_rows(experiment_dir / "baseline/seed-3", first_step("train/loss", 0.01))
-    edit_rows(experiment_dir / "treatment/seed-3", first_step("train/loss", -0.01))
-    assert check(judged(experiment_dir), "train/loss").result == "fail"
-
-
-def test_two_zeros_agree_and_a_new_nan_does_not(simulated, judged):
-    experiment_dir = simulated()
-    for arm in ("baseline", "treatment"):
-        edit_rows(experiment_dir / f"{arm}/seed-3", first_step("train/grad_norm", 0.0))
-    assert check(judged(experiment_dir), "train/grad_norm").result == "pass"
-    edit_rows(experiment_dir / "treatment/seed-3", first_step("train/grad_norm", "NaN"))
-    one = check(judged(experiment_dir), "train/grad_norm")
-    assert one.deviation == np.inf and one.result == "fail"
-
-
 def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
     experiment_dir = simulated()
     edit_rows(experiment_dir / "treatment/seed-4", first_step("train/entropy", 9.0))
@@ -327,19 +302,10 @@ def test_divergence_is_measured_against_the_noise_floor(simulated, judged):
         experiment_dir, {**arms, "treatment/seed-0": (0.005, 0.03), "treatment/seed-1": (0.005, 0.03)}
     )
     one = divergence(judged(experiment_dir))
-    assert (one.noise_floor, one.num_reruns, one.first_step_apart, one.p_beyond) == ("measured", 1, None, 0.5)
+    assert (one.noise_floor, one.first_step_apart) == ("measured", None)
     assert one.aa_mean_difference == pytest.approx(0.01)
     assert one.mean_difference == pytest.approx((0.005 * 19 + 0.03 * 21) / 40)
     assert one.ratio == pytest.approx(one.mean_difference / 0.01)
-
-
-@pytest.mark.parametrize(("treatments", "p_beyond"), [((0.02, 0.02), 0.25), ((0.02, 0.005), 1.0)])
-def test_beyond_the_noise_is_beyond_every_rerun_of_every_seed(simulated, judged, treatments, p_beyond):
-    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 2})
-    for seed, late in enumerate(treatments):
-        arms = {f"baseline/seed-{seed}": 0, f"baseline/seed-{seed}-aa1": 0.01, f"treatment/seed-{seed}": late}
-        constant_runs(experiment_dir, {name: (0, value) for name, value in arms.items()})
-    assert divergence(judged(experiment_dir)).p_beyond == p_beyond
 
 
 def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, snapshot):
@@ -351,12 +317,6 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
     snapshot(dict(evidence(comparison.content))["divergence"])
-
-
-def test_without_reruns_the_floor_is_unknown(simulated, judged):
-    comparison = judged(simulated(controls={"aa_reruns": 0}))
-    assert divergence(comparison).noise_floor == "unknown"
-    assert comparison.verdict == "MATCH"  # never gating
 
 
 # --- T3: error rates over simulated experiments ---

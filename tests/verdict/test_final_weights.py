@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from abrun.reasons import Code
-from abrun.recipe.claims import Primary
 from abrun.report.evidence import evidence
 from tests.verdict.simulate import edit
 
@@ -92,24 +90,3 @@ def test_a_weight_that_is_no_number_is_the_farthest(simulated, judged):
     assert one.seed == 3 and math.isnan(one.relative_difference)
     written = json.loads((experiment_dir / "report/verdict.json").read_text())
     assert written["final_weights"][0]["relative_difference"] == "NaN"
-
-
-def test_runs_that_do_not_say(simulated, judged):
-    assert judged(simulated()).content.final_weights == []
-
-
-def test_samples_of_an_older_version_give_no_distance(simulated, judged):
-    experiment_dir = simulated()
-    everywhere(experiment_dir, WEIGHTS)
-    for seed in range(5):
-        directory = experiment_dir / f"treatment/seed-{seed}"
-        ended_with(directory, changed("a", 0, 0.75))
-        sample = {name: one.astype(np.float32) for name, one in changed("a", 0, 0.75).items()}
-        save_file(sample, directory / "final-sample.safetensors")
-        (directory / "final-sketch.safetensors").unlink()
-    one = found(judged(experiment_dir))
-    assert (one.num_equal, one.seed, one.relative_difference) == (0, None, None)
-    claim = [Primary(metric="final_weights", below=0.3)]
-    comparison = judged(experiment_dir, primaries=claim)
-    assert comparison.verdict == "INCONCLUSIVE"
-    assert comparison.content.primaries[0].problem == Code.NO_SKETCHES_IN_COMMON(seed=0)

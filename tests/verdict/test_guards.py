@@ -14,7 +14,7 @@ from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.guards import check_guards, measure_savings, num_tests
-from tests.verdict.simulate import edit, edit_rows, fail
+from tests.verdict.simulate import edit, edit_rows
 
 ERROR = "train/token_mult_prob_error"
 
@@ -52,14 +52,6 @@ def test_the_share_of_steps_above_the_limit(simulated, judged, num_steps, result
     assert (one.result, one.value) == (result, num_steps / 200)
     report = (experiment_dir / "report/report.md").read_text()
     assert ("token_mult_prob_error_share (at its limit)" in report) == (result == "pass")
-
-
-def test_a_share_above_the_limit_in_every_run_fails(simulated, judged):
-    experiment_dir = simulated()
-    set_error(experiment_dir, "treatment", 1.2, steps=range(10, 28))
-    comparison = judged(experiment_dir)
-    assert guard(comparison, "token_mult_prob_error_share").result == "fail"
-    assert comparison.verdict == "MISMATCH"
 
 
 def test_what_is_neither_claimed_nor_listed_may_be_nan(simulated, judged):
@@ -141,20 +133,6 @@ def test_step_time_at_its_limit_alarms_in_no_more_than_the_guards_share(num_pair
     assert called > 390
 
 
-def test_what_the_baseline_breaks_too_is_no_mismatch_and_no_match(simulated, judged, snapshot):
-    experiment_dir = simulated()
-    for arm in ("baseline", "treatment"):
-        set_error(experiment_dir, arm, 1.07, steps=range(2, 41))
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "INCONCLUSIVE"
-    assert guard(comparison, "token_mult_prob_error_median").result == "baseline too"
-    reason = comparison.content.reasons[0]
-    assert (reason.code, reason["result"]) == (Code.GUARD_OPEN, "baseline too")
-    assert reason["reason"].code is Code.TOKEN_ERROR_EXCEEDED
-    assert (reason["reason"]["baseline"], reason["reason"]["p"]) == (1.07, 1.0)
-    snapshot(sentence(reason))
-
-
 @pytest.mark.parametrize(
     ("arms", "steps", "verdict"),
     [
@@ -194,32 +172,6 @@ def test_more_nan_than_the_baseline_has_is_new(simulated, judged, snapshot):
     assert one.result == "fail" and one.reason.code is Code.NOT_FINITE_MORE_OFTEN
     assert (one.reason["metric"], one.reason["share"]) == ("train/loss", pytest.approx(0.45))
     snapshot(sentence(one.reason))
-
-
-def test_a_better_treatment_passes(simulated, judged):
-    experiment_dir = simulated()
-    set_error(experiment_dir, "baseline", 1.07, steps=range(2, 41))
-    assert guard(judged(experiment_dir), "token_mult_prob_error_median").result == "pass"
-
-
-def test_without_the_metric_in_either_arm_the_guard_is_not_recorded(simulated, judged):
-    experiment_dir = simulated()
-    for arm in ("baseline", "treatment"):
-        for directory in (experiment_dir / arm).iterdir():
-            edit_rows(directory, lambda row: row.pop(ERROR))
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "MATCH"
-    assert guard(comparison, "token_mult_prob_error_median").result == "not recorded"
-
-
-def test_nan_that_the_baseline_has_too_is_not_new(simulated, judged):
-    experiment_dir = simulated()
-    for arm in ("baseline", "treatment"):
-        for directory in (experiment_dir / arm).iterdir():
-            edit_rows(directory, lambda row: row.update({"train/critic/explained_var": "NaN"}))
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "MATCH"
-    assert guard(comparison, "finite").result == "pass"
 
 
 def test_nan_in_the_window_of_a_claim_is_never_excused(simulated, judged, snapshot):
@@ -270,18 +222,6 @@ def test_a_metric_that_stays_nan_is_new_where_the_baseline_s_recovers(
         snapshot(sentence(one.reason))
 
 
-def test_where_no_run_finished_no_guard_passes(simulated, judged):
-    experiment_dir = simulated()
-    for arm in ("baseline", "treatment"):
-        for directory in (experiment_dir / arm).iterdir():
-            fail(directory, after_steps=9)
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "INVALID"
-    for name in ("finished", "finite"):
-        assert guard(comparison, name).result == "not recorded"
-        assert guard(comparison, name).reason == Code.NO_BASELINE_FINISHED()
-
-
 def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
     experiment_dir = simulated()
     shutil.rmtree(experiment_dir / "treatment")
@@ -290,26 +230,6 @@ def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
     finished = guard(comparison, "finished")
     assert (finished.result, finished.reason) == ("not recorded", Code.NO_RUN_ENDED(arm="treatment"))
     assert guard(comparison, "finite").result == "not recorded"
-
-
-def test_infinity_counts_as_nan_does(simulated, judged, snapshot):
-    experiment_dir = simulated()
-    directory = experiment_dir / "treatment/seed-3"
-    edit_rows(directory, lambda row: row.update({"train/loss": "-Infinity"}) if row["step"] == 20 else None)
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "MISMATCH"
-    infinite = guard(comparison, "finite").reason
-    assert infinite.code is Code.NOT_FINITE and infinite["value"] == -np.inf
-    assert (infinite["metric"], infinite["run"], infinite["step"]) == ("train/loss", "treatment/seed-3", 20)
-    snapshot(sentence(infinite))
-
-
-def test_ratio_guards(simulated, judged):
-    guards = {"step_time_ratio": 0.9, "peak_memory_ratio": 0.5}
-    comparison = judged(simulated(compare={"primary": [], "guards": guards}))
-    assert guard(comparison, "step_time_ratio").result == "pass"
-    assert guard(comparison, "peak_memory_ratio").result == "fail"  # 5 of 9 GiB
-    assert comparison.verdict == "MISMATCH"
 
 
 @pytest.mark.parametrize("limit", ["step_time_ratio", "peak_memory_ratio"])
@@ -358,16 +278,3 @@ def test_allocator_peaks_are_never_set_against_live_tensors(simulated, judged):
     for seed in range(5):
         edit_rows(experiment_dir / f"baseline/seed-{seed}", to_cpu)
     assert "peak memory" in [one.quantity for one in judged(experiment_dir).arms[0].savings]
-
-
-def test_limits_come_from_the_recipe(simulated, judged):
-    strict = {"token_mult_prob_error_median": 1.001}
-    experiment_dir = simulated(compare={"primary": [], "guards": strict})
-    set_error(experiment_dir, "baseline", 1.0005, steps=range(2, 41))
-    assert guard(judged(experiment_dir), "token_mult_prob_error_median").result == "fail"
-    edit(
-        experiment_dir / "experiment.json",
-        lambda content: content["recipe"]["compare"]["guards"].update(token_mult_prob_error_median=1.05),
-    )
-    comparison = judged(experiment_dir)
-    assert guard(comparison, "token_mult_prob_error_median").result == "pass" and comparison.content.post_hoc

@@ -14,9 +14,6 @@ import pandas as pd
 import pytest
 
 from abrun.cli import main
-from abrun.messages.records import reason_from_json
-from abrun.reasons import Code, Reason
-from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
 
 QUICK = ("--format", "terminal,json,html")
@@ -111,54 +108,6 @@ def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
     assert "b" not in tags.seen
 
 
-def reasons_of(folder: Path) -> list[Reason]:
-    content = json.loads((folder / "report/verdict.json").read_text())
-    return [reason_from_json(reason) for reason in content["reason_codes"]]
-
-
-def test_a_metric_that_is_only_nan(tmp_path, abrun):
-    sources = write_arms(tmp_path / "runs", "reward")
-    for path in (tmp_path / "runs").rglob("*.csv"):
-        frame = pd.read_csv(path)
-        frame.assign(nothing="NaN", step=frame["step"]).to_csv(path, index=False)
-    done = abrun("compare", *sources, "--primary", "nothing:all:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 5 and done.stderr == ""
-    (broken, *_) = reasons_of(tmp_path)
-    assert (broken.code, broken["metric"]) == (Code.BASELINE_NOT_FINITE, "nothing")
-
-
-def test_a_metric_in_one_arm_only(tmp_path, abrun):
-    sources = write_arms(tmp_path / "runs", "reward")
-    for path in (tmp_path / "runs/treatment").rglob("*.csv"):
-        pd.read_csv(path).assign(mine=1.0).to_csv(path, index=False)
-    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
-    assert (done.returncode, done.stderr) == (0, "")
-    done = abrun("compare", *sources, "--primary", "mine:all:0.1", "--output", "report", *QUICK)
-    (missing, *_) = reasons_of(tmp_path)
-    assert done.returncode == 5 and (missing.code, missing["metric"]) == (Code.METRIC_MISSING, "mine")
-
-
-def test_unequal_lengths(tmp_path, abrun):
-    sources = write_arms(tmp_path / "runs", "reward")
-    path = tmp_path / "runs/treatment/s1.csv"
-    pd.read_csv(path).head(12).to_csv(path, index=False)
-    done = abrun("compare", *sources, "--primary", "reward:steps 2-14:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 5 and reasons_of(tmp_path)[0].code is Code.STEPS_MISSING
-    done = abrun("compare", *sources, "--primary", "reward:steps 2-10:0.1", "--output", "report", *QUICK)
-    assert done.returncode == 0 and only(reasons_of(tmp_path), Code.GRIDS_DIFFER)["num_shared"] == 12
-
-
-def test_steps_recorded_twice(tmp_path, abrun, snapshot):
-    sources = write_arms(tmp_path / "runs", "reward")
-    path = tmp_path / "runs/treatment/s1.csv"
-    frame = pd.read_csv(path)
-    pd.concat([frame.head(12).assign(reward=99.0), frame]).to_csv(path, index=False)
-    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
-    assert (done.returncode, done.stderr) == (0, "")
-    (note,) = json.loads((tmp_path / "report" / "verdict.json").read_text())["notes"]
-    snapshot(note)
-
-
 @pytest.mark.parametrize(
     ("content", "code"), [(b"", 5), (b"step,reward\n", 5), (os.urandom(2000), 5), (b"\x00" * 500, 5)]
 )
@@ -168,15 +117,6 @@ def test_files_that_hold_no_table(tmp_path, abrun, content, code):
     done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
     assert done.returncode == code and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (code == 2)
-
-
-def test_a_torn_last_line_is_left_out_and_said(tmp_path, abrun):
-    sources = write_arms(tmp_path / "runs", "reward")
-    path = tmp_path / "runs/treatment/s1.csv"
-    path.write_text(path.read_text() + "21,0.")
-    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "treatment/seed-1: " in done.stdout and "left out" in done.stdout
 
 
 CONTROLS = "\x1b[31m\x1b]0;t\x07\x9b2J\r\x7f\u202e\u2066\x00"

@@ -8,7 +8,6 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.recipe.claims import Primary
-from abrun.report.panels import display_unit
 from abrun.verdict.summaries import reduced, transformed
 from tests.verdict.simulate import edit_rows
 
@@ -66,17 +65,3 @@ def spike(row):
 def test_the_recipe_s_transform_rules(simulated, judged):
     claim = Primary(metric="train/grad_norm", margin=0.1, transform="identity")
     assert judged(simulated(), primaries=[claim]).arms[0].primaries[0].claim.transform == "identity"
-
-
-@pytest.mark.parametrize(
-    ("metric", "largest", "unit"),
-    [
-        ("memory/logprobs/peak_allocated_bytes", 2.0**33, ("GiB", 2.0**30)),
-        ("memory/logprobs/peak_live_tensor_bytes", 2.0**24, ("MiB", 2.0**20)),
-        ("timing/train/total_step_time_s", 3.0, ("s", 1.0)),
-        ("train/approx_entropy", 3.0, ("nats", 1.0)),
-        ("train/reward", 3.0, ("", 1.0)),
-    ],
-)
-def test_units_for_people(metric, largest, unit):
-    assert display_unit(metric, largest) == unit

@@ -85,18 +85,6 @@ def test_values_left_out_of_the_window_in_every_run_are_invalid(
     assert f"line {line}, column reward" in reason["remedy"]
 
 
-def test_values_left_out_before_the_window_are_a_note(tmp_path: Path) -> None:
-    def of(arm: str, seed: int):
-        return [
-            row | ({"reward": "warm-up"} if index < 5 else {})
-            for index, row in enumerate(rows(arm, seed, collapses=False))
-        ]
-
-    found = described(write_arms(tmp_path, of), tmp_path / "out", CLAIM)
-    assert found.verdict == "MATCH"
-    assert "reward: 5 values left out" in str(found.content)
-
-
 def test_the_trainers_own_mismatch_with_the_engine_may_not_be_text(tmp_path: Path) -> None:
     def of(arm: str, seed: int):
         name = "train/token_mult_prob_error"
@@ -141,17 +129,6 @@ def test_metrics_whose_names_mean_something_in_a_claim_are_described(tmp_path: P
     )
     alone = [str(tmp_path / "alone" / arm) for arm in ("old", "new")]
     assert [one.metric for one in described(alone, tmp_path / "out2").content.descriptions] == [name]
-
-
-def test_a_run_of_the_same_name_that_cannot_be_read_is_invalid(tmp_path: Path) -> None:
-    sources = write_arms(tmp_path, lambda arm, seed: list(rows(arm, seed, collapses=False)))
-    path = tmp_path / "new" / "seed3.csv"
-    path.write_text(path.read_text().replace('"4000"', '"4000 (resumed)"'))
-    found = described(sources, tmp_path / "out", CLAIM)
-    assert found.verdict == "INVALID"
-    reason = found.content.reasons[0]
-    assert (reason.code, reason["run"]) == (Code.RUN_UNREADABLE, "new/seed-3")
-    assert "line 41, column step: got '4000 (resumed)'" in reason["problem"]
 
 
 @pytest.mark.parametrize("in_later_start", [False, True])

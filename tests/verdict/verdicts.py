@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
-from abrun.verdict.spent import Spent
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import SCHEMA_VERSION, ArmSection, VerdictFile
 
@@ -65,11 +64,9 @@ VERDICT = VerdictFile(
     step_one=[],
     divergence=[],
     final_weights=[],
-    by_prompt=[],
     savings=[],
     arms={},
     readings=[],
-    spent=None,
     not_tested=[],
     guessed=[],
     notes=[],
@@ -77,16 +74,6 @@ VERDICT = VerdictFile(
     environments=[],
     sensitivity=None,
     reference=None,
-)
-SPENT = Spent(
-    decided_at=2,
-    num_pairs=2,
-    num_planned_pairs=4,
-    num_runs=4,
-    num_planned_runs=8,
-    device="GPU",
-    device_hours=1.0,
-    device_hours_saved=1.0,
 )
 
 

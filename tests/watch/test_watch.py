@@ -189,31 +189,6 @@ def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_pat
     assert ("elapsed" in text.splitlines()[2]) == (width > 100)
 
 
-def test_what_the_claims_look_like_is_asked_when_a_run_has_finished_and_stands_in_the_table(
-    tmp_path: Path,
-) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, baseline_1=30)
-    asked = list[Path]()
-
-    def judge(directory: Path) -> list[str]:
-        asked.append(directory)
-        return [f"train/reward: {len(asked)} of 2 pairs so far"]
-
-    output = io.StringIO()
-    console = Console(file=output, width=100, height=30, force_terminal=True, color_system=None)
-    with watch.View(console, judge_so_far=judge) as view:
-        view.follow(experiment_dir)
-        for _ in range(3):
-            view.tick(now=True)
-        assert asked == [experiment_dir] and "1 of 2 pairs so far" in output.getvalue()
-        add_steps(experiment_dir / "treatment" / "seed-0", 31, 60)
-        write_json(experiment_dir / "treatment/seed-0/result.json", {})
-        view.tick(now=True)
-        assert len(asked) == 2 and "2 of 2 pairs so far" in output.getvalue()
-        write_json(experiment_dir / "baseline/seed-1/result.json", {})
-    assert len(asked) == 2  # the verdict follows
-
-
 def test_the_end_of_a_launch_is_summed_up_arm_by_arm(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, treatment_1=60)
     console = Console(width=120, record=True, file=io.StringIO())

@@ -28,8 +28,7 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
 MOST_VALUES = 600_000  # of all charts: some 6 MB
-MAX_BYTES = 8_000_000  # of all charts with their seeds; where they take more, most are drawn as means alone
-MAX_SHORTENED_BYTES = 4_000_000  # of all charts then, a quarter of it with seeds
+MAX_BYTES = 8_000_000  # of all charts; where they take more, the last are left out
 MAX_NAMED = 20  # metrics whose curves are left out
 LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -53,23 +52,17 @@ def render_page(experiment: Experiment, content: VerdictFile, beside: Context | 
 
 
 def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context | None) -> list[str]:
-    """The verdict in one block, and a block a metric, which the page reads when it draws the chart.
-
-    Metrics whose charts would make the page too large share a block, as means alone.
-    """
+    """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
     claims = content.primaries
     recorded = dict.fromkeys(experiment.metrics())
     claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
-    means: list[bytes] = []
-    axes = charts.Axes()
-    if len(blocks) < len(metrics):
+    if len(blocks) < len(metrics):  # those that abrun knows are drawn first
         known = {metric.key: None for metric in METRICS if metric.key in recorded}
         metrics = [*(claimed | known | recorded)]
-        blocks = _chart_blocks(experiment, claims, [*(claimed | known)], MAX_SHORTENED_BYTES // 4)
-        means = _means(experiment, metrics[len(blocks) :], axes, MAX_SHORTENED_BYTES - sum(map(len, blocks)))
-    drawn = len(blocks) + len(means)
+        blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
+    drawn = len(blocks)
     peaks = memory_peaks(experiment)
     report = {
         "content": as_json(content),
@@ -92,12 +85,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context |
         "memory": peaks and asdict(peaks),
         "beside": beside and {**asdict(beside), "next_steps": [one.as_json() for one in beside.next_steps]},
     }
-    shared = {"first": len(blocks), "axes": axes.axes}
-    return [
-        _script("report", _json(report)),
-        *blocks,
-        *([_script("means", b'%s,"charts":[%s]}' % (_json(shared)[:-1], b",".join(means)))] if means else []),
-    ]
+    return [_script("report", _json(report)), *blocks]
 
 
 def _chart_blocks(
@@ -114,18 +102,6 @@ def _chart_blocks(
             break
         blocks.append(_script(f"chart-{index}", chart))
     return blocks
-
-
-def _means(experiment: Experiment, metrics: Sequence[str], axes: charts.Axes, max_bytes: int) -> list[bytes]:
-    """Return the means of the first metrics, as many as `max_bytes` hold."""
-    means: list[bytes] = []
-    for metric in metrics:
-        chart = _json(charts.means(experiment, metric, axes))
-        max_bytes -= len(chart)
-        if max_bytes < 0:
-            break
-        means.append(chart)
-    return means
 
 
 def _json(data: Any) -> bytes:

@@ -18,18 +18,6 @@ const sizes = new ResizeObserver((entries) => {
   for (const entry of entries) if (!printing) entry.target.figure.fit();
 });
 
-const shared = document.getElementById("means") ? read("means") : null;
-
-/** A chart of means alone, which share their axes, in the form of one that has seeds. */
-function meansOf(index) {
-  const [metric, unit, axis, notes, ...lines] = shared.charts[index - shared.first];
-  const { num_steps, steps, ends } = shared.axes[axis];
-  const arms = lines.map(([arm, count], at) => ({ arm, count, seeds: [], band: null, mean: count ? at : null }));
-  const rows = lines.map(([, , values]) => (ends.length ? values.flatMap((value) => [value, null]) : values));
-  const chart = { metric, unit, arms, windows: [], differences: [], notes, means: true };
-  return { ...chart, num_steps, num_buckets: ends.length, ends, steps, rows, gaps: {} };
-}
-
 function figureOf(metric, options) {
   return new Figure(report.metrics.indexOf(metric), options).element;
 }
@@ -58,7 +46,7 @@ class Figure {
   /** Parses the data and builds what surrounds the plots, once. */
   prepare() {
     if (this.data) return;
-    this.data = shared && this.index >= shared.first ? meansOf(this.index) : read(`chart-${this.index}`);
+    this.data = read(`chart-${this.index}`);
     this.seeds = !this.data.num_buckets; // of many steps they hide the means
     for (const [row, gaps] of Object.entries(this.data.gaps)) {
       const missing = new Set(gaps);
@@ -96,8 +84,7 @@ class Figure {
         },
         { "aria-pressed": String(this[name]) },
       );
-    this.toggles = { smooth: toggle("smooth", "Smooth") };
-    if (!data.means) this.toggles = { seeds: toggle("seeds", "Seeds"), ...this.toggles };
+    this.toggles = { seeds: toggle("seeds", "Seeds"), smooth: toggle("smooth", "Smooth") };
     const tools = el(
       "div",
       { class: "tools" },
@@ -142,7 +129,7 @@ class Figure {
     const banded = this.data.arms.some((one) => one.band);
     return [
       key("bold", "bold: arm mean"),
-      this.data.means ? null : key("thin", `thin: one seed${this.data.num_buckets ? ", once switched on" : ""}`),
+      key("thin", `thin: one seed${this.data.num_buckets ? ", once switched on" : ""}`),
       banded ? key("band", "band: \u00b11 sd over seeds") : null,
       this.data.windows.length ? key("window", "window of a claim") : null,
       this.limit !== null ? key("limit", `guard: median below ${number(this.limit)}`) : null,
@@ -205,9 +192,7 @@ class Figure {
     return el(
       "p",
       { class: "resolution" },
-      this.data.means
-        ? `${grouped(steps)} steps${buckets ? ` shown as the means of ${buckets} buckets` : ""}, without seeds: so many metrics would make this page too large. A claim on this one (--primary) draws all of it.`
-        : buckets
+      buckets
         ? `${grouped(steps)} steps shown as ${buckets} buckets: of means and bands the mean of each, of seeds and pairs its smallest and largest value.`
         : `${count(grouped(steps), "step").replace(/^1 steps$/, "1 step")}, all shown.`,
     );

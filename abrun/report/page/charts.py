@@ -5,7 +5,6 @@ they occurred: no spike is lost. Means over runs and their bands are shown by th
 rows of a chart share one grid of steps: hovering lines them up.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from abrun.verdict.claims import PrimaryResult
 MOST_NOTES = 8
 MOST_VALUES = 40_000  # of a chart
 LEAST_BUCKETS = 50
-MEAN_BUCKETS, MEAN_DIGITS = 32, 3  # of a chart of means alone; digits of its range
 
 
 @dataclass(slots=True)
@@ -68,56 +66,6 @@ def chart(
         "notes": notes if len(notes) <= MOST_NOTES else [*notes[:MOST_NOTES], _and_more(notes)],
         **drawn(rows, most_values),
     }
-
-
-@dataclass(slots=True)
-class Axes:
-    """Axes that charts of means share: the steps at which values are drawn, and the ends of buckets."""
-
-    axes: list[dict[str, Any]] = field(default_factory=list)
-    _index: dict[bytes, int] = field(default_factory=dict)
-
-    def index_of(self, steps: Steps, buckets: NDArray[np.int64] | None) -> int:
-        """Return the place of an axis, which is added where it is new."""
-        key = steps.tobytes()
-        if key not in self._index:
-            self._index[key] = len(self.axes)
-            shown = steps if buckets is None else bucket_steps(steps, buckets)
-            ends = [] if buckets is None else steps[buckets[:, [0, -1]]]
-            self.axes.append({"num_steps": len(steps), "steps": shown, "ends": ends})
-        return self._index[key]
-
-
-def means(experiment: Experiment, metric: str, axes: Axes) -> list[Any]:
-    """One metric as the mean of every arm in few buckets.
-
-    Returns metric, unit, axis and notes, then for each arm its index, its number of runs and its values.
-    """
-    shown = panel(experiment, metric, ())
-    buckets = bucket_indices(len(shown.steps), MEAN_BUCKETS)
-    lines = []
-    for curve in shown.curves:
-        rows = Rows(shown.steps)
-        rows.add(curve.steps, curve.mean)
-        values = rows.values[0] if buckets is None else bucket_means(np.stack(rows.values), buckets)[0]
-        lines.append([curve.index, curve.count, values])
-    for line, values in zip(lines, _rounded([line[2] for line in lines]), strict=True):
-        line[2] = values
-    runs = [run for run in experiment.runs.values() if len(run.series(metric))]
-    gaps = list(_gaps(runs, metric))
-    notes = gaps if len(gaps) <= MOST_NOTES else [*gaps[:MOST_NOTES], _and_more(gaps)]
-    return [metric, shown.unit, axes.index_of(shown.steps, buckets), notes, *lines]
-
-
-def _rounded(lines: Sequence[Array]) -> Sequence[Array]:
-    """Round to MEAN_DIGITS digits of the range that all lines share: shorter text that looks the same."""
-    known = [line[np.isfinite(line)] for line in lines]
-    ends = [end for line in known if len(line) for end in (line.min(), line.max())]
-    spread = max(ends) - min(ends) if ends else 0.0
-    if not spread:
-        return lines
-    decimals = MEAN_DIGITS - math.floor(math.log10(spread))
-    return [np.array([round(float(value), decimals) for value in line]) for line in lines]
 
 
 def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:

@@ -82,7 +82,6 @@ function banner() {
       `${taken} (one-sided level ${number(look.alpha)})`,
     ]);
   }
-  if (beside.spent) facts.push(["spent", beside.spent]);
   return el(
     "section",
     { class: `banner ${content.verdict}`, "aria-label": "Verdict" },
@@ -542,73 +541,6 @@ function stepOne() {
   );
 }
 
-function byPrompt() {
-  const list = content.by_prompt || [];
-  if (!list.length) return null;
-  const rows = list.flatMap((one) =>
-    one.by_step.map((step) => [
-      ...armCell(one),
-      String(step.step),
-      number(step.baseline, 4),
-      number(step.treatment, 4),
-      signed(step.treatment - step.baseline, 3),
-      String(step.num_won),
-      String(step.num_lost),
-      String(step.num_answers),
-    ]),
-  );
-  const models = list.flatMap((one) =>
-    one.pairs.map((pair) => [
-      ...armCell(one),
-      String(pair.seed),
-      signed(pair.difference, 3),
-      interval(pair.interval),
-    ]),
-  );
-  return section(
-    "by-prompt",
-    "Validation, paired by prompt",
-    el(
-      "p",
-      { class: "intro" },
-      "Both arms answer the same held-out prompts at the same steps. This is a diagnosis; no verdict hangs on it: a claim about training is tested over seeds, and more prompts make no more training runs.",
-    ),
-    (beside.by_prompt || []).flatMap((facts, at) => [
-      several ? el("p", {}, el("b", {}, list[at].arm)) : null,
-      el(
-        "ul",
-        {},
-        facts.map((fact) => el("li", {}, fact)),
-      ),
-    ]),
-    rows.length
-      ? table(
-          "Validation by step",
-          withArm([
-            ["step", "right"],
-            [baselineName(), "right"],
-            [treatmentName(), "right"],
-            ["difference", "right"],
-            ["answers won", "right"],
-            ["lost", "right"],
-            ["of", "right"],
-          ]),
-          rows,
-        )
-      : null,
-    models.length
-      ? el("p", {}, "Each seed's two models, on prompts like these: nothing about the change itself.")
-      : null,
-    models.length
-      ? table(
-          "Validation by seed",
-          withArm([["seed", "right"], ["difference", "right"], ["90\u00a0% over prompts", "right"]]),
-          models,
-        )
-      : null,
-  );
-}
-
 function finalWeights() {
   const list = content.final_weights || [];
   if (!list.length) return null;
@@ -645,12 +577,8 @@ function finalWeights() {
 
 function divergence() {
   const list = content.divergence || [];
-  const beyond = (one) => {
-    if (one.noise_floor === "unknown") return muted("noise floor unknown");
-    if (one.noise_floor === "zero")
-      return one.first_step_apart === null ? "never apart" : `apart at step ${one.first_step_apart}`;
-    return one.p_beyond < 1 ? `in every seed (p = ${number(one.p_beyond, 2)})` : "not in every seed";
-  };
+  const apart = (one) =>
+    one.noise_floor !== "zero" ? "" : one.first_step_apart === null ? "never" : String(one.first_step_apart);
   const ratio = (one) =>
     ({ zero: "\u2013", unknown: "unknown" })[one.noise_floor] ||
     `${number(one.ratio, 2)}\u00d7`;
@@ -683,7 +611,7 @@ function divergence() {
             ["ratio", "right"],
             ["against one ULP", "right nowrap"],
             ["of the spread over seeds", "right"],
-            ["further than the reruns"],
+            ["apart from step", "right"],
           ]),
           list.map((one) => [
             ...armCell(one),
@@ -693,7 +621,7 @@ function divergence() {
             ratio(one),
             grown(one),
             one.share_of_seed_spread === null ? "" : number(one.share_of_seed_spread, 2),
-            beyond(one),
+            apart(one),
           ]),
         )
       : el("p", {}, content.paired === false ? "Runs that are not paired have no distance." : "No finished pair."),
@@ -875,7 +803,6 @@ function memoryBars(memory) {
       ),
     ),
     el("p", {}, "The peak is in ", joined(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
-    Object.keys(memory.allocator).length ? allocatorTable(memory) : null,
   );
 }
 
@@ -885,16 +812,6 @@ function joined(holders) {
   const phases = [...new Set(known.map(([, phase]) => phase))];
   const named = (phase) => known.filter(([, one]) => one === phase).map(([name]) => name).join(", ");
   return phases.map((phase) => `${phase} (${named(phase)})`).join("; ");
-}
-
-function allocatorTable(memory) {
-  const shown = (label, value) =>
-    typeof value !== "number" ? "-" : label.includes("retries") ? number(value, 3) : `${number(value, 3)} ${memory.unit}`;
-  return table(
-    "The allocator, mean over the seeds of an arm",
-    [["allocator"], ...arms.map((name) => [name, "right"])],
-    Object.entries(memory.allocator).map(([label, values]) => [label, ...values.map((value) => shown(label, value))]),
-  );
 }
 
 function bullets(id, title, list, none) {
@@ -1213,7 +1130,6 @@ const body = [
   guards(),
   stepOne(),
   finalWeights(),
-  byPrompt(),
   savings(),
   others(),
   bullets(

@@ -1,4 +1,4 @@
-"""What stands beside the claims: A/A reruns, planted faults, final weights, validation by prompt."""
+"""What stands beside the claims: A/A reruns, planted faults, final weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,8 +7,6 @@ import numpy as np
 
 from tests.golden.case import case, compare_command
 from tests.verdict.simulate import edit, edit_rows, write_experiment
-from tests.verdict.test_by_prompt import RECIPE as BY_PROMPT
-from tests.verdict.test_by_prompt import validated
 from tests.verdict.test_final_weights import WEIGHTS, changed, ended_with, everywhere
 from tests.verdict.test_planted import FAULTS, LATE
 
@@ -52,21 +50,6 @@ def final_weights(folder: Path) -> Commands:
     ended_with(experiment_dir / "baseline/seed-0-aa1", changed("a", 0, 0.75))
     yield compare_command("simulated")
     ended_with(experiment_dir / "treatment/seed-3", changed("a", 0, np.nan))
-    yield compare_command("simulated")
-
-
-@case
-def by_prompt(folder: Path) -> Commands:
-    experiment_dir = write_experiment(folder / "runs/simulated", **BY_PROMPT)
-    validated(experiment_dir, run_spread=0.3)
-    yield compare_command("simulated")
-    yield ["plan", "--from", "simulated"]
-
-
-@case
-def by_prompt_of_other_prompts(folder: Path) -> Commands:
-    experiment_dir = write_experiment(folder / "runs/simulated", **BY_PROMPT)
-    validated(experiment_dir, prompts=lambda run: f"set of {run}")
     yield compare_command("simulated")
 
 

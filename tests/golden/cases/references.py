@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.diagnose.ledger.test_ledger import FIRST, SECOND
 from tests.golden.case import case, compare_command, compare_in_short
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
-from tests.verdict.test_ledger import FIRST, SECOND
 
 Commands = Iterator[Sequence[str]]
 FREEZE = ["freeze", "anchor", "--output", "reference.json"]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from abrun.experiment.plan import make_plan
-from abrun.launch.export import export
+from abrun.launch.export.command import export
 from abrun.launch.export.parts import PORT
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.rundir import RunDir

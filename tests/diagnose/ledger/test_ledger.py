@@ -10,19 +10,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from abrun import cli
+from abrun.diagnose.ledger.command import add_to_ledger, ledger_begun_by
+from abrun.diagnose.ledger.drift import anchor_levels, drift_of, exceeded, ledger_state
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recorded.experiment import Reference
+from abrun.recorded.experiment import Experiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import load_reference
-from abrun.recorded.sources import Reading
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import add_to_ledger, compare_sources, freeze_arm
+from abrun.report.comparing import freeze_arm
 from abrun.runs.files import read_json
 from abrun.runs.lock import file_lock
 from abrun.stats.equivalence import welch_interval
-from abrun.verdict.ledger import anchor_levels, drift_of, exceeded, ledger_state
 from tests.bench.bench_ledger import beyond
 from tests.reasons import refused
 from tests.verdict.simulate import edit, write_experiment
@@ -35,10 +35,15 @@ SECOND = {
 }
 
 
+def freeze(experiment: Experiment, path: Path, budget: str, *, chain_alone: bool = False) -> None:
+    begin = ledger_begun_by(experiment, "baseline", budget, chain_alone=chain_alone, experiment_dir=None)
+    freeze_arm(experiment, "baseline", path, begin_ledger=begin)
+
+
 @pytest.fixture
 def reference(tmp_path: Path) -> Path:
     experiment = load_experiment(write_experiment(tmp_path / "anchor", **QUIET))
-    freeze_arm(experiment, "baseline", tmp_path / "ref.json", budget="0.05")
+    freeze(experiment, tmp_path / "ref.json", "0.05")
     return tmp_path / "ref.json"
 
 
@@ -125,7 +130,7 @@ def test_other_seeds_are_compared_unpaired(tmp_path, reference):
 
 def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
     experiment = load_experiment(tmp_path / "anchor")
-    freeze_arm(experiment, "baseline", tmp_path / "tight.json", budget="train/reward=0.003", chain_alone=True)
+    freeze(experiment, tmp_path / "tight.json", "train/reward=0.003", chain_alone=True)
     said = typed(str(tmp_path / "tight.json"), "--add", str(changed(tmp_path, shift=0.004)))
     assert said.exit_code == 3 and "re-anchor: " in said.output
     assert exceeded(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
@@ -181,7 +186,7 @@ def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_ref
     same = {"baseline": {"trainer.env": {"A": "/a"}}, "treatment": {"trainer.env": {"A": "/b"}}}
     # an absolute path is no part of what a reference keeps: the link stays as it is
     experiment, twice = changed(tmp_path, "same", same), tmp_path / "ref2.json"
-    freeze_arm(load_experiment(experiment), "baseline", twice, budget="0.05")
+    freeze(load_experiment(experiment), twice, "0.05")
     add(twice, experiment)
     with refused(Code.LEDGER_HAS_RUNS, entry=1):
         add(twice, experiment)
@@ -251,29 +256,17 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
     for act in (lambda: add(plain, changed(tmp_path)), lambda: typed(str(plain))):
         with pytest.raises(AbrunError, match="without a ledger"):
             act()
-    report = compare_sources(
-        [str(tmp_path / "first")], Reading(), reference=plain, arm="baseline", formats=()
-    )
-    assert not {Code.LEDGER, Code.LEDGER_EMPTY} & {note.code for note in report.content.notes}
-
-
-def test_compare_with_a_reference_shows_its_ledger(tmp_path, reference):
-    add(reference, changed(tmp_path))
-    found = compare_sources(
-        [str(tmp_path / "first")], Reading(), reference=reference, arm="baseline", formats=()
-    )
-    assert [note["num_entries"] for note in found.content.notes if note.code is Code.LEDGER] == [1]
 
 
 def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, reference):
     anchor = load_experiment(tmp_path / "anchor")
-    freeze_arm(anchor, "baseline", reference, budget="0.04")  # no entry yet
+    freeze(anchor, reference, "0.04")  # no entry yet
     add(reference, changed(tmp_path))
     with refused(Code.OUTPUT_HAS_LEDGER, num_entries=1):
-        freeze_arm(anchor, "baseline", reference, budget="0.05")
+        freeze(anchor, reference, "0.05")
     for budget in ("0", "-1", "nan", "much", "train/loss=0.1", ""):
         with refused(Code.BUDGET_REFUSED):
-            freeze_arm(anchor, "baseline", tmp_path / "other.json", budget=budget)
+            freeze(anchor, tmp_path / "other.json", budget)
 
 
 def test_adds_at_once_are_one_after_the_other(tmp_path, reference):

@@ -203,11 +203,6 @@ def ledger_state(reference: Reference) -> Reason:
     )
 
 
-def ledger_notes(reference: Reference | None) -> list[Reason]:
-    """Return the same for a report: one note, or none."""
-    return [ledger_state(reference)] if reference is not None and reference.ledger is not None else []
-
-
 def exceeded(reference: Reference) -> bool:
     ledger = reference.ledger
     if ledger is None or not ledger.entries:

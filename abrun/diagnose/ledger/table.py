@@ -3,13 +3,13 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from abrun.diagnose.ledger.drift import ledger_state
 from abrun.messages import sentence
 from abrun.messages.numbers import difference_text
 from abrun.present.tables import Table, columns
 from abrun.recorded.experiment import Reference
 from abrun.redaction import printable
 from abrun.report.evidence import changes
-from abrun.verdict.ledger import ledger_state
 
 
 def ledger_shown(reference: Reference) -> RenderableType:
