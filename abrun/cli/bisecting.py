@@ -126,7 +126,10 @@ def _launcher(
     screen: "Terminal", directory: Path, jobs: int | None
 ) -> "Callable[[Plan, Collection[RunName]], int]":
     """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
-    from abrun.launch import LaunchOptions, make_engine, queued_jobs, run_plan
+    from abrun.experiment.options import LaunchOptions
+    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.engine import make_engine
+    from abrun.launch.supervisor import run_plan
     from abrun.runs.experiment import is_experiment
     from abrun.watch import View
 

@@ -13,7 +13,8 @@ import pytest
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch import LaunchOptions, auto
+from abrun.experiment.options import LaunchOptions
+from abrun.launch import auto
 from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
 from abrun.memory import predict
 from abrun.memory.cells import Cell, Point

@@ -20,7 +20,7 @@ from abrun.diagnose.bisect.report import planned, shown
 from abrun.diagnose.bisect.search import Design, looks
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.plan import Plan
-from abrun.launch.ownership import owned_experiment
+from abrun.launch.prepare import owned_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
 from abrun.runs.experiment import is_experiment, run_state
