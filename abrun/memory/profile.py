@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.requirements import shape_of, this_machine
+from abrun.experiment.preflight.machine import this_machine
+from abrun.experiment.preflight.model_files import shape_of
 from abrun.experiment.probe import Place, probe, rows_of
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
 from abrun.memory.devices import Devices

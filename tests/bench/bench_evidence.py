@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from abrun.errors import AbrunError
 from abrun.experiment.plan import make_plan
-from abrun.experiment.preflight.requirements import find_gpus
+from abrun.experiment.preflight.machine import find_gpus
 from abrun.launch import LaunchOptions, make_engine, run_plan
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine
