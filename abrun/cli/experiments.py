@@ -262,31 +262,28 @@ def _dry_run(
 ) -> int:
     """Show what a launch would do, and return the exit code.
 
-    2 where the model's folder does not load or cannot be trained so, or the scheduler would refuse it.
+    2 if no other machine would run the plan either, or the scheduler would refuse it.
     Raises StoreError where there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
-    from abrun.experiment.preflight.requirements import is_refused_for_its_model
-    from abrun.launch.preview import preview, preview_json, preview_of_jobs
+    from abrun.launch.preview import feasibility, preview, preview_json, preview_of_jobs
     from abrun.runs.experiment import open_experiment
 
     planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
     plan, scheduler = planned.plan, planned.scheduler
     if options.resume:
         open_experiment(planned.experiment_dir)
+    feasible = feasibility(plan, options.jobs, scheduler)
     if as_json:
-        content = preview_json(plan, options.jobs, scheduler)
-        print_json(content)
-        return 2 if (content["refusals"] if scheduler else is_refused_for_its_model(plan)) else 0
-    if scheduler is None:
-        screen.print(preview(plan, options.jobs))
-        code = 2 if is_refused_for_its_model(plan) else 0  # what else this machine lacks, another may have
+        print_json(preview_json(plan, feasible, options.jobs))
     else:
-        show, possible = preview_of_jobs(plan, scheduler, planned.experiment_dir)
-        screen.print(show)
-        code = 0 if possible else 2
-    _warn_of_memory(screen, plan, options.device_memory, here=scheduler is None)
-    return code
+        screen.print(
+            preview_of_jobs(plan, feasible, scheduler, planned.experiment_dir)
+            if scheduler
+            else preview(plan, feasible, options.jobs)
+        )
+        _warn_of_memory(screen, plan, options.device_memory, here=scheduler is None)
+    return 2 if feasible.is_refused else 0
 
 
 def say_how_to_continue(screen: "Terminal", launched: "Launched") -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import environment, ranks
 from abrun.experiment.preflight.hub import hub_refusal
-from abrun.experiment.preflight.requirements import Machine, missing_of_hub, this_machine
+from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.experiment.preflight.model_files import missing_of_hub
 from abrun.extras import lacking
 from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import MODULE, end_all, end_group, processes_of, start

@@ -16,7 +16,7 @@ from typing import Any
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_draft, make_plan
-from abrun.experiment.preflight.requirements import triton_refusal
+from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
 from abrun.memory.cells import Point
 from abrun.memory.predict import (

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from abrun.experiment.command import AGENT, command_of, environment, imports
 from abrun.experiment.plan import Plan
-from abrun.experiment.preflight.requirements import Machine, refusals, this_machine
+from abrun.experiment.preflight.checks import find_problems
+from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Place
 from abrun.processes import (
     MODULE,
@@ -83,7 +84,7 @@ class LocalEngine:
         self._servers: dict[Kind, Server] = {}
 
     def refusals(self, plan: Plan) -> list[Reason]:
-        return refusals(plan, self._machine, self._num_jobs)
+        return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
     def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Meeting, command_of, environment
-from abrun.experiment.preflight.requirements import node_refusals, this_machine
+from abrun.experiment.preflight.checks import node_refusals
+from abrun.experiment.preflight.machine import this_machine
 from abrun.reasons import Code
 from abrun.recipe.experiment import stored_run
 from abrun.runs.endings import write_ending

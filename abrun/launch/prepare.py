@@ -15,7 +15,7 @@ from typing import Any
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName, compare_hash, config_diff, decisions
-from abrun.experiment.preflight.requirements import refuse_unset_variables
+from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import queued_jobs
 from abrun.launch.git import record_checkout
 from abrun.launch.notes import notes

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.experiment.plan import Plan, decisions
-from abrun.experiment.preflight.requirements import Machine, refusals, refuse_unset_variables, this_machine
+from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
+from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
@@ -29,31 +31,50 @@ MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
 MOST_COMMANDS = 20
 
 
-def preview(plan: Plan, num_jobs: int | None = None) -> RenderableType:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feasibility:
+    """What a launch would be refused for, on this machine or by a scheduler."""
+
+    machine: Machine | None  # None: a scheduler's
+    refusals: list[Reason]
+    is_refused: bool  # for good: no other machine would run the plan, or the scheduler does not take it
+
+
+def feasibility(plan: Plan, num_jobs: int | None = None, scheduler: Scheduler | None = None) -> Feasibility:
+    """Check a plan as its launch would. Raises LaunchError for an unset variable of a run's `env`."""
+    refuse_unset_variables(plan.runs)
+    if scheduler:
+        reasons = scheduler.refusals(plan)
+        return Feasibility(machine=None, refusals=reasons, is_refused=bool(reasons))
+    problems = find_problems(plan, machine := this_machine(), num_jobs)
+    is_refused = any(problem.is_final for problem in problems)
+    return Feasibility(
+        machine=machine, refusals=[problem.reason for problem in problems], is_refused=is_refused
+    )
+
+
+def preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
     """Runs in launch order, the exact treatment diff, the expected power, and what this machine can do of it.
 
-    The last line says which: a plan for other machines is a plan, but must not look like one for this. Raises
-    LaunchError where a variable that a run's `env` refers to is not set.
+    The last line says which: a plan for other machines is a plan, but must not look like one for this.
     """
-    return Group(*_plan(plan), *_devices(plan, this_machine(), num_jobs))
+    return Group(*_plan(plan), *_devices(plan, feasible, num_jobs))
 
 
-def preview_of_jobs(plan: Plan, scheduler: Scheduler, experiment_dir: Path) -> tuple[RenderableType, bool]:
-    """The same, with the jobs that a scheduler would get in place of this machine; and whether it would."""
-    reasons = scheduler.refusals(plan)
-    if reasons:
-        refused = [Text(f"- {printable(sentence(reason))}") for reason in reasons]
-        return Group(*_plan(plan), _heading("Why it cannot run there"), *refused), False
+def preview_of_jobs(
+    plan: Plan, feasible: Feasibility, scheduler: Scheduler, experiment_dir: Path
+) -> RenderableType:
+    """The same, with the jobs that a scheduler would get in place of this machine."""
+    if reasons := feasible.refusals:
+        return Group(*_plan(plan), _heading("Why it cannot run there"), *_listed(sentences(reasons)))
     texts = scheduler.scripts(plan, experiment_dir, compare=True)
     jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
-    return Group(*_plan(plan), *jobs), True
+    return Group(*_plan(plan), *jobs)
 
 
-def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None = None) -> dict[str, Any]:
-    """The same for machines. `refusals` are the reasons why it cannot run here, or where `scheduler` is."""
-    refuse_unset_variables(plan.runs)
-    machine, inert = this_machine(), notes(plan)
-    reasons = refusals(plan, machine, num_jobs) if scheduler is None else scheduler.refusals(plan)
+def preview_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+    """The same for machines. `refusals` are the reasons why it cannot run here, or by the scheduler."""
+    inert, machine, reasons = notes(plan), feasible.machine, feasible.refusals
     return {
         "recipe": plan.recipe.name,
         "arms": list(plan.recipe.arms),
@@ -74,15 +95,14 @@ def preview_json(plan: Plan, num_jobs: int | None, scheduler: Scheduler | None =
         "notes": sentences(inert),
         "note_codes": coded(inert),
         "decided": plan.decided,
-        "machine": str(machine) if scheduler is None else None,
-        "runs_at_once": _at_once(plan, machine, num_jobs) if scheduler is None and not reasons else None,
+        "machine": str(machine) if machine else None,
+        "runs_at_once": _at_once(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
         "refusal_codes": coded(reasons),
     }
 
 
 def _plan(plan: Plan) -> list[RenderableType]:
-    refuse_unset_variables(plan.runs)
     recipe = plan.recipe
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
@@ -96,11 +116,7 @@ def _plan(plan: Plan) -> list[RenderableType]:
         *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
-        *(
-            [_heading("Settings without effect"), *(Text(f"- {line}") for line in sentences(inert))]
-            if inert
-            else []
-        ),
+        *([_heading("Settings without effect"), *_listed(sentences(inert))] if inert else []),
         *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
@@ -203,12 +219,13 @@ def _occupies(config: RunConfig) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _devices(plan: Plan, machine: Machine, num_jobs: int | None) -> list[RenderableType]:
-    reasons = refusals(plan, machine, num_jobs)
+def _devices(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[RenderableType]:
+    machine, reasons = feasible.machine, feasible.refusals
+    assert machine is not None, "a scheduler's jobs are shown instead"
     if reasons:
         return [
             _heading(f"What this machine ({machine}) lacks"),
-            *(Text(f"- {printable(line)}") for line in sentences(reasons)),
+            *_listed(sentences(reasons)),
             Text(f"This machine cannot run {plan.recipe.name}: {_count(reasons, 'reason')}, listed above."),
         ]
     return [Text(f"\nThis machine ({machine}) runs {_at_once(plan, machine, num_jobs)} at once.")]
@@ -296,6 +313,10 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int
     table = Table(columns(*headings, fold=True), rows[:MOST_ROWS])
     more = num_rows - MOST_ROWS
     return [table, Text(f"... and {more} more")] if more > 0 else [table]
+
+
+def _listed(lines: Sequence[str]) -> list[Text]:
+    return [Text(f"- {printable(line)}") for line in lines]
 
 
 def _heading(text: str) -> Text:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName
-from abrun.experiment.preflight.requirements import untested_packages
+from abrun.experiment.preflight.checks import untested_packages
 from abrun.launch.engine import Engine, Place
 from abrun.launch.prepare import prepared
 from abrun.launch.queue import Job, Queue

@@ -6,7 +6,7 @@ the products' inner size, P tensor-parallel ranks.
 
 from typing import Any
 
-from abrun.experiment.preflight.requirements import shape_of
+from abrun.experiment.preflight.model_files import shape_of
 from abrun.memory.step import is_cut
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings
 from abrun.recipe.dtensor import PLAIN_DECODERS

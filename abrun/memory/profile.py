@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.requirements import shape_of
+from abrun.experiment.preflight.model_files import shape_of
 from abrun.experiment.probe import probe, rows_of
 from abrun.memory.cells import Cell, MemoryProfile, Point, cell_of
 from abrun.memory.floor import floor_of

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.preflight.requirements import this_machine, triton_refusal
+from abrun.experiment.preflight.machine import this_machine
+from abrun.experiment.preflight.settings import triton_refusal
 from abrun.experiment.probe import refuse_other_machines
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo

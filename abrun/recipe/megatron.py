@@ -1,12 +1,10 @@
 """Whether the megatron backend can run here, and build and cut a model; found without torch."""
 
-import importlib.metadata
-import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from abrun.extras import without
+from abrun.extras import installed_packages, without
 from abrun.reasons import Code, Reason
 from abrun.recipe.dtensor import PLAIN_DECODERS
 from abrun.recipe.families import attention_obstacle
@@ -28,12 +26,12 @@ CUTS = (  # what has to be a multiple of which ranks
 )
 
 
-def megatron_refusal() -> Reason | None:
-    """Return why this environment cannot run `policy.backend: {type: megatron}`; None where it can."""
+def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None:
+    """Return why `policy.backend: {type: megatron}` cannot run with these packages, or this environment's."""
+    packages = installed_packages() if packages is None else packages
     field, package, install = "policy.backend.type", "megatron-core", "pip install 'abrun[megatron]'"
-    try:
-        version = importlib.metadata.version(package) or "of no version"  # where its metadata are torn
-    except importlib.metadata.PackageNotFoundError:
+    version = packages.get(package)
+    if version is None:
         return without(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if not OLDEST <= numbers < BELOW:
@@ -46,7 +44,7 @@ def megatron_refusal() -> Reason | None:
             install=install,
             instead=None,
         )
-    if numbers >= IMPORTS_TRITON and importlib.util.find_spec("triton") is None:
+    if numbers >= IMPORTS_TRITON and "triton" not in packages:
         return Code.PACKAGE_OF_PACKAGE_MISSING(
             field=field, got="megatron", package=package, version=version, missing="triton", install=install
         )

@@ -1,5 +1,6 @@
 """The trained model: its weights, where it runs, how it is optimised, how it samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -270,9 +271,8 @@ class Rollout(Section):
             return False
         return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None
 
-    @property
-    def support_refusal(self) -> Reason | None:
+    def support_refusal(self, packages: Mapping[str, str] | None = None) -> Reason | None:
         """Return why the installed vLLM cannot record the sets that the recipe demands; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
-        missing = missing_sampling_masks() if demanded else None
+        missing = missing_sampling_masks(packages) if demanded else None
         return Code.EXACT_SUPPORT_UNAVAILABLE(problem=missing) if missing else None

@@ -1,14 +1,16 @@
 """Check that the installed vLLM can report the tokens that its filters kept, without importing it."""
 
 import importlib.metadata
+from collections.abc import Mapping
 
+from abrun.extras import installed_packages
 from abrun.reasons import Code, Reason
-from abrun.recipe.vllm_versions import CPU_BUILD, RELEASES, installed_packages, release_of
+from abrun.recipe.vllm_versions import CPU_BUILD, RELEASES, installed_vllm, release_of
 
 
-def missing_sampling_masks() -> Reason | None:
-    """Return why the installed vLLM cannot report the tokens that it kept; None if it can."""
-    installed = installed_packages()
+def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> Reason | None:
+    """Return why the vLLM of these packages, or the installed one, cannot report the tokens that it kept."""
+    installed = installed_vllm(installed_packages() if packages is None else packages)
     if not installed:
         return Code.VLLM_ABSENT()
     name, version = next(iter(installed.items()))

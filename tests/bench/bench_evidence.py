@@ -26,7 +26,7 @@ from typing import IO, Any
 from abrun.errors import AbrunError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
-from abrun.experiment.preflight.requirements import find_gpus
+from abrun.experiment.preflight.machine import find_gpus
 from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S, Printed, run_plan

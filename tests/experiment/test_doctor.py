@@ -1,10 +1,10 @@
 """What `abrun doctor` says of a machine: this one, ones with GPUs, and broken ones."""
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from abrun.experiment.preflight import doctor
-from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnose
+from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
+from abrun.experiment.preflight.machine import Machine
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
@@ -23,7 +23,6 @@ from tests.test_cli import Run, run
 __all__ = ["run"]
 
 H200 = "0, NVIDIA H200, 143771, 570.1, 9.0"
-BROKEN_VLLM = Code.PACKAGE_BROKEN(package="vllm", error="not [for] it", unneeded=None)
 WORKS = {"torch": ["12.9", 1], "transformers": 0, "triton": 0}
 
 
@@ -31,24 +30,18 @@ def refusals(diagnosis: Diagnosis) -> dict[str, Reason | None]:
     return {part.name: part.refusal for part in diagnosis.parts}
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def diagnosis(imported: dict[str, Any], listed: str = H200, **versions: str) -> Diagnosis:
     """A diagnosis of a machine of which everything is told."""
+    known = {"torch": "2.11.0", "transformers": "5.17.0", "triton": "3.6.0", "vllm": "0.33.0", "ray": "2.50"}
+    here = Machine(gpus=(), cores=8, packages=known | versions, ask_hub=lambda _: None)
+    return diagnosis_of(here, read_gpus(listed), WORKS | imported)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def of(found: dict[str, Any], listed: str = H200, **versions: str) -> Diagnosis:
-        known = {"torch": "2.11.0", "transformers": "5.17.0", "triton": "3.6.0"} | versions
-        monkeypatch.setattr(doctor, "_imported", lambda package: (WORKS | found)[package])
-        monkeypatch.setattr(doctor, "_version", known.get)
-        monkeypatch.setattr(doctor, "vllm_refusal", lambda on_gpu: None if on_gpu else BROKEN_VLLM)
-        monkeypatch.setattr(doctor, "ray_refusal", lambda: None)
-        monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
-        answer = subprocess.CompletedProcess([], 0, stdout=listed, stderr="")
-        monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-        return diagnose()
-
-    return of
+    monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
 
 
 def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
@@ -67,11 +60,11 @@ def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     assert (parts["device", "cuda"] is None) == torch.cuda.is_available()
 
 
-def test_with_a_gpu_everything_is_usable(machine: Any) -> None:
-    diagnosis = machine({}, **{"megatron-core": "0.19.2"})
-    assert [gpu.name for gpu in diagnosis.gpus] == ["NVIDIA H200"]
-    assert {name for name, refusal in refusals(diagnosis).items() if refusal} <= {"megatron"}
-    shown = table(diagnosis)
+def test_with_a_gpu_everything_is_usable() -> None:
+    found = diagnosis({}, **{"megatron-core": "0.19.2"})
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA H200"]
+    assert not any(refusals(found).values())
+    shown = table(found)
     assert re.search(r"GPU 0 +NVIDIA H200, 140 GiB, compute capability 9\.0, driver 570\.1", shown)
 
 
@@ -101,31 +94,29 @@ def test_with_a_gpu_everything_is_usable(machine: Any) -> None:
         ),
     ],
 )
-def test_what_is_broken_is_a_reason(
-    found: Any, listed: str, refused: set[str], code: Code, machine: Any
-) -> None:
-    diagnosis = machine(found, listed)
-    reasons = {name: reason for name, reason in refusals(diagnosis).items() if reason}
+def test_what_is_broken_is_a_reason(found: Any, listed: str, refused: set[str], code: Code) -> None:
+    shown = diagnosis(found, listed)
+    reasons = {name: reason for name, reason in refusals(shown).items() if reason}
     assert reasons.keys() - {"megatron"} == refused - {"megatron"}
     assert code in {reason.code for reason in reasons.values()}
     for line in map(sentence, reasons.values()):
         assert "\n" not in line
-        assert "".join(line.split()) in "".join(table(diagnosis).split()), "with its brackets"
+        assert "".join(line.split()) in "".join(table(shown).split()), "with its brackets"
 
 
-def test_versions_that_were_not_tested_are_warnings(machine: Any) -> None:
-    assert machine({}).warnings == ()
+def test_versions_that_were_not_tested_are_warnings() -> None:
+    assert diagnosis({}).warnings == ()
     versions = {"torch": "99.0.0+cu140", "triton": "3.5.0", "vllm": "99.0"}
-    diagnosis = machine({}, **versions)
-    assert [(reason.code, reason["package"], reason["version"]) for reason in diagnosis.warnings] == [
+    found = diagnosis({}, **versions)
+    assert [(reason.code, reason["package"], reason["version"]) for reason in found.warnings] == [
         (Code.VERSION_UNTESTED, "torch", "99.0.0+cu140"),
         (Code.VERSION_UNTESTED, "triton", "3.5.0"),
     ]
-    lines = sentences(diagnosis.warnings)
-    assert lines[0] in table(diagnosis)
-    content = json.loads(diagnosis.as_json())
+    lines = sentences(found.warnings)
+    assert lines[0] in table(found)
+    content = json.loads(found.as_json())
     assert content["warnings"] == lines and content["warning_codes"][1]["code"] == Code.VERSION_UNTESTED
-    assert not any(refusals(diagnosis)[name] for name in ("dtensor", "triton"))  # a warning refuses nothing
+    assert not any(refusals(found)[name] for name in ("dtensor", "triton"))  # a warning refuses nothing
 
 
 def table(diagnosis: Diagnosis) -> str:
@@ -156,8 +147,7 @@ def test_a_broken_package_is_one_line(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "SECONDS", 2 if "sleep" in source else 60)
-    reason = doctor._imported("torch")
+    reason = try_import("torch", 2 if "sleep" in source else 60)
     if error is None:
         assert reason == Code.IMPORT_TOO_SLOW(package="torch", seconds=2)
     else:
@@ -169,5 +159,5 @@ def test_a_broken_package_is_one_line(
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda _: None)
-    assert doctor._imported("torch") == Code.PACKAGE_NOT_INSTALLED(package="torch", extra="train")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert try_import("torch") == Code.PACKAGE_NOT_INSTALLED(package="torch", extra="train")

@@ -22,7 +22,7 @@ from abrun import runs
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.command import environment
 from abrun.experiment.plan import Plan, RunName, make_plan
-from abrun.experiment.preflight import requirements
+from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import owned_experiment
 from abrun.launch.supervisor import Outcome
@@ -695,7 +695,7 @@ def test_a_launch_names_packages_in_untested_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"torch": "99.0", "transformers": "5.5.3", "triton": "3.5", "liger-kernel": "0.1"}
-    monkeypatch.setattr(requirements, "installed_version", installed.get)
+    monkeypatch.setattr(checks, "installed_packages", lambda: installed)
     observer = Silent()
     assert launch(tmp_path, "seeds=[0, 1]", observer=observer).exit_code == 0
     # not of a package that no run imports

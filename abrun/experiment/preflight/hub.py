@@ -2,8 +2,9 @@
 
 import importlib.util
 
-from abrun.experiment.preflight.model_folder import CONFIG
 from abrun.reasons import Code, Reason
+
+CONFIG = "config.json"
 
 PATIENCE_S = 10.0
 

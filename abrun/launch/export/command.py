@@ -8,12 +8,11 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
-from abrun.experiment.preflight.requirements import anywhere_refusals
+from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.parts import Export, as_yaml
 from abrun.launch.prepare import refuse_impossible
-from abrun.reasons import Code, Reason
-from abrun.recipe.command import CommandRunConfig
+from abrun.reasons import Code
 from abrun.recipe.launcher import launcher_settings
 from abrun.regular_files import exists, is_directory
 from abrun.runs.files import write_file
@@ -31,7 +30,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
         raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
     asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
-    refusals = [*anywhere_refusals(plan), *_commands(plan), *ENGINES[engine].refusals(asked)]
+    refusals = [*anywhere_refusals(plan), *ENGINES[engine].refusals(asked)]
     refuse_impossible(plan, refusals, shown_by_dry_run=False)
     if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):
         raise LaunchError(Code.EXPORT_FOLDER_IN_USE(folder=folder))
@@ -60,12 +59,3 @@ def _write(asked: Export, engine: str, documents: Mapping[str, Any], folder: Pat
     lines = ["#!/bin/sh", note, "set -e", 'cd "$(dirname "$0")"']
     lines += ENGINES[engine].submission(asked, documents)
     write_file(folder / "submit.sh", "\n".join([*lines, ""]).encode(), mode=0o755)
-
-
-def _commands(plan: Plan) -> list[Reason]:
-    configs = {run.name.arm: run.config for run in plan.runs}
-    return [
-        Code.ARMS_CANNOT_RUN(arms=[arm], problem=Code.COMMAND_NEEDS_ONE_NODE(nodes=config.cluster.nodes))
-        for arm, config in configs.items()
-        if isinstance(config, CommandRunConfig) and config.cluster.nodes > 1
-    ]

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.ray import ray_refusal
+from abrun.experiment.preflight.settings import ray_refusal
 from abrun.reasons import Code
 from abrun.redaction import shortened
 

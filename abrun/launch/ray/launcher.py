@@ -12,7 +12,7 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
-from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
+from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import AT_WORK, ClusterJobs
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
@@ -33,10 +33,10 @@ class RayLauncher:
 
     def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
-        reasons = [*anywhere_refusals(plan), *foreign_refusals(plan)]
+        reasons = anywhere_refusals(plan)
         if not reasons:
             self._url = client.dashboard(self._settings.address)
-        return list(dict.fromkeys(reasons))
+        return reasons
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
         """What the job would be. After `refusals`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, pairs
-from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
+from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import AT_WORK, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import Queue
 from abrun.launch.slurm import commands, jobs
@@ -33,11 +33,11 @@ class SlurmLauncher:
 
     def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
-        reasons = [*anywhere_refusals(plan), *foreign_refusals(plan)]
+        reasons = anywhere_refusals(plan)
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
             reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
-        return list(dict.fromkeys(reasons)) or self._refused_by_slurm(plan)
+        return reasons or self._refused_by_slurm(plan)
 
     def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
         """The text of every script that would be submitted, by name, in order. After `refusals`."""

@@ -134,7 +134,7 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
     Raises LaunchError where it does not start.
     """
     progress.beat("starting vllm")
-    wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal
+    wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal()
     if wrong:
         raise LaunchError(wrong)
     with apart(device), failing("start", tail):

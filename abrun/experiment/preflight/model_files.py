@@ -1,17 +1,25 @@
-"""What is wrong with a checkpoint's folder, as far as its files say without the tensors in them."""
+"""What is wrong with a run's model, as far as files and the hub say without the tensors in them."""
 
 import json
 import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from abrun.experiment.preflight.hub import CONFIG
 from abrun.reasons import Code, Reason
-from abrun.regular_files import exists, open_regular, read_regular
+from abrun.recipe.policy import Model
+from abrun.recipe.run import OwnRunConfig
+from abrun.regular_files import exists, is_directory, open_regular, read_regular
 
 LARGEST_CONFIG = 2**24  # bytes of a model's config.json
 # Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
 LARGEST_INDEX = 2**27
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Variables by which a run looks for a hub and what was fetched from it elsewhere
+ASKS_OTHERWISE = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
 
 class DamagedFile(ValueError):
@@ -28,6 +36,41 @@ def config_of(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(found).__name__))
     return found
+
+
+def shape_of(model: Model) -> Mapping[str, Any]:
+    """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
+    if model.preset:
+        return model.architecture
+    try:
+        return config_of(Path(model.path or "").expanduser())
+    except (OSError, ValueError):  # which is said with what else is wrong with the folder, or by the trainer
+        return {}
+
+
+def folder_refusal(model: Model) -> Reason | None:
+    """Return why the model of a folder cannot load; None if it can, or is no folder's."""
+    if not model.path or not _is_folder(model.path):
+        return None
+    folder = Path(model.path).expanduser()
+    if not is_directory(folder):
+        return Code.SETTING_REFUSED(field="model.path", got=repr(model.path))
+    damage = folder_damage(folder)
+    return damage and Code.MODEL_FOLDER_DAMAGED(path=model.path, problem=damage)
+
+
+def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
+    """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
+    weights = config.model.path
+    if not weights or _is_folder(weights) or any(map(ASKS_OTHERWISE.match, config.trainer.env)):
+        return None
+    problem = ask(weights)
+    return problem and Code.MODEL_NOT_ON_HUB(path=weights, problem=problem)
+
+
+def _is_folder(weights: str) -> bool:
+    """Where no such folder is here, NAME and OWNER/NAME are a hub's."""
+    return weights[0] in "/.~" or weights.count("/") > 1 or is_directory(Path(weights))
 
 
 def folder_damage(folder: Path) -> Reason | None:

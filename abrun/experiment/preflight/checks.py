@@ -1,0 +1,263 @@
+"""Every check of a plan before its runs start: what a run needs, and why it is not here; found without torch.
+
+`abrun launch`, its dry run, cluster launchers and the nodes of their jobs go through CHECKS, in this order.
+"""
+
+import importlib.machinery
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.experiment.plan import Plan, PlannedRun
+from abrun.experiment.preflight.machine import Machine
+from abrun.experiment.preflight.model_files import folder_refusal, missing_of_hub, shape_of
+from abrun.experiment.preflight.settings import SETTINGS
+from abrun.extras import installed_packages, is_imported, lacking, untested_version
+from abrun.reasons import Code, Reason
+from abrun.recipe.command import CommandRunConfig, invocation, unset_variables
+from abrun.recipe.dtensor import dtensor_misfit
+from abrun.recipe.families import family_refusal, stream_misfit
+from abrun.recipe.megatron import megatron_misfit
+from abrun.recipe.policy import Megatron
+from abrun.recipe.reading import dotted
+from abrun.recipe.run import OwnRunConfig, RunConfig, not_built
+from abrun.recipe.tasks import GENERATED, ReasoningGym
+from abrun.recipe.vllm import vllm_misfit
+from abrun.regular_files import is_file
+from abrun.tasks import hold_out
+
+TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What runs of a kind need. `find` yields why a machine does not have it for one of them."""
+
+    needs: str
+    runs: type[RunConfig]
+    find: Callable[[Any, Machine], Iterable[Reason]]
+    # What has to change: the recipe (a login node can tell, too), a file that it names, or the machine.
+    cause: Literal["recipe", "file", "machine"] = "machine"
+
+
+def _misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """Yield why no machine can train a model as the recipe says, as far as its configuration shows."""
+    backend, shape = config.policy.backend, shape_of(config.model)
+    if obstacle := family_refusal(shape):
+        yield Code.MODEL_FAMILY_NOT_TRAINED(path=config.model.path, obstacle=obstacle)
+    elif isinstance(backend, Megatron):
+        yield from filter(None, [megatron_misfit(shape, backend)])
+    else:
+        yield from filter(None, [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)])
+
+
+def _multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+    if config.cluster.nodes > 1:
+        yield Code.COMMAND_NEEDS_ONE_NODE(nodes=config.cluster.nodes)
+
+
+def _missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+    """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
+    filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
+    path = filled.env.get("PATH", os.environ.get("PATH"))
+    if shutil.which(filled.argv[0], path=path) is None:
+        yield Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(filled.argv[0]))
+
+
+def _missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+    extras = ["train", *(["wandb"] if config.wandb else [])]
+    yield from filter(None, (lacking(extra, machine.packages) for extra in extras))
+
+
+def _missing_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+    """Values of the recipe whose package, version or device the machine lacks."""
+    on_gpu = config.cluster.gpus_per_node > 0
+    for (field, value), refusal in SETTINGS.items():
+        if field.startswith("launcher.") or attrgetter(field)(config) != value:
+            continue
+        if field != "rollout.engine":
+            problem = refusal(machine.packages, on_gpu)
+        elif config.samples:
+            problem = (
+                refusal(machine.packages, on_gpu)
+                or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
+                or config.rollout.support_refusal(machine.packages)
+            )
+        else:
+            problem = None
+        yield from [problem] if problem else []
+
+
+def _bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    yield from filter(None, [folder_refusal(config.model)])
+
+
+def _missing_of_hub(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+    yield from filter(None, [missing_of_hub(config, machine.ask_hub)])
+
+
+def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """Files of task and validation that runs would refuse; of long ones, as far as their first lines tell."""
+    from abrun.tasks.problems import look_at_problems
+
+    task, validation = config.task, config.validation
+    try:
+        if isinstance(task, ReasoningGym):
+            return
+        if isinstance(task, GENERATED):
+            if validation:
+                hold_out(task, validation)
+            return
+        trained = look_at_problems(task, task.path, "task.path")
+        if validation:
+            path = validation.path
+            source = look_at_problems(task, path, "validation.path") if path else trained
+            held_out = source.held_out(validation.num_prompts) if source else []
+            if trained:
+                trained.without(frozenset(example.prompt for example in held_out))
+    except RecipeError as error:
+        yield error.reason
+
+
+def _missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """A user's module that is not where the trainer looks for it; importing it is the trainer's."""
+    verifier = getattr(config.task, "verifier", None)
+    package = (verifier or "").partition(":")[0].partition(".")[0]
+    if not verifier or package in sys.builtin_module_names:
+        return
+    if importlib.machinery.PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        yield Code.VERIFIER_NOT_FOUND(verifier=verifier, package=package)
+
+
+def _bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    from abrun.runs.saved import saved_state
+
+    if (folder := config.checkpoint.start_from) is None:
+        return
+    path = Path(folder).expanduser()
+    try:
+        state = saved_state(path)
+        _check_sizes(path, state.files)
+    except StoreError as error:
+        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)
+        return
+    if state.step >= config.steps:
+        yield Code.START_AFTER_LAST_STEP(folder=folder, step=state.step, steps=config.steps)
+
+
+def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises StoreError for a file that is not there or was cut off; checksums are the trainer's to read."""
+    for name, recorded in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise StoreError(Code.CHECKPOINT_FILE_UNREADABLE(file=name, error=error.strerror)) from None
+        if size != recorded.get("bytes"):
+            expected = recorded.get("bytes")
+            raise StoreError(Code.CHECKPOINT_FILE_TRUNCATED(file=name, bytes=size, expected=expected))
+
+
+def _missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
+    cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
+    ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
+    if cluster.nodes > 1 and not isinstance(config, CommandRunConfig):
+        yield Code.SETTING_REFUSED(field="cluster.nodes", got=cluster.nodes)
+    if cluster.gpus_per_node and count > gpus:
+        yield Code.TOO_FEW_GPUS(ranks=ranks, engines=engines, gpus=gpus)
+    if not cluster.gpus_per_node and count > machine.cores:
+        yield Code.TOO_FEW_CORES(ranks=ranks, engines=engines, cores=machine.cores)
+
+
+CHECKS = (
+    Check(
+        needs="an implementation",
+        runs=OwnRunConfig,
+        find=lambda config, _: not_built(config),
+        cause="recipe",
+    ),
+    Check(needs="a single node", runs=CommandRunConfig, find=_multi_node_command, cause="recipe"),
+    Check(needs="a model that fits its settings", runs=OwnRunConfig, find=_misfits, cause="recipe"),
+    Check(needs="its command", runs=CommandRunConfig, find=_missing_command),
+    Check(needs="the extras of the trainer", runs=OwnRunConfig, find=_missing_extras),
+    Check(needs="whole files of its model", runs=OwnRunConfig, find=_bad_folder, cause="file"),
+    Check(needs="its model from a hub", runs=OwnRunConfig, find=_missing_of_hub),
+    Check(needs="problems that it can read", runs=OwnRunConfig, find=_bad_problems, cause="file"),
+    Check(needs="its verifier's module", runs=OwnRunConfig, find=_missing_verifier),
+    Check(needs="the checkpoint that it starts from", runs=OwnRunConfig, find=_bad_checkpoint),
+    Check(needs="packages and devices of its settings", runs=OwnRunConfig, find=_missing_settings),
+    Check(needs="GPUs or CPU cores", runs=RunConfig, find=_missing_devices),
+)
+ELSEWHERE = frozenset({Code.PROBLEMS_UNREADABLE})  # files that another machine may have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why arms of a plan cannot run on a machine."""
+
+    reason: Reason
+    is_final: bool  # another machine would not help
+
+
+def find_problems(
+    plan: Plan, machine: Machine, num_jobs: int | None = None, checks: Iterable[Check] = CHECKS
+) -> list[Problem]:
+    """Return why a machine cannot run the plan, `num_jobs` runs at once; first what no machine could run."""
+    configs = {run.name.arm: run.config for run in plan.runs}
+    arms_of: dict[tuple[Reason, bool], list[str]] = {}
+    for check in checks:
+        for arm, config in configs.items():
+            for reason in check.find(config, machine) if isinstance(config, check.runs) else ():
+                is_final = check.cause != "machine" and reason.code not in ELSEWHERE
+                arms_of.setdefault((reason, is_final), []).append(arm)
+    for arm, config in configs.items():
+        count, gpus = config.devices_per_node, len(machine.gpus)
+        if num_jobs and config.cluster.gpus_per_node and count <= gpus < count * num_jobs:
+            reason = Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus)
+            arms_of.setdefault((reason, False), []).append(arm)
+    problems = [
+        Problem(reason=Code.ARMS_CANNOT_RUN(arms=arms, problem=reason), is_final=is_final)
+        for (reason, is_final), arms in arms_of.items()
+    ]
+    reference = plan.recipe.compare.reference
+    if reference and not is_file(Path(reference).expanduser()):
+        missing = Code.SETTING_REFUSED(field="compare.reference", got=repr(reference))
+        problems.append(Problem(reason=missing, is_final=False))
+    return problems
+
+
+def anywhere_refusals(plan: Plan) -> list[Reason]:
+    """Return what no machine could run: all that a login node can say of nodes that it does not know."""
+    nowhere = Machine(gpus=(), cores=0, packages={}, ask_hub=lambda _: None)
+    checks = [check for check in CHECKS if check.cause == "recipe"]
+    return [problem.reason for problem in find_problems(plan, nowhere, checks=checks)]
+
+
+def node_refusals(config: RunConfig, machine: Machine) -> list[Reason]:
+    """Return why a machine cannot be one of the nodes of a run."""
+    node = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
+    return [
+        reason for check in CHECKS if isinstance(node, check.runs) for reason in check.find(node, machine)
+    ]
+
+
+def untested_packages(plan: Plan, packages: Mapping[str, str] | None = None) -> list[Reason]:
+    """Return a reason for each package that abrun's trainer imports in a version that was not tested."""
+    packages = installed_packages() if packages is None else packages
+    configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]
+    values = [dotted(config.model_dump(mode="json")) for config in configs]
+    imported = [name for name in TRAINER_PACKAGES if any(is_imported(name, config) for config in values)]
+    return list(filter(None, (untested_version(name, packages.get(name)) for name in imported)))
+
+
+def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
+    """Raises LaunchError where a run's `env` refers to a variable that the launcher does not have."""
+    for run in runs:
+        unset = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
+        if unset:
+            raise LaunchError(Code.OF_SUBJECT(subject=f"arms.{run.name.arm}", problem=unset[0]))
