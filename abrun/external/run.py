@@ -105,7 +105,6 @@ class _Run:
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
         self._awake = Awake()
-        self._pid: int | None = None
 
     def run(self) -> int:
         filled, trainer, writer = self._filled, self._config.trainer, self._writer
@@ -121,7 +120,6 @@ class _Run:
             self._command() as process,
         ):
             pass_on()
-            self._pid = process.pid
             status, ended_for = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.insisted)
@@ -209,7 +207,7 @@ class _Run:
         """Why a command that has ended did not make a run."""
         if status:
             printed = self._here.printed(self._log_start)
-            ending = ending_of(status, printed, self._oom_kills, self._pid)
+            ending = ending_of(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._here.log)
         if not self._follower.found:
             metrics = self._config.trainer.metrics

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from abrun.experiment.plan import Plan, decisions
 from abrun.experiment.preflight.requirements import Machine, refusals, refuse_unset_variables, this_machine
-from abrun.launch.engine import Scheduler
+from abrun.launch.cluster import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.messages import sentence, sentences

@@ -27,7 +27,6 @@ RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a ru
 INSISTS_AFTER_S = 2.0
 PAUSE_S = 10.0  # more than a busy machine lets a process wait
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel
 SLURM_STARVED = r"^slurmstepd: error: Detected .*oom.?kill|^srun: error: .*(Out Of Memory|OUT_OF_MEMORY)"
 MODULE = ("-P", "-m")  # of our own processes: a module of the working directory must not shadow any
 STARTER = Path(__file__).with_name("starter.py")
@@ -222,15 +221,17 @@ def first_cause(printed: str) -> str:
     return printed.partition("\nThe above exception was the direct cause of")[0].strip()
 
 
-def ending_of(status: int, printed: str, oom_kills_before: int | None, pid: int | None = None) -> Reason:
+def ending_of(status: int, printed: str, oom_kills_before: int | None) -> Reason:
     """A process's end, with the error that is the last in what it printed, or else its last line.
 
     Where the kernel has killed more for want of memory than `oom_kills` said when it started, or Slurm says
-    that it has, it says so; with a `pid` only where the kernel's log, if it can be read, names that.
+    that it has, it says so.
     """
     name = killed_by(status)
     if name == "SIGKILL" or status == shell_code(-signal.SIGKILL):  # that of a shell's child
-        if memory_ran_out(printed) or _counted_and_named(oom_kills_before, pid if name else None):
+        now = oom_kills()
+        is_counted = now is not None and oom_kills_before is not None and now > oom_kills_before
+        if memory_ran_out(printed) or is_counted:
             return Code.OUT_OF_MEMORY_KILLED(signal=name, exit_code=None if name else status)
         return Code.KILLED(signal=name) if name else Code.EXIT_CODE(exit_code=status, last_line=None)
     if name:
@@ -258,14 +259,6 @@ def memory_ran_out(printed: str) -> bool:
     return bool(re.search(SLURM_STARVED, printed, re.MULTILINE))
 
 
-def _counted_and_named(oom_kills_before: int | None, pid: int | None) -> bool:
-    """Whether the kernel has killed for want of memory since: a process of this group, and this one."""
-    now, named = oom_kills(), _oom_killed()
-    counted = None if now is None or oom_kills_before is None else now > oom_kills_before
-    told = None if named is None or pid is None else pid in named
-    return bool(counted or told) and counted is not False and told is not False
-
-
 def oom_kills() -> int | None:
     """How many processes the kernel has killed for want of memory: in this control group, else on this host.
 
@@ -289,33 +282,6 @@ def oom_kills() -> int | None:
             if counts:
                 return int(counts[0])
     return None
-
-
-def _oom_killed() -> set[int] | None:
-    """The processes that the kernel's log says it has killed for want of memory.
-
-    None where this user may not read it, or it counts processes otherwise than this one's namespace.
-    """
-    killed = set[int]()
-    try:
-        if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
-            return None
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        while True:
-            try:
-                line = os.read(log, 8192)
-            except BlockingIOError:  # that was all
-                return killed
-            except BrokenPipeError:  # overwritten as it was read
-                continue
-            killed |= {int(pid) for pid in re.findall(rb"[Oo]ut of memory: Kill(?:ed)? process (\d+)", line)}
-    except OSError:
-        return None
-    finally:
-        os.close(log)
 
 
 # --- finding ---

@@ -130,7 +130,7 @@ def serve(asked: socket.socket, may_fork: Callable[[], bool]) -> list[str]:
         if middle == 0:
             copy = _fork()
             if copy == 0:
-                _begin(asked, *files, order["variables"], order["parent"])
+                _begin(asked, files, order["variables"], order["parent"])
                 return order["words"]
             os._exit(copy is None)
         if middle is None or os.waitpid(middle, 0)[1]:
@@ -168,8 +168,8 @@ def _run_to_end(run: Callable[[], object]) -> NoReturn:
         status = 0
     except SystemExit as error:
         status = error.code or 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing does
         atexit._run_exitfuncs()
@@ -179,15 +179,16 @@ def _run_to_end(run: Callable[[], object]) -> NoReturn:
 
 
 def _begin(
-    asked: socket.socket, output: int, told: int, variables: Mapping[str, str | None], parent: int
+    asked: socket.socket, files: Sequence[int], variables: Mapping[str, str | None], parent: int
 ) -> None:
     """Make a copy that has just been forked a process of its own, of the run that its variables name."""
+    output, told = files
     os.setsid()
     deadline = time.monotonic() + ANSWER_S
     while os.getppid() != parent and time.monotonic() < deadline:
         time.sleep(0.0005)
     die_with_parent(signal.SIGTERM, parent)
-    Path("/proc/self/comm").write_text(mark_of(variables[RUN_DIR]))
+    Path("/proc/self/comm").write_text(mark_of(variables[RUN_DIR] or ""))
     with asked:
         asked.send(str(os.getpid()).encode())
     if not os.read(told, 1):  # nobody waits for this one any more

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from abrun.processes import die_with_parent
 
 AGENT = "ABRUN_AGENT"  # the environment variable that names the process that watches
@@ -25,7 +27,10 @@ SHOW_STACK = signal.SIGUSR2
 WAITING = "waiting for its turn"  # said while others use its devices: no time of its own
 PATIENCE, LEAST_PATIENCE_S = 10, 60.0  # a silence longer than that many steps, and than that, is unusual
 FEWEST_STEPS, LAST_STEPS = 3, 20  # to judge by: the first ones compile
-STUCK = {"T": "a process that a signal has stopped", "D": "a call of the system that does not return"}
+STUCK = {
+    psutil.STATUS_STOPPED: "a process that a signal has stopped",
+    psutil.STATUS_DISK_SLEEP: "a call of the system that does not return",
+}
 _LINE = 200  # bytes
 
 
@@ -178,10 +183,10 @@ def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> 
 def _stuck(pid: int) -> Place | None:
     """Why a process cannot say where it is, by the kernel's word."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        said = STUCK.get(psutil.Process(pid).status())
+    except psutil.Error:
         return None
-    return Place(STUCK[state]) if state in STUCK else None
+    return Place(said) if said else None
 
 
 def _place(stack: Path) -> Place:

@@ -30,8 +30,7 @@ class Primary(Section):
     baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
     the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
     baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
-    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on;
-    a `correlation` above 0.5 also weighs the unused seeds of a frozen reference.
+    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
     metric: (

@@ -47,7 +47,6 @@ class Failure:
     """How a rank failed."""
 
     rank: int
-    pid: int
     status: int  # as `subprocess` gives it
     cause: Reason | None  # by the rank itself; None where it could say nothing any more
     time_s: int
@@ -89,7 +88,7 @@ def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict
         if not status or rank in failures:
             continue
         cause, time_s = _recorded(error_file(scratch, rank)) or (None, int(time.time()))
-        failures[rank] = Failure(rank=rank, pid=process.pid, status=status, cause=cause, time_s=time_s)
+        failures[rank] = Failure(rank=rank, status=status, cause=cause, time_s=time_s)
 
 
 def _recorded(file: Path) -> tuple[Reason, int] | None:
@@ -120,4 +119,4 @@ def cause_of(failure: Failure, printed: str, oom_kills_before: int | None) -> Re
         return Code.COLLECTIVE_TIMED_OUT(waited_s=int(late[2]) / 1000, work=late[1])
     if failure.cause and not killed_by(failure.status):
         return failure.cause
-    return ending_of(failure.status, "", oom_kills_before, failure.pid)
+    return ending_of(failure.status, "", oom_kills_before)

@@ -69,7 +69,7 @@ class WandbMirror:
             return
         self.poll()
         if code < 0:
-            ending = ending_of(code, "", self._oom_kills, process.pid)
+            ending = ending_of(code, "", self._oom_kills)
             self._say(f"its process was {sentence(ending)}; {again}")
 
     def _read(self, output: IO[str]) -> None:

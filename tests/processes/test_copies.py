@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -31,7 +31,7 @@ time.sleep(60)
 
 
 def first_copy(
-    words: list[str], env: dict[str, str], does: list[str], variables: dict[str, str | None], output: int
+    words: list[str], env: dict[str, str], does: list[str], variables: Mapping[str, str | None], output: int
 ) -> tuple[Server, Fork | None]:
     """A server and, once it has done its imports, its first copy; None where it ends instead."""
     server, before = Server("tests.copied", words, env), {*children(os.getpid())}
@@ -174,8 +174,8 @@ def test_one_asks_who_has_many_files_open(tmp_path: Path) -> None:
     try:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context((tmp_path / "log").open("ab")) for _ in range(1100)]
-            variables: dict[str, str | None] = {RUN_DIR: str(tmp_path)}
-            server, copy = first_copy([], dict(os.environ), ["end", "3"], variables, files[-1].fileno())
+            order = (["end", "3"], {RUN_DIR: str(tmp_path)}, files[-1].fileno())
+            server, copy = first_copy([], dict(os.environ), *order)
             assert copy and ended(copy) == 3
             server.close()
     finally:

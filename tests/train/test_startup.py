@@ -14,18 +14,19 @@ from abrun.train import startup
 from tests.train.runs import make_run, run_config, single_rank, train_here
 
 ENDS = """
-from abrun.train import early
-driver = early.begin()
+from abrun.train import startup
+driver = startup.begin()
 import triton.compiler, triton.language
-early.finish(driver)
+startup.finish(driver)
 """
 CONTEXT = """
 import ctypes, torch
-from abrun.train import early
-early.finish(early.begin())
+from abrun.train import startup
+startup.finish(startup.begin())
 flags, active = ctypes.c_uint(), ctypes.c_int()
 assert not torch.cuda.is_initialized()
-assert ctypes.CDLL(early.DRIVER).cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+state = ctypes.CDLL(startup.DRIVER).cuDevicePrimaryCtxGetState
+assert state(0, ctypes.byref(flags), ctypes.byref(active)) == 0
 assert active.value == 1
 assert torch.ones(3, device="cuda").sum() == 3
 """

@@ -51,10 +51,10 @@ class Separate:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        of_replicas = self._ranks.gather([list(zip(prompts, draws.seeds(), strict=True))])
+        of_replicas = self._ranks.all_gather_data([list(zip(prompts, draws.seeds(), strict=True))])
         requests = [request for of_replica in of_replicas for request in of_replica]
         sampled = self._engines.generate(requests, temperature) if self._engines else None
-        completions = self._ranks.of_first(sampled)
+        completions = self._ranks.broadcast_world(sampled)
         first = sum(map(len, of_replicas[: self._ranks.data.rank()]))
         return completions[first : first + len(prompts)]
 
@@ -243,7 +243,7 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
-        ending = None if status is None else ending_of(status, printed, self._oom_kills, self._process.pid)
+        ending = None if status is None else ending_of(status, printed, self._oom_kills)
         how = sentence(ending) if ending else "hung up"
         return (
             f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"
