@@ -48,7 +48,7 @@ def _reason(error: Any, model: type[BaseModel], context: Mapping[str, Any]) -> R
     if kind == "value_error":  # raised in a validator of ours, of a field or of a section
         problem = details["error"]
         refused = getattr(problem, "field", "") or field
-        return Code.RULE_BROKEN(**context, field=refused, problem=str(problem))
+        return Code.RULE_BROKEN(**context, field=refused, problem=getattr(problem, "problem", str(problem)))
     got = shortened(error["input"])
     if kind in ("too_short", "too_long"):
         limit = details["min_length" if kind == "too_short" else "max_length"]

@@ -20,8 +20,8 @@ class FieldError(ValueError):
     """Raised by validators: what is wrong with the validated field or section, or with `field`."""
 
     def __init__(self, problem: str, field: str = "") -> None:
-        super().__init__(problem)
-        self.field = field
+        super().__init__(f"{field}: {problem}" if field else problem)
+        self.field, self.problem = field, problem
 
 
 class Section(BaseModel):
