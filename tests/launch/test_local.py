@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import os
 import shutil
 import signal
 import socket
@@ -661,7 +662,7 @@ def test_a_deaf_run_of_a_killed_launcher_is_killed_before_it_runs_again(
 def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_another_user = Process(4711, "1")
+    of_another_user = Process()
 
     def at_work_there(run_dir: Path) -> set[Process]:
         return {of_another_user} if run_dir.match("baseline/seed-0") else set()
@@ -672,7 +673,7 @@ def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
     observer = Silent()
     outcome = launch(tmp_path, jobs=4, observer=observer)
     assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
-    assert any(line.startswith("baseline/seed-0: ") and "(4711)" in line for line in observer.said)
+    assert any(line.startswith("baseline/seed-0: ") and f"({os.getpid()})" in line for line in observer.said)
 
 
 def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
