@@ -9,7 +9,7 @@ from abrun.recipe.faults import FAULTS, Fault
 COLUMNS = columns("name", "seam", "what it does", "size", "needs", "shows", "source")
 HEAD = """# Faults, and what a comparison would have caught
 
-Printed by `python docs/faults.py`, from `abrun/recipe/faults.py`; a test compares the two.
+Printed by `python docs/faults.py`, from `abrun/recipe/faults.toml`; a test compares the two.
 
 "Equivalent" is worth what the experiment could have found. So abrun can break the baseline on purpose, in
 ways that have happened: each fault below is one small change after a real bug report, none of which crashed

@@ -12,7 +12,7 @@ from typing import Any
 
 from abrun.experiment.plan import make_plan
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Declared, Recipe
-from abrun.recipe.policy import PRESET_EXPERTS
+from abrun.recipe.presets import PRESET_EXPERTS
 from abrun.recipe.reading import dotted
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -14,7 +14,8 @@ from abrun import cli
 from abrun.api import launching
 from abrun.api.launching import Launched
 from abrun.experiment.plan import RunName
-from abrun.launch import Outcome, auto
+from abrun.launch import auto
+from abrun.launch.supervisor import Outcome
 from abrun.reasons import Code
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.report.comparing import compare_sources

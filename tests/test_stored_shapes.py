@@ -16,8 +16,7 @@ from abrun import watch
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import supervisor
-from abrun.launch.earlier import other_code
-from abrun.launch.ownership import owned_experiment
+from abrun.launch.prepare import owned_experiment
 from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
 from abrun.logs.stored import read_run_dir
@@ -117,7 +116,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
 
     def resumed() -> None:
         with owned_experiment(plan, directory, resume=True):
-            other_code(plan, directory, {"sha": "a" * 40}, here=True)
+            pass
 
     def shown() -> None:
         watch.render(directory.name, watch.ExperimentReader(directory).read(), 100)

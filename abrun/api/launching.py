@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING, Literal
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName
-from abrun.launch import (
-    experiment_dir_of,
-    hand_over,
-    make_engine,
-    make_scheduler,
-    queued_jobs,
-    run_plan,
-    stages,
-    wait_for,
-)
+from abrun.launch import stages
 from abrun.launch.auto import closed_plan
-from abrun.launch.engine import Engine, Scheduler
-from abrun.launch.supervisor import Outcome
+from abrun.launch.cluster import Scheduler, make_scheduler, queued_jobs
+from abrun.launch.engine import Engine, make_engine
+from abrun.launch.handover import hand_over, wait_for
+from abrun.launch.prepare import experiment_dir_of
+from abrun.launch.supervisor import Outcome, run_plan
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS

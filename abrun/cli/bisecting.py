@@ -101,17 +101,13 @@ def bisect(
 
 
 def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
-    """Search in view, write what was found, and take away what is not kept; returns the exit code."""
+    """Search in view, show what was found, and take away what is not kept; returns the exit code."""
     from abrun.diagnose.bisect import report
     from abrun.diagnose.bisect.command import FILE, EndpointError, StoppedError
-    from abrun.runs.files import write_file
 
     screen = console()
     try:
-        outcome = bisection.run(
-            _launcher(screen, directory, jobs),
-            screen.say,
-        )
+        outcome = bisection.run(_launcher(screen, directory, jobs), screen.say)
     except StoppedError as stopped:
         screen.say("Stopped. The same command goes on.")
         return stopped.exit_code
@@ -120,11 +116,9 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
             bisection.clean_up()
         raise
     screen.print(report.shown(outcome))
-    path = directory / FILE
-    write_file(path.with_suffix(".txt"), report.text_of(outcome).encode())
     if not keep:
         bisection.clean_up()
-    screen.say(f"All of it is in {path}")
+    screen.say(f"All of it is in {directory / FILE}")
     return outcome.exit_code
 
 
@@ -132,7 +126,10 @@ def _launcher(
     screen: "Terminal", directory: Path, jobs: int | None
 ) -> "Callable[[Plan, Collection[RunName]], int]":
     """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
-    from abrun.launch import LaunchOptions, make_engine, queued_jobs, run_plan
+    from abrun.experiment.options import LaunchOptions
+    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.engine import make_engine
+    from abrun.launch.supervisor import run_plan
     from abrun.runs.experiment import is_experiment
     from abrun.watch import View
 

@@ -132,8 +132,8 @@ def export(
         abrun export recipe.yaml --to skypilot
     """
     from abrun.experiment.plan import make_plan
-    from abrun.launch import experiment_dir_of
     from abrun.launch.export.command import export as write_manifests
+    from abrun.launch.prepare import experiment_dir_of
     from abrun.recipe.experiment import load_recipe
 
     plan = make_plan(load_recipe(recipe, overrides or []))
@@ -149,7 +149,7 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun watch quickstart
     """
     from abrun import watch as live
-    from abrun.launch import queued_jobs
+    from abrun.launch.cluster import queued_jobs
     from abrun.runs.experiment import find_experiment
 
     live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
@@ -171,7 +171,7 @@ def status(
         abrun status quickstart --json
     """
     from abrun import watch as live
-    from abrun.launch import queued_jobs
+    from abrun.launch.cluster import queued_jobs
     from abrun.runs.experiment import find_experiment
 
     screen = console()
@@ -195,7 +195,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     Examples:
         abrun cancel quickstart
     """
-    from abrun.launch import cancel as cancel_experiment
+    from abrun.launch.cluster import cancel as cancel_experiment
     from abrun.runs.experiment import find_experiment
 
     print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
@@ -217,7 +217,7 @@ def logs(
         abrun logs quickstart/baseline/seed-0 --follow
     """
     from abrun import watch as live
-    from abrun.launch import queued_jobs
+    from abrun.launch.cluster import queued_jobs
 
     path = runs_dir / run
     for part in live.log_of(path if is_directory(path) else Path(run), queued_jobs, follow=follow):

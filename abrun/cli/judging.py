@@ -177,6 +177,7 @@ def freeze(
         abrun freeze runs/old --primary 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
+    from abrun.diagnose.ledger.command import ledger_begun_by
     from abrun.recipe.claims import parse_primary
     from abrun.recorded.sources import Reading, open_sources, stored_in
     from abrun.report.comparing import freeze_arm
@@ -196,14 +197,8 @@ def freeze(
     experiment = open_sources(sources, reading, primaries)
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
-    begin_ledger = None
-    if budget is not None:
-        from abrun.diagnose.ledger.command import ledger_begun_by
-
-        begin_ledger = ledger_begun_by(
-            experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
-        )
-    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin_ledger)
+    begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
+    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
     said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().say(

@@ -171,13 +171,14 @@ def _predict_head(head: "Head", plan: "Plan", folder: Path, device: str | None) 
 
 
 def _show(profile: "MemoryProfile", folder: Path) -> None:
-    from abrun.memory.show import tables
+    from abrun.memory.show import hints, tables
 
     for table in tables(profile):
         console().print(table)
     if profile.note:
         console().say(profile.note)
-    console().say(f"memory.html, peaks.json and the pictures are in {folder}")
+    for line in hints(profile, folder):
+        console().say(line)
 
 
 def _predict(plan: "Plan", folder: Path, device: str | None) -> None:

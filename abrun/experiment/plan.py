@@ -15,7 +15,7 @@ from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, OPEN, Declared
 from abrun.recipe.faults import ONE_ULP
 from abrun.recipe.merging import TYPES, defaults_of_type
-from abrun.recipe.policy import PRESET_EXPERTS
+from abrun.recipe.presets import PRESET_EXPERTS
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import OwnRunConfig, RunConfig

@@ -3,17 +3,12 @@
 <directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
 <directory>/rows.jsonl   what was measured, appended by rank 0 (by rank N: rows-N.jsonl)
 <directory>/output.log   what the ranks printed
-<directory>/turn         there once the ranks of a probe that waits may use its devices
 """
 
-import math
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +18,18 @@ from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.requirements import Machine, missing_of_hub, this_machine
 from abrun.extras import lacking
 from abrun.messages.records import print_reason, printed_reason
-from abrun.processes import MODULE, end_all, end_group, processes_of, progress, start, wait
+from abrun.processes import MODULE, end_all, end_group, processes_of, start
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
-from abrun.regular_files import exists
 from abrun.runs.files import explained, open_log, read_json, write_json
 from abrun.runs.lines import LineWriter, read_lines
 
 GRACE_S = 5.0
-POLL_S = 0.05
-JOB, ROWS, LOG, TURN = "job.json", "rows", "output.log", "turn"
-WAITS = "waits"  # in a job: its ranks wait for their turn
+JOB, ROWS, LOG = "job.json", "rows", "output.log"
 
 
 class ProbeRefused(LaunchError):
     """With what a probe's module itself says: it cannot do here what it was asked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Of a probe among several: its GPUs, and when it may use them. Its processes start before that."""
-
-    gpus: Sequence[str]
-    turn: AbstractContextManager[Any]  # entered for as long as it uses them
-    stopped: Callable[[], str | None]  # why all probes are to end; None: they are not
 
 
 def probe(
@@ -54,19 +37,18 @@ def probe(
     directory: Path,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    place: Place | None = None,
 ) -> list[dict[str, Any]]:
     """Run `python -P -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
 
-    Without a `place` on the first of this machine's GPUs, at once; with one the module calls `await_turn`.
+    They have the first of this machine's GPUs.
 
     Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with why
     the module `refuse`d, or else LaunchError with where its output is.
     """
     machine, cluster = refuse_other_machines(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
-    gpus = machine.gpus[:num_gpus] if place is None else place.gpus
-    return _rows(module, ranks(directory, config, cluster.ranks, module), directory, gpus, config, job, place)
+    gpus = machine.gpus[:num_gpus]
+    return _rows(module, ranks(directory, config, cluster.ranks, module), directory, gpus, config, job)
 
 
 def probe_alone(
@@ -88,7 +70,6 @@ def _rows(
     gpus: Sequence[str],
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    place: Place | None = None,
 ) -> list[dict[str, Any]]:
     if missing := lacking("train"):
         raise LaunchError(
@@ -97,11 +78,10 @@ def _rows(
     log = directory / LOG
     with explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for rows in (*_row_files(directory), directory / TURN):
+        for rows in _row_files(directory):
             rows.unlink(missing_ok=True)
-    whole = {"config": config.model_dump(mode="json"), **job, **({WAITS: True} if place else {})}
-    write_json(directory / JOB, whole)
-    if _run(command, directory, environment(directory, gpus, config), place):
+    write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
+    if _run(command, directory, environment(directory, gpus, config)):
         reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
         if first := next(filter(None, reasons), None):
             raise ProbeRefused(first)
@@ -133,7 +113,7 @@ def _row_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{ROWS}*.jsonl"))
 
 
-def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | None = None) -> int:
+def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
     with explained(log), open_log(log) as output:
@@ -147,14 +127,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | N
             start_new_session=True,
         )
         try:
-            if place is None:
-                return process.wait()
-            with place.turn:
-                (directory / TURN).touch()
-                status = wait(process, math.inf, place.stopped)
-            if status is None:
-                raise LaunchError(Code.PROBE_STOPPED(probe=directory.name, reason=place.stopped()))
-            return status
+            return process.wait()
         except BaseException:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
             raise
@@ -167,15 +140,6 @@ def _run(argv: list[str], directory: Path, env: dict[str, str], place: Place | N
 def read_job(directory: Path) -> dict[str, Any]:
     """What a module that is started as a probe is to measure."""
     return read_json(directory / JOB)
-
-
-def await_turn(directory: Path, job: dict[str, Any]) -> None:
-    """Returns once a probe may use its devices; takes what says that it waits out of its job."""
-    if not job.pop(WAITS, False):
-        return
-    while not exists(directory / TURN):
-        progress.beat(progress.WAITING)
-        time.sleep(POLL_S)
 
 
 def refuse(error: AbrunError) -> int:

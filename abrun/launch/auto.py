@@ -17,9 +17,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_draft, make_plan
 from abrun.experiment.preflight.requirements import triton_refusal
-from abrun.launch import experiment_dir_of
-from abrun.launch.ownership import refuse_existing
-from abrun.launch.supervisor import refuse_impossible
+from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
 from abrun.memory.cells import Point
 from abrun.memory.predict import (
     ERROR,

@@ -4,8 +4,7 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.claims import Controls
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, stored_recipe
-from abrun.recipe.fault_needs import lacking
-from abrun.recipe.faults import FAULTS, LIBRARY, PlantedFault
+from abrun.recipe.faults import FAULTS, LIBRARY, PlantedFault, lacking
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
 

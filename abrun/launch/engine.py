@@ -1,27 +1,18 @@
-"""Where runs are started: the small questions that a launcher asks this machine, or a cluster.
+"""Where runs are started: the small questions that a launch asks this machine, or the nodes of a job.
 
 Whatever a run does, it says through its directory; an engine finds it a place, starts it, and stops it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe.exported import Exported
 from abrun.recipe.implementations import LAUNCHERS, SCHEDULERS, load
-from abrun.recipe.launcher import LauncherSettings
 from abrun.recipe.run import RunConfig
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-
-
-class LeftInQueueError(LaunchError):
-    """A submission failed, and what had been submitted before could not be taken back."""
-
 
 Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
@@ -66,75 +57,6 @@ class Engine(Protocol):
     def start(self, run: RunDir, config: RunConfig, place: Place) -> Started:
         """Start a run, which prints into its log; it holds its place until `poll` has seen its end."""
         ...
-
-
-class Scheduler(Protocol):
-    """One class a cluster that queues jobs, which then run without a launcher."""
-
-    def refusals(self, plan: Plan) -> list[Reason]:
-        """Return why the plan could never run there; nothing where it could."""
-        ...
-
-    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
-        """What would be handed over, by name. After `refusals`."""
-        ...
-
-    def submit(
-        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
-    ) -> list[str]:
-        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
-        ...
-
-
-class Queued(Protocol):
-    """The jobs of an experiment that was handed over."""
-
-    @property
-    def busy(self) -> list[str]:
-        """The ids of those that wait or work."""
-        ...
-
-    @property
-    def silent(self) -> str | None:
-        """What went wrong where the scheduler did not answer when it was last asked."""
-        ...
-
-    def state_of(self, state: RunState) -> RunState:
-        """A run's state, where the scheduler knows better than the run's directory."""
-        ...
-
-    def cancel(self) -> None:
-        """Take back what waits, and let what runs save a checkpoint and end."""
-        ...
-
-    def revive(self) -> str | None:
-        """Hand over again what has ended without its last word; the new job, None where there is none."""
-        ...
-
-    def forget(self) -> None:
-        """Let others take the place of jobs that have ended."""
-        ...
-
-    def compared(self) -> str | None:
-        """What the job that compares has printed; None where there is none."""
-        ...
-
-
-def queued_jobs(experiment_dir: Path) -> Queued | None:
-    """The jobs of an experiment, whichever scheduler has them; None where none was asked."""
-    for _, jobs in SCHEDULERS.values():
-        found = load(jobs).of(experiment_dir)
-        if found:
-            return found
-    return None
-
-
-def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
-    """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
-    if isinstance(settings, Exported):
-        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
-    known = settings is not None and settings.type in SCHEDULERS
-    return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
 
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:

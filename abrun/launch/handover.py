@@ -1,4 +1,4 @@
-"""A launch by a scheduler: the experiment's directory, then jobs in a queue that need no launcher."""
+"""A launch by a cluster: the experiment's directory, then jobs in a queue that need no launcher."""
 
 import shutil
 import time
@@ -7,11 +7,9 @@ from pathlib import Path
 from abrun.errors import LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName
-from abrun.launch.earlier import other_code
-from abrun.launch.engine import LeftInQueueError, Queued, Scheduler, queued_jobs
-from abrun.launch.git import record_checkout
-from abrun.launch.ownership import experiment_dir_of, owned_experiment
-from abrun.launch.supervisor import Observer, Outcome, refuse_impossible
+from abrun.launch.cluster import ClusterJobs, LeftInQueueError, Scheduler, queued_jobs
+from abrun.launch.prepare import prepared
+from abrun.launch.supervisor import Observer, Outcome
 from abrun.runs.experiment import run_state
 from abrun.runs.records import Status
 
@@ -21,22 +19,14 @@ SETTLE_S = 20.0  # that a file server may take to show the last words of jobs th
 
 def hand_over(plan: Plan, options: LaunchOptions, *, scheduler: Scheduler, observer: Observer) -> list[str]:
     """Submit every unfinished run of a plan; returns the jobs. Raises what `run_plan` raises."""
-    experiment_dir, resume = experiment_dir_of(plan, options.runs_dir, options.name), options.resume
-    refuse_impossible(plan, scheduler.refusals(plan))
-    owned = owned_experiment(
-        plan, experiment_dir, resume=resume, take_over=options.take_over, say=observer.say
-    )
-    with owned:
-        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        if resume and (line := other_code(plan, experiment_dir, git, here=False)):
-            observer.say(line)
+    with prepared(plan, options, scheduler.refusals(plan), observer.say) as place:
         try:
-            return scheduler.submit(plan, experiment_dir, git, compare=options.compare)
+            return scheduler.submit(plan, place.experiment_dir, place.git, compare=options.compare)
         except LeftInQueueError:  # its jobs need the directory, and so does `cancel`
             raise
         except BaseException:
-            if not resume:  # nothing of it is in the queue
-                shutil.rmtree(experiment_dir, ignore_errors=True)
+            if not options.resume:  # nothing of it is in the queue
+                shutil.rmtree(place.experiment_dir, ignore_errors=True)
             raise
 
 
@@ -46,7 +36,7 @@ def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:
     if queued is None:
         raise LaunchError(f"{experiment_dir}: no job of it was handed over")
     observer.follow(experiment_dir)
-    while _busy(queued, observer):
+    while _is_busy(queued, observer):
         observer.tick()
         time.sleep(POLL_S)
     until = time.monotonic() + SETTLE_S
@@ -59,7 +49,7 @@ def wait_for(plan: Plan, experiment_dir: Path, observer: Observer) -> Outcome:
     return Outcome(statuses=statuses, stopped_by=None)
 
 
-def _busy(queued: Queued, observer: Observer) -> bool:
+def _is_busy(queued: ClusterJobs, observer: Observer) -> bool:
     try:
         if queued.busy:
             return True

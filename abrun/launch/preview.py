@@ -10,7 +10,7 @@ from rich.text import Text
 
 from abrun.experiment.plan import Plan, decisions
 from abrun.experiment.preflight.requirements import Machine, refusals, refuse_unset_variables, this_machine
-from abrun.launch.engine import Scheduler
+from abrun.launch.cluster import Scheduler
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.messages import sentence, sentences
@@ -22,8 +22,7 @@ from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.command import CommandRunConfig, invocation
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.policy import DIMENSIONS
-from abrun.recipe.precision import precision_difference
-from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody

@@ -11,7 +11,7 @@ import psutil
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import Plan, RunName
 from abrun.launch.engine import Started
-from abrun.launch.ownership import warm_start_dir, write_run
+from abrun.launch.prepare import warm_start_dir, write_run
 from abrun.messages import sentence
 from abrun.processes import end_all, processes_of
 from abrun.reasons import Code, Reason

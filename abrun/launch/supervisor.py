@@ -18,10 +18,8 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName
 from abrun.experiment.preflight.requirements import untested_packages
-from abrun.launch.earlier import other_code
 from abrun.launch.engine import Engine, Place
-from abrun.launch.git import record_checkout
-from abrun.launch.ownership import experiment_dir_of, owned_experiment
+from abrun.launch.prepare import prepared
 from abrun.launch.queue import Job, Queue
 from abrun.messages import sentence
 from abrun.processes import (
@@ -112,20 +110,14 @@ def run_plan(
     `only`: these runs alone, and the outcome is theirs; the directory is that of the whole plan. Raises
     LaunchError or StoreError, before anything has started, where the plan cannot run there.
     """
-    experiment_dir, resume = experiment_dir_of(plan, options.runs_dir, options.name), options.resume
-    refuse_impossible(plan, engine.refusals(plan))
-    owned = owned_experiment(
-        plan, experiment_dir, resume=resume, take_over=options.take_over, say=observer.say
-    )
-    with owned as lease:
+    with prepared(plan, options, engine.refusals(plan), observer.say) as place:
+        experiment_dir = place.experiment_dir
         observer.follow(experiment_dir)
-        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        other = other_code(plan, experiment_dir, git, here=True) if resume else None
-        for line in filter(None, (other, *map(sentence, untested_packages(plan)))):
-            _Quiet(observer).say(line)
+        for reason in untested_packages(plan):
+            _Quiet(observer).say(sentence(reason))
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
-        stopped_by = Supervisor(queue, engine, observer, lease, grace_s, git).run()
+        stopped_by = Supervisor(queue, engine, observer, place.lease, grace_s, place.git).run()
     states = [run_state(experiment_dir, run.name) for run in wanted]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
@@ -133,15 +125,6 @@ def run_plan(
         if state.status == "finished" and state.directory in failed:  # and could not be repaired
             statuses[state.name] = "failed"
     return Outcome(statuses=statuses, stopped_by=stopped_by)
-
-
-def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
-    """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
-    if refusals:
-        name = plan.recipe.name
-        raise LaunchError(
-            Code.PLAN_CANNOT_RUN(recipe=name, problems=refusals, shown_by_dry_run=shown_by_dry_run)
-        )
 
 
 class _Quiet:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.crc32c import masked_crc32c
 from abrun.logs.log import EMPTY, Log, left_out, printable, readable
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import is_file, read_regular
@@ -106,7 +106,7 @@ def _events(path: Path, notes: list[str]) -> Iterator[Any]:
     with readable(path):
         content = read_regular(path)
     records, end = _records(content)
-    if not records and len(content) >= HEADER and not _undamaged(content, [(0, HEADER - FOOTER)]):
+    if not records and len(content) >= HEADER and not _is_sound(content, 0, HEADER - FOOTER):
         raise StoreError(f"{printable(str(path))}: not an event file of TensorBoard; remove or rename it")
     for start, stop in records:
         try:
@@ -164,26 +164,20 @@ def _hparams(value: Any) -> dict[str, Any]:
 def _records(content: bytes) -> tuple[list[tuple[int, int]], int]:
     """Where the whole and undamaged events lie, and where the last of them ends."""
     spans, position = [], 0
-    while position + HEADER <= len(content):
+    while _is_sound(content, position, position + HEADER - FOOTER):
         (length,) = struct.unpack_from("<Q", content, position)
         start = position + HEADER
-        position = start + length + FOOTER
-        if position > len(content):
+        if not _is_sound(content, start, start + length):
             break
         spans.append((start, start + length))
-    first_bad = _first_damaged(content, spans)
-    spans = spans[:first_bad]
-    return spans, spans[-1][1] + FOOTER if spans else 0
+        position = start + length + FOOTER
+    return spans, position
 
 
-def _first_damaged(content: bytes, spans: Sequence[tuple[int, int]]) -> int:
-    """The index of the first event whose checksums do not hold; their number where all do."""
-    lengths = _undamaged(content, [(start - HEADER, start - FOOTER) for start, _ in spans])
-    return len(_undamaged(content, spans[: len(lengths)]))
-
-
-def _undamaged(content: bytes, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """The spans before the first that the 4 bytes behind it are not the checksum of."""
-    stored = np.array([struct.unpack_from("<I", content, stop)[0] for _, stop in spans], np.uint32)
-    wrong = np.flatnonzero(masked_crc32c(content, spans) != stored)
-    return spans[: int(wrong[0])] if len(wrong) else spans
+def _is_sound(content: bytes, start: int, stop: int) -> bool:
+    """Whether all of the bytes are there, and the masked CRC-32C in the 4 bytes behind them is theirs."""
+    if stop + FOOTER > len(content):
+        return False
+    crc = google_crc32c.value(content[start:stop])
+    masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # as TFRecords mask it
+    return masked == struct.unpack_from("<I", content, stop)[0]

@@ -35,7 +35,7 @@ class Cell:
     total_bytes: int | None = None  # what there was to take
     out_of_memory: str | None = None
     floor: dict[str, int] | None = None  # what has to be there, by what it is; see abrun.memory.floor
-    attribution: dict[str, Any] | None = None  # see abrun.memory.attribution
+    peak: dict[str, Any] | None = None  # whose memory it is; see abrun.memory.peak
 
     @property
     def reached(self) -> tuple[str, int]:
@@ -68,7 +68,7 @@ class Cell:
             "device_used_bytes": self.device_used,
             "total_bytes": self.total_bytes,
             "floor": self.floor,
-            "top": self.attribution["top"] if self.attribution else [],
+            "peak": self.peak,
         }
 
 
@@ -78,7 +78,7 @@ def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[
     counter = next((one for one in PEAK_MEMORY if any(key.endswith(f"/{one}") for key in metrics)), "")
     reserved = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
     on_cuda = counter == PEAK_MEMORY[0]
-    attributions = [row["attribution"] for row in rows if row["attribution"]]
+    peaks = [row["peak"] for row in rows if row["peak"]]
     cell = Cell(
         arm=arm,
         point=point,
@@ -90,7 +90,7 @@ def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[
         device_used=_largest(row["device_used"] for row in rows),
         total_bytes=rows[0]["total_bytes"],
         out_of_memory=next((row["out_of_memory"] for row in rows if row["out_of_memory"]), None),
-        attribution=max(attributions, key=lambda one: one["peak_bytes"], default=None),
+        peak=max(peaks, key=lambda peak: peak["peak_bytes"], default=None),
     )
     return cell, counter
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from abrun.backends.ranks import join_ranks
-from abrun.experiment.probe import await_turn, read_job, row_writer
+from abrun.experiment.probe import read_job, row_writer
 from abrun.kernels import linear_logprobs, linear_policy_loss
-from abrun.memory.budget import Budget
 from abrun.memory.fake_device import LOGPROBS, hollow_gpu
-from abrun.memory.history import History
-from abrun.memory.measure import OUT_OF_MEMORY
+from abrun.memory.measure import OUT_OF_MEMORY, Budget
+from abrun.memory.peak import SNAPSHOT, PeakHistory
 from abrun.memory.trace import HollowPhases
 from abrun.messages import sentence
 from abrun.processes import progress
@@ -36,8 +35,7 @@ def main() -> int:
         for row in predicted(**job):
             writer.write(row)
         return 0
-    await_turn(directory, job)
-    row = measured(join_ranks(job.pop("config")["cluster"]), **job)
+    row = measured(join_ranks(job.pop("config")["cluster"]), directory / SNAPSHOT, **job)
     row_writer(directory).write(row)
     if row["out_of_memory"]:
         os._exit(OUT_OF_MEMORY)
@@ -46,6 +44,7 @@ def main() -> int:
 
 def measured(
     device: torch.device,
+    snapshot: Path,
     *,
     impl: str,
     one_pass: bool,
@@ -70,7 +69,7 @@ def measured(
         resident += inputs
         for _ in range(2):
             phases.collect()
-            history = History(phases, by_module=False)
+            history = PeakHistory(phases, snapshot)
             with history:
                 _pass(phases, *inputs, impl=impl, one_pass=one_pass)
     except (RuntimeError, MemoryError) as error:
@@ -85,7 +84,7 @@ def measured(
         "held": {"inputs": sum(tensor.untyped_storage().nbytes() for tensor in resident)},
         "device_used": {},
         "metrics": phases.collect()[1],
-        "attribution": history.attribution() if history else None,
+        "peak": history.peak() if history else None,
     }
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.experiment.probe import await_turn, read_job, refuse, row_writer
-from abrun.memory.budget import Budget
-from abrun.memory.history import History
+from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.memory.peak import SNAPSHOT, PeakHistory
 from abrun.memory.step import num_rows, of_size
 from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
@@ -35,6 +34,7 @@ from abrun.train.__main__ import ran_out
 from abrun.train.batches import RandomBatches
 from abrun.train.data import check_length
 from abrun.train.loop import Algorithm, make_algorithm
+from abrun.train.phases import LiveTensors
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
 
@@ -49,18 +49,43 @@ def main() -> int:
     directory = Path(sys.argv[1])
     job = read_job(directory)
     config = OwnRunConfig.model_validate(job.pop("config"))
-    await_turn(directory, job)
+    rank = os.environ.get("RANK", "0")
+    snapshot = directory / (SNAPSHOT if rank == "0" else f"rank-{rank}-{SNAPSHOT}")
     try:
-        row = Cell(config, join_ranks(config.cluster.model_dump()), **job).measured()
+        row = Cell(config, join_ranks(config.cluster.model_dump()), snapshot, **job).measured()
     except AbrunError as error:
         return refuse(error)
-    row_writer(directory, os.environ.get("RANK", "0")).write(row)
+    row_writer(directory, rank).write(row)
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:
             time.sleep(PEERS_S)
         os._exit(OUT_OF_MEMORY)  # the other ranks may wait for this one for ever
     dist.destroy_process_group()
     return 0
+
+
+class Budget:
+    """Limit of a rank's memory: `asked` bytes; None: all that a GPU has, and no limit on CPU cores."""
+
+    def __init__(self, device: torch.device, asked: int | None) -> None:
+        self.total_bytes = asked
+        if device.type == "cuda":
+            available = torch.cuda.get_device_properties(device).total_memory
+            self.total_bytes = min(asked or available, available)
+            if self.total_bytes < available:
+                torch.cuda.set_per_process_memory_fraction(self.total_bytes / available, device)
+
+    def hold(self, tracker: LiveTensors | None) -> None:
+        """Have the tracker of a CPU, which has no allocator to refuse anything, raise OutOfMemoryError."""
+        if tracker is None or self.total_bytes is None:
+            return
+        total_bytes = self.total_bytes
+
+        def change(storage: int, num_bytes: int) -> None:
+            if num_bytes > 0 and tracker.live_bytes > total_bytes:
+                raise torch.OutOfMemoryError(f"{num_bytes} bytes more exceed the budget of {total_bytes}")
+
+        tracker.on_change = change
 
 
 class Cell:
@@ -70,6 +95,7 @@ class Cell:
         self,
         config: OwnRunConfig,
         device: torch.device,
+        snapshot: Path,
         *,
         length: int,
         num_sequences: int,
@@ -80,10 +106,11 @@ class Cell:
         self._config, self._own_algorithm = of_size(config, num_sequences), config.algorithm
         self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
         self._device, self._budget = device, Budget(device, budget_bytes)
+        self._snapshot = snapshot
         self._setup: Setup | None = None
         self._held: dict[str, int] = {}
         self._device_used: dict[str, int] = {}
-        self._history: History | None = None
+        self._history: PeakHistory | None = None
 
     def measured(self) -> dict[str, Any]:
         """What rank by rank a cell's row holds; `out_of_memory` is the phase that memory ended, or None."""
@@ -102,7 +129,7 @@ class Cell:
             "held": self._held,
             "device_used": self._device_used,
             "metrics": self._peaks(),
-            "attribution": self._history.attribution() if self._history else None,
+            "peak": self._history.peak() if self._history else None,
         }
 
     def _run(self) -> None:
@@ -122,7 +149,7 @@ class Cell:
             phases.collect()
             if self._rollouts:
                 self._sample(setup)
-            self._history = History(setup.phases, by_module=not self._config.policy.compile)
+            self._history = PeakHistory(setup.phases, self._snapshot)
             with self._history:
                 self._update(algorithm, self._length)
         finally:
@@ -142,7 +169,7 @@ class Cell:
         )
         batch: Any = source.collect(1)[0]
         if isinstance(algorithm_settings, Sft | Dpo):
-            batch = batch.at(Sequences)
+            batch = batch.with_fields(Sequences)
         algorithm.update(batch, step=1)
 
     def _sample(self, setup: Setup) -> None:

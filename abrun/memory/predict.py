@@ -284,10 +284,10 @@ def predict_head(head: Head, plan: Plan, output: Path, *, device_bytes: int | No
 def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
     """The step of each arm as its run has it, in up to a minute or two. Raises LaunchError.
 
-    Its microbatches are as large as tasks or budgets make them (abrun.memory.lengths).
+    Its microbatches are as large as tasks or budgets make them (abrun.memory.trace).
     """
     found = []
-    for arm, row in _of_each("abrun.memory.trace", configs).items():
+    for arm, row in _trace_each(configs, {}).items():
         point = Point(length=row["length"], num_sequences=row["num_sequences"])
         found.append(_predicted(arm, configs[arm], point, row, device_bytes))
     return found
@@ -295,15 +295,15 @@ def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> lis
 
 def longest_sequences(configs: Mapping[str, OwnRunConfig]) -> dict[str, int]:
     """Tokens of the longest sequence to expect of each arm, as far as its task tells. Raises LaunchError."""
-    return {arm: row["longest"] for arm, row in _of_each("abrun.memory.lengths", configs).items()}
+    return {arm: row["longest"] for arm, row in _trace_each(configs, {"longest": True}).items()}
 
 
-def _of_each(module: str, configs: Mapping[str, OwnRunConfig]) -> dict[str, dict[str, Any]]:
-    """The one row that `module` writes of each arm."""
+def _trace_each(configs: Mapping[str, OwnRunConfig], job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the one row that abrun.memory.trace writes of each arm."""
     with scratch() as folder:
 
         def of_arm(arm: str) -> dict[str, Any]:
-            (row,) = probe_alone(module, folder / arm, configs[arm], {})
+            (row,) = probe_alone("abrun.memory.trace", folder / arm, configs[arm], job)
             return row
 
         with _traces([folder / arm for arm in configs]) as several:

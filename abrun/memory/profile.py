@@ -1,22 +1,19 @@
 """memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
 
-Each cell of the sweep, an arm at one size, is measured by processes of its own, which have their devices to
-themselves, so that nothing of another cell is in what they take. What is measured is written at once.
+Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
+that nothing of another cell is in what they take. What is measured is written at once.
 """
 
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.requirements import shape_of, this_machine
-from abrun.experiment.probe import Place, probe, rows_of
-from abrun.memory.cells import Cell, Longest, MemoryProfile, Point, cell_of
-from abrun.memory.devices import Devices
+from abrun.experiment.preflight.requirements import shape_of
+from abrun.experiment.probe import probe, rows_of
+from abrun.memory.cells import Cell, MemoryProfile, Point, cell_of
 from abrun.memory.floor import floor_of
 from abrun.memory.search import search
 from abrun.memory.show import show, told
@@ -33,16 +30,11 @@ Say = Callable[[str], None]
 
 
 class Bench:
-    """Where cells are measured: keeps them, says each as it is done, and writes peaks.json every time.
-
-    Several threads may measure cells at once.
-    """
+    """Measure cells; keep them, say each as it is done, and write peaks.json every time."""
 
     def __init__(self, name: str, output: Path, say: Say, note: str = "") -> None:
-        self._name, self._output, self._say, self._note = name, output, say, note
-        self._counter, self._cells, self._longest = "", dict[int, Cell](), dict[int, Longest]()
-        self._num_begun, self._lock = 0, threading.Lock()
-        self.devices = Devices(this_machine().gpus)
+        self._output, self._say = output, say
+        self.profile = MemoryProfile(name=name, counter="", cells=[], longest=[], note=note)
 
     def measure(
         self,
@@ -54,56 +46,42 @@ class Bench:
         left: str = "",
     ) -> Cell:
         """One cell, in processes of its own. Raises LaunchError, one line, where it cannot be measured."""
-        with self._lock:
-            number, self._num_begun = self._num_begun, self._num_begun + 1
-        directory = self._output / "cells" / f"{number:03d}-{arm}"
-        with self.devices.place(config) as place:
-            cell, counter = measured_cell(module, directory, arm, point, config, job, place)
+        directory = self._output / "cells" / f"{len(self.profile.cells):03d}-{arm}"
+        cell, counter = measured_cell(module, directory, arm, point, config, job)
         if module == MODULE:
             floor = floor_of(config, length=point.length, num_sequences=point.num_sequences)
             cell = replace(cell, floor=floor)
-        with self._lock:
-            self._counter = counter or self._counter
-            self._cells[number] = cell
-            self.write()
-            self._say(left + told(cell, self.profile.unit))
+        self.profile = replace(
+            self.profile, counter=counter or self.profile.counter, cells=[*self.profile.cells, cell]
+        )
+        self._write()
+        self._say(left + told(cell, self.profile.unit))
         return cell
 
-    def found(self, number: int, longest: Longest) -> None:
-        """The answer of one of the searches, which are numbered."""
-        with self._lock:
-            self._longest[number] = longest
-            self.write()
+    def search(
+        self,
+        measured: Sequence[Cell],
+        what: str,
+        tried: Callable[[int], Cell],
+        *,
+        unit: int = 1,
+        most: int | None = None,
+    ) -> None:
+        """Look for the largest size that trains; see abrun.memory.search."""
+        longest = search(measured, what, tried, unit=unit, most=most)
+        self.profile = replace(self.profile, longest=[*self.profile.longest, longest])
+        self._write()
 
-    @property
-    def profile(self) -> MemoryProfile:
-        return MemoryProfile(
-            name=self._name,
-            counter=self._counter,
-            cells=[cell for _, cell in sorted(self._cells.items())],
-            longest=[longest for _, longest in sorted(self._longest.items())],
-            note=self._note,
-        )
-
-    def write(self) -> None:
+    def _write(self) -> None:
+        profile = self.profile
         write_json(
             self._output / "peaks.json",
             {
                 "schema_version": SCHEMA_VERSION,
-                "name": self._name,
-                "counter": self._counter,
-                "cells": [cell.as_json() for cell in self.profile.cells],
-                "longest": [
-                    {
-                        "arm": one.arm,
-                        "swept": dict(one.swept),
-                        "what": one.what,
-                        "fits": one.fits,
-                        "fails": one.fails,
-                        "failed_in": one.failed_in,
-                    }
-                    for one in self.profile.longest
-                ],
+                "name": profile.name,
+                "counter": profile.counter,
+                "cells": [cell.as_json() for cell in profile.cells],
+                "longest": [asdict(longest) | {"swept": dict(longest.swept)} for longest in profile.longest],
             },
         )
 
@@ -115,14 +93,13 @@ def measured_cell(
     point: Point,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    place: Place | None = None,
 ) -> tuple[Cell, str]:
     """A cell, and the counter of its peaks, by processes of its own; one that runs out of memory is one, too.
 
     Raises LaunchError where it cannot be measured.
     """
     try:
-        rows = probe(module, directory, config, job, place)
+        rows = probe(module, directory, config, job)
     except LaunchError:
         rows = rows_of(directory)
         if not any(row["out_of_memory"] for row in rows):
@@ -131,7 +108,7 @@ def measured_cell(
 
 
 def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
-    """Measure the cells of `plan`, and write peaks.json, pictures and memory.html into `output`.
+    """Measure the cells of `plan`, then search; write peaks.json, memory.png and memory.svg into `output`.
 
     Raises LaunchError where an arm cannot be measured here; what was measured before that is kept.
     """
@@ -140,43 +117,26 @@ def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> Me
         plan.refuse_endless_search(configs[BASELINE])
     sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
     bench = Bench(plan.name, output, say, plan.unseen())
+    total = sum(len(numbers) * len(configs) for numbers, (_, configs) in zip(sizes, of_variants, strict=True))
+    total, number = total * len(plan.lengths), 0
     with folder_lock(output, COMMAND):
-        _measure(plan, bench, of_variants, sizes, say)
+        for (variant, configs), numbers in zip(of_variants, sizes, strict=True):
+            for num_sequences in numbers:
+                ended = set[str]()
+                for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
+                    number += 1
+                    left = f"[{number}/{total}] "
+                    if arm in ended:
+                        say(f"{left}{arm}: left out, a shorter one ran out of memory")
+                        continue
+                    point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
+                    cell = bench.measure(MODULE, arm, point, config, _job(plan, point), left)
+                    ended |= {arm} if cell.out_of_memory else set()
+        for variant, configs in of_variants if plan.longest else ():
+            for arm, config in configs.items():
+                _search(plan, bench, variant, arm, config)
         show(bench.profile, output)
     return bench.profile
-
-
-def _measure(
-    plan: Plan,
-    bench: Bench,
-    of_variants: Sequence[tuple[Variant, Mapping[str, OwnRunConfig]]],
-    sizes: Sequence[Sequence[int]],  # of each variant, sequences of a microbatch
-    say: Say,
-) -> None:
-    """The cells of the sweep, then the searches."""
-    jobs: list[Callable[[], None]] = []
-
-    def cell(number: int, arm: str, config: OwnRunConfig, point: Point, ended: set[str]) -> None:
-        left = f"[{number}/{len(jobs)}] "
-        if arm in ended:
-            say(f"{left}{arm}: left out, a shorter one ran out of memory")
-        elif bench.measure(MODULE, arm, point, config, _job(plan, point), left).out_of_memory:
-            ended.add(arm)
-
-    for (variant, configs), sequences in zip(of_variants, sizes, strict=True):
-        for num_sequences in sequences:
-            ended = set[str]()
-            for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
-                point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
-                jobs.append(partial(cell, len(jobs) + 1, arm, config, point, ended))
-    all_configs = [config for _, configs in of_variants for config in configs.values()]
-    bench.devices.each(all_configs, jobs)
-    if plan.longest:
-        searches = [
-            (variant, arm, config) for variant, configs in of_variants for arm, config in configs.items()
-        ]
-        tasks = [partial(_search, plan, bench, number, *one) for number, one in enumerate(searches)]
-        bench.devices.each(all_configs, tasks)
 
 
 def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
@@ -191,23 +151,16 @@ def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: N
         job = {**kernels[kernel], **sizes, "budget_bytes": plan.budget_bytes}
         return bench.measure(HEADS, kernel, Point(length=length), config, job, left)
 
-    def cell(number: int, length: int, kernel: str) -> None:
-        left = f"[{number}/{total}] "
-        if kernel in ended:
-            say(f"{left}{kernel}: left out, fewer tokens ran out of memory")
-        elif measured(kernel, length, left).out_of_memory:
-            ended.add(kernel)
-
-    def most(number: int, kernel: str) -> None:
-        mine = [cell for cell in bench.profile.cells if cell.arm == kernel]
-        found = search(mine, "length", lambda size: measured(kernel, size, "search: "))
-        bench.found(number, found)
-
-    sizes = enumerate(itertools.product(plan.lengths, kernels), 1)
     with folder_lock(output, COMMAND):
-        bench.devices.each([config], [partial(cell, number, *size) for number, size in sizes])
-        if plan.longest:
-            bench.devices.each([config], [partial(most, *one) for one in enumerate(kernels)])
+        for number, (length, kernel) in enumerate(itertools.product(plan.lengths, kernels), 1):
+            left = f"[{number}/{total}] "
+            if kernel in ended:
+                say(f"{left}{kernel}: left out, fewer tokens ran out of memory")
+            elif measured(kernel, length, left).out_of_memory:
+                ended.add(kernel)
+        for kernel in kernels if plan.longest else ():
+            own_cells = [cell for cell in bench.profile.cells if cell.arm == kernel]
+            bench.search(own_cells, "length", lambda size, kernel=kernel: measured(kernel, size, "search: "))
         show(bench.profile, output)
     return bench.profile
 
@@ -221,27 +174,19 @@ def _job(plan: Plan, point: Point) -> dict[str, Any]:
     }
 
 
-def _search(plan: Plan, bench: Bench, number: int, variant: Variant, arm: str, config: OwnRunConfig) -> None:
-    """For an arm the largest size that trains; from what was measured already."""
-    assert plan.longest
+def _search(plan: Plan, bench: Bench, variant: Variant, arm: str, config: OwnRunConfig) -> None:
+    """Search the largest size of an arm that trains, on from the cells at the smallest of the other size."""
     what = plan.longest
-    mine = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
-    mine = _on_one_line(mine, what)
-    like = mine[0].point
+    assert what
+    other = "num_sequences" if what == "length" else "length"
+    cells = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
+    least = min(getattr(cell.point, other) for cell in cells)
+    cells = [cell for cell in cells if getattr(cell.point, other) == least]
 
     def tried(size: int) -> Cell:
-        sizes = {"length": like.length, "num_sequences": like.num_sequences, what: size}
-        point = Point(**sizes, swept=variant.swept)
+        point = replace(cells[0].point, **{what: size})
         return bench.measure(MODULE, arm, point, config, _job(plan, point), "search: ")
 
     pairs = what == "num_sequences" and isinstance(config.algorithm, Dpo)
     positions = shape_of(config.model).get("max_position_embeddings") if what == "length" else None
-    bench.found(number, search(mine, what, tried, unit=2 if pairs else 1, most=positions))
-
-
-def _on_one_line(cells: Iterable[Cell], what: str) -> list[Cell]:
-    """Those that differ in `what` alone: at the smallest of the other size."""
-    other = "num_sequences" if what == "length" else "length"
-    cells = list(cells)
-    least = min(getattr(cell.point, other) for cell in cells)
-    return [cell for cell in cells if getattr(cell.point, other) == least]
+    bench.search(cells, what, tried, unit=2 if pairs else 1, most=positions)

@@ -1,15 +1,18 @@
-"""A memory profile for people: tables, pictures as PNG and SVG, and a page of HTML that loads nothing."""
+"""A memory profile for people: tables for the terminal, and the peaks over the sizes as PNG and SVG."""
 
-import html
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from abrun.memory.attribution import BEFORE
 from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
-from abrun.present.figures import save_figure, style
+from abrun.present.figures import COLORS, legend_below, save_figure, short, style
 from abrun.present.tables import Table, columns
-from abrun.runs.access import PUBLIC
-from abrun.runs.files import write_file
+
+VIEWER = "https://pytorch.org/memory_viz"
+MAX_COLUMNS = 3  # of panels
+MIN_LABEL_GAP = 1 / 8  # of an axis of lengths: closer labels would overlap
 
 
 def told(cell: Cell, unit: tuple[str, int]) -> str:
@@ -23,12 +26,13 @@ def told(cell: Cell, unit: tuple[str, int]) -> str:
 
 
 def tables(profile: MemoryProfile) -> list[Table]:
-    """For the terminal: peaks by phase; what the allocator had of the device; how far each arm goes."""
+    """Return peaks by phase, the allocator's counters, how far each arm goes, and whose the peaks are."""
     has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
     return [
         _peaks(profile),
         *([_allocator(profile)] if has_allocator else []),
         *([_longest(profile)] if profile.longest else []),
+        *(_held(cell, profile) for cell in _compared_cells(profile)),
     ]
 
 
@@ -39,7 +43,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
     return Table(columns(*headings, numeric=numeric, no_wrap=_TEXT), rows, title, sections)
 
 
-_TEXT = ("arm", "highest in", "ends in", "taken in", "module", "line")
+_TEXT = ("arm", "highest in", "ends in", "taken in", "line")
 
 
 def _peaks(profile: MemoryProfile) -> Table:
@@ -141,78 +145,102 @@ def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:
     return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
 
 
-# --- pictures and the page ---
+# --- whose memory a peak is ---
+
+
+def hints(profile: MemoryProfile, output: Path) -> list[str]:
+    """Return the lines that say where the files are, torch's snapshots among them."""
+    lines = [f"peaks.json and memory.png are in {output}"]
+    if any(cell.peak and cell.reserved_bytes is not None for cell in profile.cells):
+        lines.append(f"Each step's allocations: open cells/*/memory-snapshot.pickle there in {VIEWER}")
+    return lines
+
+
+def _compared_cells(profile: MemoryProfile) -> list[Cell]:
+    """Return a cell of each arm, all at one point: the largest that most arms have."""
+    by_point: dict[Point, list[Cell]] = {}
+    for cell in profile.cells:
+        if cell.peak:
+            by_point.setdefault(cell.point, []).append(cell)
+    return max(
+        by_point.values(),
+        key=lambda cells: (len(cells), cells[0].point.length, cells[0].point.num_sequences),
+        default=[],
+    )
+
+
+def _held(cell: Cell, profile: MemoryProfile) -> Table:
+    """The sites that hold most at a cell's peak."""
+    assert cell.peak
+    unit = profile.unit
+    rows = [[_amount(cell.peak["before_bytes"], unit), "-", "-", "there before the step"]]
+    for site in cell.peak["sites"]:
+        line = site["line"] or "code without a Python frame"
+        rows.append([_amount(site["bytes"], unit), str(site["count"]), _named(site["phase"]), line])
+    title = f"{cell.arm}, {', '.join(_point(cell.point))}: what is held at the step's peak"
+    return _table(title, [unit[0], "blocks", "taken in", "line"], rows)
+
+
+# --- the picture ---
 
 
 def show(profile: MemoryProfile, output: Path) -> None:
-    """Write memory.png and .svg, attribution.png and .svg, and memory.html."""
-    from abrun.memory import pictures
-
+    """Write memory.png and memory.svg."""
     with style():
-        drawn = {"memory": pictures.peaks(profile), "attribution": pictures.attribution(drawn_cells(profile))}
-        files = [save_figure(figure, output / name) for name, figure in drawn.items() if figure is not None]
-        svgs = [svg.read_text("utf-8") for _, svg in files]
-        write_file(output / "memory.html", page(profile, svgs).encode(), mode=PUBLIC)
+        save_figure(draw_peaks(profile), output / "memory")
 
 
-def drawn_cells(profile: MemoryProfile) -> list[Cell]:
-    """Of each arm one cell with an attribution, all at one point: the largest that most arms have."""
-    by_point: dict[Point, list[Cell]] = {}
-    for cell in profile.cells:
-        if cell.attribution:
-            by_point.setdefault(cell.point, []).append(cell)
-    if not by_point:
-        return []
-    size = max(len(cells) for cells in by_point.values())
-    return max(
-        (cells for cells in by_point.values() if len(cells) == size),
-        key=lambda cells: (cells[0].point.length, cells[0].point.num_sequences),
-    )
+def draw_peaks(profile: MemoryProfile) -> Any:
+    """Highest peak against length, a line an arm; of several microbatches or swept values a panel each."""
+    from matplotlib.figure import Figure
 
-
-def page(profile: MemoryProfile, svgs: Sequence[str]) -> str:
-    """The profile as one HTML file."""
-    parts = [f"<h1>{html.escape(profile.name)}: memory</h1>"]
-    parts += map(_section, tables(profile))
-    if profile.note:
-        parts.append(f"<p>{html.escape(profile.note)}</p>")
-    parts += [f"<figure>{svg[svg.index('<svg') :]}</figure>" for svg in svgs]
-    parts += [_section(top(cell, profile)) for cell in drawn_cells(profile)]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{html.escape(profile.name)}: memory</title><style>{STYLE}</style><body>{''.join(parts)}"
-    )
-
-
-def top(cell: Cell, profile: MemoryProfile) -> Table:
-    """The largest allocations at a cell's peak."""
-    assert cell.attribution
-    unit, attribution = profile.unit, cell.attribution
-    before = attribution["layers"][BEFORE][attribution["peak_at"]]
-    rows = [[_amount(before, unit), "-", "-", BEFORE, "-"]]
-    rows += [
-        [
-            _amount(one["bytes"], unit),
-            str(one["count"]),
-            _named(one["phase"]),
-            one["module"] or "-",
-            one["line"] or "-",
+    unit, num_bytes = profile.unit
+    points = list(dict.fromkeys((cell.point.num_sequences, cell.point.swept) for cell in profile.cells))
+    columns = min(len(points), MAX_COLUMNS)
+    rows = -(-len(points) // columns)
+    figure = Figure(figsize=(1 + 6 * columns**0.8, 4 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for ax in grid.flat[len(points) :]:
+        ax.remove()
+    axes = list(grid.flat[: len(points)])
+    lines: dict[str, Any] = {}
+    for ax, (num_sequences, swept) in zip(axes, points, strict=True):
+        here = [
+            cell
+            for cell in profile.cells
+            if (cell.point.num_sequences, cell.point.swept) == (num_sequences, swept)
         ]
-        for one in attribution["top"]
-    ]
-    headings = [unit[0], "blocks", "taken in", "module", "line"]
-    return _table(f"{cell.arm}: what is held at the peak", headings, rows)
+        for arm, colour in zip(profile.arms, COLORS * 9, strict=False):
+            mine = sorted((cell for cell in here if cell.arm == arm), key=lambda cell: cell.point.length)
+            fits = [(cell.point.length, cell.reached[1] / num_bytes) for cell in mine if cell.highest]
+            ended = [(cell.point.length, cell.reached[1] / num_bytes) for cell in mine if not cell.highest]
+            if fits:
+                (lines[arm],) = ax.plot(*zip(*fits, strict=True), marker="o", color=colour)
+            if ended:
+                (crosses,) = ax.plot(*zip(*ended, strict=True), marker="x", linestyle="", color=colour)
+                lines.setdefault(arm, crosses)
+        lengths = _named_lengths({cell.point.length for cell in here})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        ax.minorticks_off()
+        sequences = f"{num_sequences} sequence{'s' * (num_sequences > 1)} a microbatch"
+        ax.set_xlabel("tokens of a sequence")
+        said = [sequences, *(f"{key} {value}" for key, value in swept)]
+        ax.set_title(textwrap.fill(", ".join(said), 64), fontsize=9)
+    axes[0].set_ylim(0, 1.04 * axes[0].get_ylim()[1])  # of all: what the last of them drew is on it
+    for ax in grid[:, 0]:
+        ax.set_ylabel(f"{profile.what}, {unit}")
+    title = f"{short(profile.name, 48)}: a training step (x: out of memory)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    legend_below(figure, {short(arm, 48): lines[arm] for arm in profile.arms if arm in lines})
+    return figure
 
 
-def _section(table: Table) -> str:
-    return f"<h2>{html.escape(table.title)}</h2><div class=wide>{table.html()}</div>"
-
-
-STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "h2{font-size:1.05em;margin-top:2em}table{border-collapse:collapse}.wide{overflow-x:auto}"
-    "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap;"
-    "font-variant-numeric:tabular-nums}.text{text-align:left!important}"
-    "figure{margin:2em 0}figure svg{max-width:100%;height:auto}"
-)
+def _named_lengths(lengths: set[int]) -> list[int]:
+    """Those whose names have room on a logarithmic axis; a search tries some that are close to each other."""
+    low, high = (math.log2(end(lengths)) for end in (min, max))
+    named = [max(lengths)]
+    for length in sorted(lengths, reverse=True):
+        if math.log2(named[-1] / length) >= MIN_LABEL_GAP * (high - low) > 0:
+            named.append(length)
+    return named[::-1]

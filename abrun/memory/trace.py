@@ -1,10 +1,11 @@
 """`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a GPU that is not there.
 
 Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
-trainer's own code.
+trainer's own code. A job that says `longest` is only told how long the arm's sequences become.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +20,21 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.account import Account
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
-from abrun.memory.lengths import largest_microbatch
-from abrun.memory.step import num_rows, of_size
-from abrun.models import config_of, positions_of
+from abrun.memory.step import num_rows, of_size, own_sequences
+from abrun.models import config_of, load_text, positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Ppo, Sft
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rollout.vllm.starting import cache_bytes
+from abrun.tasks import make_task
 from abrun.train.batches import RandomBatches
 from abrun.train.learner import Learner
+from abrun.train.lengths import longest_of, new_tokens
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import Setup
+
+MAX_EXAMPLES = 4096  # of a task, among which the longest is looked for
 
 
 class HollowPhases:
@@ -82,7 +86,7 @@ def trace(
         setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
-        reference = getattr(algorithm, "_reference", None)
+        reference = getattr(algorithm, "reference", None)
         if reference is not None:
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         rows, device = num_rows(config, num_sequences), setup.ranks.device
@@ -92,7 +96,7 @@ def trace(
             source = RandomBatches(rows, length, 100, device, rows_together=together)
             batch = source.collect(1)[0]
             if isinstance(config.algorithm, Sft | Dpo):
-                batch = batch.at(Sequences)
+                batch = batch.with_fields(Sequences)
             algorithm.update(batch, step=1)
             size = {"length": length, "num_sequences": num_sequences}
             yield {**size, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}
@@ -132,12 +136,37 @@ def _setup(config: OwnRunConfig, account: Account) -> Setup:
     )
 
 
+def longest(config: OwnRunConfig) -> int:
+    """Return the tokens of the longest sequence to expect of a run, as far as its task tells."""
+    text, task = load_text(config.model, weights=None), make_task(config.task)
+    examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MAX_EXAMPLES))
+    most = max(longest_of(text, examples, new_tokens(config)))
+    return min(most, text.max_positions or most)
+
+
+def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
+    """Return the sequences, and tokens of each, of a rank's largest microbatch to expect.
+
+    What fills a budget of tokens are few sequences, as long as the model takes.
+    """
+    num_sequences, budget = own_sequences(config), config.policy.micro_batch_tokens
+    if not budget:
+        return num_sequences, longest(config)
+    # A sequence that is longer than the budget has a microbatch of its own
+    length = max(budget // num_sequences, longest(config))
+    parts = math.ceil(length / (positions_of(config_of(config.model)) or length))
+    return num_sequences * parts, math.ceil(length / parts)
+
+
 def main() -> int:
     directory = Path(sys.argv[1])
     job = read_job(directory)
     writer = row_writer(directory)
     try:
         config = OwnRunConfig.model_validate(job["config"])
+        if job.get("longest"):
+            writer.write({"longest": longest(config)})
+            return 0
         if "lengths" not in job:  # the run's own microbatch
             num_sequences, length = largest_microbatch(config)
             job |= {"lengths": [length], "num_sequences": num_sequences}

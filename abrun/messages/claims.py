@@ -1,7 +1,7 @@
 """Sentences of claims: what was shown of each.
 
 They share their values. `over`: what was tested (`pairs`, `runs` of both arms where they are not paired,
-`unused_seeds`, `steps`, `window`, whether there is a `recipe`, whether by Welch's test). `detected`: the
+`steps`, `window`, whether there is a `recipe`, whether by Welch's test). `detected`: the
 difference whose interval excludes zero, or None. `power`: what more pairs would bring.
 """
 
@@ -186,9 +186,7 @@ def _setting(over: Mapping[str, Any]) -> str:
 def _sample(over: Mapping[str, Any]) -> str:
     """What a claim was tested over: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
     if over["runs"] is None:
-        others = over["unused_seeds"]
-        more = f" and {others} more seed{'s' * (others > 1)} of the reference (control variate)"
-        return f"{over['pairs']} pair{'s' * (over['pairs'] != 1)}{more * (others > 0)}"
+        return f"{over['pairs']} pair{'s' * (over['pairs'] != 1)}"
     return f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
 
 

@@ -53,7 +53,6 @@ MESSAGES: dict[Code, Message] = {
     Code.NODE_WITHOUT_RUN: "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it; "
     "launch with --runs-dir on a file system that all of them see",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
-    Code.PROBE_STOPPED: "{probe}: ended, as {reason}",
     Code.PROCESSES_SURVIVE: "processes of an earlier launch cannot be killed ({pids}); end them",
     Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
     Code.RAY_FAILED: "ray: {address}: {answer}",

@@ -2,9 +2,9 @@
 
 import math
 import reprlib
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from abrun.recipe.policy import Optimizer
 from abrun.recipe.section import Count, FieldError, NonNegative, Positive, Section
@@ -44,15 +44,6 @@ class ImportanceCorrection(Section):
     type: Literal["truncated", "icepop", "sequence_mask"]
     low: NonNegative = 0.0
     high: Positive
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(
-                f"algorithm.importance_correction.low: got {self.low} above high, {self.high}; "
-                "use a low bound below the high one"
-            )
-        return self
 
 
 class DynamicSampling(Section):
@@ -111,48 +102,13 @@ class PolicyGradientSettings(Section):
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
 
-    @model_validator(mode="after")
-    def _estimator_has_an_effect(self) -> Self:
-        if self.kl_coefficient > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
-                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
-                "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
-            )
-        if self.kl_in != "loss" and self.kl_estimator == "k3+":
-            raise ValueError(
-                f"algorithm.kl_estimator: got 'k3+' with kl_in {self.kl_in!r}, and it differs from k3 in its "
-                "gradient alone, which a reward does not have; use kl_estimator: k3, or kl_in: loss"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _on_policy_is_one_update(self) -> Self:
-        if self.ratio == "on_policy" and self.num_updates > 1:
-            raise ValueError(
-                f"algorithm.ratio: got 'on_policy' with {self.num_updates} optimizer steps a rollout batch, "
-                "of which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
-                "minibatches_per_step: 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _documents_are_a_draw_or_more(self) -> Self:
-        draw = self.prompts_per_step * self.group_size
-        if self.documents_per_step is not None and self.documents_per_step < draw and not self._chooses:
-            raise ValueError(
-                f"algorithm.documents_per_step: got {self.documents_per_step}, less than one draw of "
-                f"prompts_per_step {self.prompts_per_step} times group_size {self.group_size}, all of which "
-                f"is trained on; use {draw} or more, or smaller draws"
-            )
-        return self
-
     @property
     def draws_again(self) -> bool:
         """Whether a step may draw prompts more than once."""
-        return self.documents_per_step is not None or self._chooses
+        return self.documents_per_step is not None or self.chooses_groups
 
     @property
-    def _chooses(self) -> bool:
+    def chooses_groups(self) -> bool:
         """Whether a step trains on some groups of what it draws."""
         return False
 
@@ -170,16 +126,6 @@ class PolicyGradientSettings(Section):
     def batch_size(self) -> int:
         """Prompts of a global batch."""
         return self.prompts_per_step
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError where a step's groups cannot be shared by the ranks, minibatch by minibatch."""
-        parts = ranks * self.minibatches_per_step
-        if self.prompts_per_step % parts:
-            raise ValueError(
-                f"algorithm.prompts_per_step: got {self.prompts_per_step} for {ranks} data-parallel ranks "
-                f"and minibatches_per_step {self.minibatches_per_step}; use a multiple of {parts}, or other "
-                "cluster sizes"
-            )
 
 
 class Grpo(PolicyGradientSettings):
@@ -200,79 +146,8 @@ class Grpo(PolicyGradientSettings):
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
 
     @property
-    def _chooses(self) -> bool:
+    def chooses_groups(self) -> bool:
         return self.dynamic_sampling is not None
-
-    @model_validator(mode="after")
-    def _group_has_a_baseline(self) -> Self:
-        normalized = self.normalize_advantages and self.normalize_over == "group"
-        relative = self.advantage_baseline in ("group_mean", "leave_one_out")
-        if self.group_size == 1 and (relative or normalized):
-            raise ValueError(
-                "algorithm.group_size: got 1 with advantages relative to their group, which are then all "
-                "zero; use 2 or more, or set advantage_baseline: none and normalize_advantages: false, or "
-                "batch_mean with normalize_over: batch"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _choices_fit_together(self) -> Self:
-        of_tokens = self.kl_in == "reward_to_go"
-        of_groups = self.advantage_baseline in ("group_mean", "leave_one_out")
-        refusals = [
-            (
-                of_tokens and of_groups,
-                "kl_in: got 'reward_to_go', which gives each token its own reward, with advantage_baseline "
-                f"{self.advantage_baseline!r} of a group's sequences; use advantage_baseline: batch_mean or "
-                "none, or kl_in: reward",
-            ),
-            (
-                of_tokens and self.normalize_advantages and self.normalize_over == "group",
-                "kl_in: got 'reward_to_go', which gives each token its own reward, with normalize_over "
-                "'group'; use normalize_over: batch, or normalize_advantages: false, or kl_in: reward",
-            ),
-            (
-                self.normalize_over != "group" and not self.normalize_advantages,
-                f"normalize_over: got {self.normalize_over!r} with normalize_advantages false; use "
-                "normalize_advantages: true, or normalize_over: group",
-            ),
-            (
-                self.normalize_over == "leave_one_out" and self.advantage_baseline != "leave_one_out",
-                "normalize_over: got 'leave_one_out' with advantage_baseline "
-                f"{self.advantage_baseline!r}; use advantage_baseline: leave_one_out, or normalize_over: "
-                "group",
-            ),
-            (
-                self.normalize_over == "leave_one_out" and self.group_size < 3,
-                f"group_size: got {self.group_size} with normalize_over 'leave_one_out', and the std of a "
-                "single other completion is not defined; use 3 or more, or normalize_over: group",
-            ),
-            (
-                self.dual_clip is not None and self.loss not in ("clipped", "gspo"),
-                f"dual_clip: got {self.dual_clip} with loss {self.loss!r}, which it does not bound; "
-                "use loss: clipped or gspo, or dual_clip: null",
-            ),
-            (
-                self.dynamic_sampling is not None and not of_groups,
-                f"dynamic_sampling: got it with advantage_baseline {self.advantage_baseline!r}, where a "
-                "group of equal rewards has a signal; use group_mean or leave_one_out, or "
-                "dynamic_sampling: null",
-            ),
-        ]
-        for refused, message in refusals:
-            if refused:
-                raise ValueError(f"algorithm.{message}")
-        return self
-
-    def check_ranks(self, ranks: int) -> None:
-        super().check_ranks(ranks)
-        unit = ranks * self.minibatches_per_step * self.group_size
-        if self.dynamic_sampling and self.documents_per_step and self.documents_per_step % unit:
-            raise ValueError(
-                f"algorithm.documents_per_step: got {self.documents_per_step} for groups of "
-                f"{self.group_size}, {ranks} data-parallel ranks and minibatches_per_step "
-                f"{self.minibatches_per_step}; use a multiple of {unit}"
-            )
 
 
 class Ppo(PolicyGradientSettings):
@@ -297,26 +172,12 @@ class Ppo(PolicyGradientSettings):
     # A token's value is the one computed before it. False: after it, so that the baseline knows the token.
     right_shift: bool = True
 
-    @model_validator(mode="after")
-    def _coefficient_has_a_backbone_to_reach(self) -> Self:
-        if self.value_coefficient is not None and self.value_backbone == "own":
-            raise ValueError(
-                f"algorithm.value_coefficient: got {self.value_coefficient} with value_backbone 'own', whose "
-                "optimizer makes a factor of its loss nearly nothing; use value_optimizer.learning_rate and "
-                "value_coefficient: null, or value_backbone: shared"
-            )
-        return self
-
 
 class Sft(Section):
     """Supervised fine-tuning on the task's reference completions."""
 
     type: Literal["sft"]
     batch_size: Count = 32
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError where a batch cannot be shared by the ranks."""
-        _check_batch_size(self.batch_size, ranks)
 
 
 class Dpo(Section):
@@ -327,15 +188,3 @@ class Dpo(Section):
     beta: Positive = 0.1
     logprob_reduction: Literal["sum", "mean"] = "sum"  # of a completion's tokens
     sft_coefficient: NonNegative = 0.0  # adds minus the mean log-prob of the chosen tokens
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError where a batch cannot be shared by the ranks."""
-        _check_batch_size(self.batch_size, ranks)
-
-
-def _check_batch_size(batch_size: int, ranks: int) -> None:
-    if batch_size % ranks:
-        raise ValueError(
-            f"algorithm.batch_size: got {batch_size} for {ranks} data-parallel ranks; use a multiple of "
-            f"{ranks}, or other cluster sizes"
-        )

@@ -30,8 +30,7 @@ class Primary(Section):
     baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
     the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
     baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
-    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on;
-    a `correlation` above 0.5 also weighs the unused seeds of a frozen reference.
+    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
     """
 
     metric: (
@@ -112,6 +111,11 @@ class Primary(Section):
         if limit is None:
             return None
         return (float(limit[:-1]), True) if isinstance(limit, str) else (float(limit), False)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the difference, as a refusal names it."""
+        return "an equivalence margin" if self.margin is not None else f"a limit, {claim_text(self)}"
 
     @property
     def limits_excess(self) -> bool:
@@ -201,15 +205,6 @@ class Compare(Section):
         if looks and not can_be_looks(looks):
             raise FieldError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
         return looks
-
-    @model_validator(mode="after")
-    def _unpaired_needs_no_pairs(self) -> Self:
-        needing = ["looks"] * bool(self.looks)
-        needing += ["exact" for one in self.primary if one.exact]
-        needing += [FINAL_WEIGHTS for one in self.primary if one.metric == FINAL_WEIGHTS]
-        if needing and not self.paired:
-            raise FieldError(f"got paired: false and {needing[0]}, which needs pairs; leave one of them out")
-        return self
 
 
 class Controls(Section):

@@ -13,10 +13,9 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code, Reason
-from abrun.recipe.environment import Env
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
-from abrun.recipe.section import FieldError, Section
+from abrun.recipe.section import Env, FieldError, Section
 from abrun.redaction import REFERENCE
 from abrun.runs.layout import RUN_FILES
 
@@ -91,9 +90,9 @@ class Command(Section):
             used |= self._names_in(field, template)
         for name in self.parameters:
             if name not in used:  # a misspelt one would change nothing, and the arms would match
-                raise ValueError(
-                    f"trainer.parameters.{name}: not used; write {{{name}}} into argv, env or metrics.path, "
-                    "or drop it"
+                raise FieldError(
+                    f"not used; write {{{name}}} into argv, env or metrics.path, or drop it",
+                    f"trainer.parameters.{name}",
                 )
         self._refuse_files_of_abrun()
         return self
@@ -108,17 +107,19 @@ class Command(Section):
         elsewhere = path.startswith("/") and ("run_dir" in names or names >= {"arm", "seed", "rerun"})
         inside = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(f"{A_RUN_DIR}/")
         if not (inside or elsewhere) or _is_taken(filled, A_RUN_DIR):
-            raise ValueError(
-                f"trainer.metrics.path: got {shortened(path)}; begin it with {{run_dir}}/, so that every run "
-                f"has its own, stay in there, and go on with none of abrun's names: {', '.join(RUN_FILES)}; "
-                "or give an absolute path with {arm}, {seed} and {rerun} in it"
+            raise FieldError(
+                f"got {shortened(path)}; begin it with {{run_dir}}/, so that every run has its own, stay in "
+                f"there, and go on with none of abrun's names: {', '.join(RUN_FILES)}; or give an absolute "
+                "path with {arm}, {seed} and {rerun} in it",
+                "trainer.metrics.path",
             )
         for field, template in self._templates():
             filled = _filled(template, values) if field.startswith("env.") else template.format_map(values)
             if _names_files_of_abrun(filled, A_RUN_DIR):
-                raise ValueError(
-                    f"trainer.{field}: got {shortened(template)}; a command's files in {{run_dir}} may "
-                    f"have none of abrun's names: {', '.join(RUN_FILES)}"
+                raise FieldError(
+                    f"got {shortened(template)}; a command's files in {{run_dir}} may have none of abrun's "
+                    f"names: {', '.join(RUN_FILES)}",
+                    f"trainer.{field}",
                 )
 
     def _templates(self) -> Iterator[tuple[str, str]]:
@@ -128,14 +129,14 @@ class Command(Section):
 
     def _names_in(self, field: str, template: str) -> set[str]:
         template = REFERENCE.sub("", template) if field.startswith("env.") else template
-        got = f"trainer.{field}: got {shortened(template)}"
+        got, place = f"got {shortened(template)}", f"trainer.{field}"
         texts = (template, *(text for text in self.parameters.values() if isinstance(text, str)))
         if any("\0" in text for text in texts):
-            raise ValueError(f"{got}; a NUL character cannot be passed to a command: drop it")
+            raise FieldError(f"{got}; a NUL character cannot be passed to a command: drop it", place)
         try:
             parts = list(string.Formatter().parse(template))
         except ValueError:
-            raise ValueError(f"{got}; a single brace: write literal ones as {{{{ and }}}}") from None
+            raise FieldError(f"{got}; a single brace: write literal ones as {{{{ and }}}}", place) from None
         names = set()
         for _, name, form, conversion in parts:
             if name is None:
@@ -148,15 +149,15 @@ class Command(Section):
                     hint = "a reference is ${NAME}, of letters, digits and '_', without a default or another"
                 elif f"${{{name}}}" in template:
                     hint = f"a variable of the environment is read in trainer.env alone: {name}: ${{{name}}}"
-                raise ValueError(
-                    f"trainer.{field}: got the placeholder {{{shortened(whole)[1:-1]}}}; "
-                    f"allowed: {allowed}; {hint}"
+                raise FieldError(
+                    f"got the placeholder {{{shortened(whole)[1:-1]}}}; allowed: {allowed}; {hint}", place
                 )
             names.add(name)
         if dollar := re.search(r"\$\{(\w+)\}", template.replace("{{", "\0").replace("}}", "\0")):
-            raise ValueError(
+            raise FieldError(
                 f"{got}, whose $ would stay before the value; write {{{dollar[1]}}} (a shell's variable is "
-                "written ${{NAME}})"
+                "written ${{NAME}})",
+                place,
             )
         return names
 

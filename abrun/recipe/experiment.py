@@ -17,33 +17,15 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.claims import (
-    DEFAULT_WINDOW,
     Compare,
     Controls,
-    Guards,
-    Primary,
-    claim_text,
-    parse_primary,
-    primary_option,
 )
 from abrun.recipe.command import (
-    Command,
     CommandRunConfig,
-    Invocation,
-    MetricsLog,
-    invocation,
-    unset_variables,
-    values_of,
 )
-from abrun.recipe.dtensor import PLAIN_DECODERS, dtensor_misfit, heads_misfit
-from abrun.recipe.exported import Exported, JobSet, SkyPilot
-from abrun.recipe.families import family_refusal, stream_misfit, stream_setting
-from abrun.recipe.fault_needs import lacking, what_it_takes
-from abrun.recipe.faults import CONTROLS, FAULTS, LIBRARY, ONE_ULP, Fault, PlantedFault
-from abrun.recipe.launcher import LauncherSettings, Local, Ray, Slurm, launcher_settings, limit_s
-from abrun.recipe.megatron import MEGATRON_FAMILIES, MEGATRON_VERSIONS, megatron_misfit, megatron_refusal
+from abrun.recipe.faults import LIBRARY, ONE_ULP, PlantedFault, lacking
+from abrun.recipe.launcher import LauncherSettings
 from abrun.recipe.merging import (
     merge,
     overridden,
@@ -53,152 +35,17 @@ from abrun.recipe.merging import (
     without_nulls,
 )
 from abrun.recipe.policy import (
-    DIMENSIONS,
-    NO_FILTERS,
-    Dtensor,
-    Filters,
-    Logprobs,
-    Megatron,
-    Model,
     OpenPolicy,
-    Optimizer,
-    Policy,
-    Rollout,
 )
-from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.reading import dotted, nested, read_launched
 from abrun.recipe.refusals import shortened, unknown, validated
 from abrun.recipe.run import (
-    Checkpoint,
-    Cluster,
-    KeptSamples,
     OwnRunConfig,
-    OwnTrainer,
-    RunConfig,
-    Wandb,
-    WarmStart,
-    can_change_numbers,
-    not_built,
 )
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
-from abrun.recipe.tasks import (
-    GENERATED,
-    Arithmetic,
-    Completions,
-    Gsm8k,
-    Jsonl,
-    Preferences,
-    ReasoningGym,
-    TaskConfig,
-    Validation,
-    WordProblems,
-)
-from abrun.recipe.vllm import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, vllm_misfit, vllm_refusal
 from abrun.regular_files import is_directory
 from abrun.runs.layout import NAME
-
-__all__ = [
-    "ARCHITECTURES",
-    "BASELINE",
-    "BESIDE_THE_TRAINER",
-    "CHECKPOINTING",
-    "CONTROLS",
-    "DEFAULT_WINDOW",
-    "DIMENSIONS",
-    "FAULTS",
-    "GENERATED",
-    "KEEP_GATHERED",
-    "LIBRARY",
-    "MEGATRON_FAMILIES",
-    "MEGATRON_VERSIONS",
-    "MICRO_BATCH_TOKENS",
-    "MOST_OF_A_CACHE",
-    "NAME",
-    "NO_FILTERS",
-    "ONE_ULP",
-    "OPEN",
-    "PLAIN_DECODERS",
-    "Arithmetic",
-    "Checkpoint",
-    "Cluster",
-    "Command",
-    "CommandRecipe",
-    "CommandRunConfig",
-    "Compare",
-    "Completions",
-    "Controls",
-    "Declared",
-    "Dpo",
-    "Dtensor",
-    "Exported",
-    "Fault",
-    "Filters",
-    "Grpo",
-    "Gsm8k",
-    "Guards",
-    "Invocation",
-    "JobSet",
-    "Jsonl",
-    "KeptSamples",
-    "LauncherSettings",
-    "Local",
-    "Logprobs",
-    "Megatron",
-    "MetricsLog",
-    "Model",
-    "Optimizer",
-    "OwnRunConfig",
-    "OwnTrainer",
-    "PlantedFault",
-    "Policy",
-    "PolicyGradientSettings",
-    "Ppo",
-    "Preferences",
-    "Primary",
-    "Ray",
-    "ReasoningGym",
-    "Recipe",
-    "Rollout",
-    "RunConfig",
-    "Section",
-    "Sft",
-    "SkyPilot",
-    "Slurm",
-    "TaskConfig",
-    "Validation",
-    "Wandb",
-    "WarmStart",
-    "WordProblems",
-    "can_change_numbers",
-    "claim_text",
-    "dotted",
-    "dtensor_misfit",
-    "family_refusal",
-    "heads_misfit",
-    "invocation",
-    "lacking",
-    "launcher_settings",
-    "limit_s",
-    "load_recipe",
-    "megatron_misfit",
-    "megatron_refusal",
-    "merge",
-    "nested",
-    "not_built",
-    "parse_primary",
-    "primary_option",
-    "stored_recipe",
-    "stored_run",
-    "stream_misfit",
-    "stream_setting",
-    "unset_variables",
-    "validated",
-    "values_of",
-    "vllm_misfit",
-    "vllm_refusal",
-    "what_it_takes",
-]
 
 BASELINE = "baseline"
 MOST_ARMS = 1000
@@ -269,38 +116,6 @@ class Declared(Section):
             raise FieldError(f"got {named}; an experiment needs an arm named 'baseline'")
         return arms
 
-    @model_validator(mode="after")
-    def _something_to_compare_with(self) -> Self:
-        if len(self.arms) < 2 and self.compare.reference is None and not self.controls.faults:
-            raise ValueError(
-                f"arms: got {shortened(list(self.arms))}; an experiment needs an arm named 'baseline' and at "
-                "least one more, or a frozen ensemble to compare with (compare.reference)"
-            )
-        mistaken = self.arms.keys() & self.control_arms.keys()
-        if mistaken:
-            raise ValueError(
-                f"arms: got {shortened(min(mistaken))}, the name of an arm of controls; choose another"
-            )
-        if self.compare.looks and self.compare.looks[-1] != len(self.seeds):
-            raise ValueError(
-                f"compare.looks: got {self.compare.looks} with {len(self.seeds)} seeds; the last look takes "
-                "all pairs: make it the number of seeds"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _seeds_can_carry_the_claim(self) -> Self:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: got {shortened(self.seeds)} with a seed twice; every seed once")
-        tested = next((one for one in self.compare.primary if not one.exact), None)
-        if tested and len(self.seeds) == 1:
-            what = "an equivalence margin" if tested.margin is not None else f"a limit, {claim_text(tested)}"
-            raise ValueError(
-                f"seeds: got one seed with {what} (compare.primary), which needs the spread over seeds; give "
-                "two or more, or compare.primary: [] for the step-one check alone"
-            )
-        return self
-
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
         """The resolved configuration of one arm.
 
@@ -366,17 +181,18 @@ class Recipe(Declared, OwnRunConfig):
     def _arms_leave_nothing_open(self) -> Self:
         for arm, change in self.arms.items():
             for key in (key for key in OPEN if dotted(change).get(key) == "auto"):
-                raise ValueError(
-                    f"arms.{arm}.{key}: got 'auto', which is decided for all arms alike; say it outside of "
-                    f"arms, or give {OPEN[key].instead}"
+                raise FieldError(
+                    "got 'auto', which is decided for all arms alike; say it outside of arms, or give "
+                    f"{OPEN[key].instead}",
+                    f"arms.{arm}.{key}",
                 )
             own = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
             padded, size = own.get("policy.packing") is False, own.get("policy.micro_batch_size")
             if own[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
-                raise ValueError(
-                    f"arms.{arm}.policy.{'packing' if padded else 'micro_batch_size'}: got "
-                    f"{'false' if padded else size} with {MICRO_BATCH_TOKENS} 'auto'; give this arm "
-                    f"{MICRO_BATCH_TOKENS}: null, too"
+                raise FieldError(
+                    f"got {'false' if padded else size} with {MICRO_BATCH_TOKENS} 'auto'; give this arm "
+                    f"{MICRO_BATCH_TOKENS}: null, too",
+                    f"arms.{arm}.policy.{'packing' if padded else 'micro_batch_size'}",
                 )
         return self
 

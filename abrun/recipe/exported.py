@@ -27,7 +27,8 @@ def _matching(pattern: str, allowed: str, most: int = 253, *, values: bool = Fal
     return AfterValidator(check)
 
 
-Word, Line = Annotated[str, AfterValidator(word)], Annotated[str, AfterValidator(line_of_text)]
+Word = Annotated[str, AfterValidator(word)]
+Line = Annotated[str, AfterValidator(line_of_text)]
 Lines = Annotated[list[str], AfterValidator(lambda lines: [line_of_text(line) for line in lines])]
 IS_OBJECT = _matching(OBJECT, "small letters, digits, '-' and '.'")
 IS_KEY = _matching(rf"({OBJECT}/)?{LABEL}", "such as nvidia.com/gpu, at most 63 after the '/'", 317)

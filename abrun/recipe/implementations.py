@@ -18,8 +18,8 @@ ENGINES = {
 }
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 SCHEDULERS = {
-    "slurm": ("abrun.launch.slurm:SlurmLauncher", "abrun.launch.slurm:SlurmJobs"),
-    "ray": ("abrun.launch.ray:RayLauncher", "abrun.launch.ray:RayJobs"),
+    "slurm": ("abrun.launch.slurm.launcher:SlurmLauncher", "abrun.launch.slurm.launcher:SlurmJobs"),
+    "ray": ("abrun.launch.ray.launcher:RayLauncher", "abrun.launch.ray.launcher:RayJobs"),
 }
 
 

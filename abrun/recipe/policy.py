@@ -1,20 +1,15 @@
 """The trained model: its weights, where it runs, how it is optimised, how it samples."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.recipe.section import Count, FieldError, Fraction, NonNegative, PathText, Positive, Section
 from abrun.redaction import shortened
-
-# The presets with experts: how many a layer has.
-PRESET_EXPERTS = {
-    name: shape["num_experts"] for name, shape in ARCHITECTURES.items() if "num_experts" in shape
-}
 
 
 class Shape(Section):
@@ -45,20 +40,6 @@ class Model(Section):
     shape: Shape = Shape()  # with a preset
     path: PathText | None = None
     system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.preset is None) == (self.path is None):
-            got = "neither" if self.preset is None else "both"
-            raise ValueError(f"model: got {got} of preset and path; give exactly one (the other null)")
-        changed = self.shape.model_dump(exclude_none=True)
-        if changed and self.preset is None:
-            name, size = next(iter(changed.items()))
-            raise ValueError(
-                f"model.shape.{name}: got {size} with model.path, a checkpoint whose shape is fixed; use "
-                f"{name}: null, or a preset"
-            )
-        return self
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -98,15 +79,6 @@ class Layout(Section):
         """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
         return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
 
-    @model_validator(mode="after")
-    def _sequence_parallel_goes_with_tensor_parallel(self) -> Self:
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError(
-                "policy.backend.sequence_parallel: got true with tensor_parallel 1, which leaves nothing to "
-                "cut; use sequence_parallel: false, or tensor_parallel: 2 or more"
-            )
-        return self
-
 
 class Dtensor(Layout):
     """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences and experts over ranks."""
@@ -133,16 +105,6 @@ class Megatron(Layout):
     def ranks_of_experts(self, ranks: int) -> int:
         return ranks // self.pipeline_parallel
 
-    @model_validator(mode="after")
-    def _expert_parallel_goes_with_sequence_parallel(self) -> Self:
-        if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"policy.backend.sequence_parallel: got false with expert_parallel {self.expert_parallel} "
-                f"and tensor_parallel {self.tensor_parallel}, which megatron-core refuses to train; use "
-                "sequence_parallel: true"
-            )
-        return self
-
 
 class Logprobs(Section):
     """How log-probs are computed from hidden states, and a loss of them; see abrun.kernels."""
@@ -154,36 +116,6 @@ class Logprobs(Section):
     head_dtype: Literal["float32"] | None = None  # None: the policy's
     # What logits are rounded to before the softmax, with every impl; None: the head's dtype, as in stock code
     logits_dtype: Literal["float32", "bfloat16"] | None = None
-
-    @model_validator(mode="after")
-    def _settings_fit_the_path(self) -> Self:
-        dense, fused = self.impl == "logits", "use impl: chunked or triton"
-        refusals = [
-            (
-                dense and self.chunk_size is not None,
-                f"chunk_size: got {self.chunk_size} with impl 'logits', which has no chunks; {fused}, "
-                "or chunk_size: null",
-            ),
-            (
-                dense and self.memory_budget_mib is not None,
-                f"memory_budget_mib: got {self.memory_budget_mib} with impl 'logits', which has none; "
-                f"{fused}, or memory_budget_mib: null",
-            ),
-            (
-                dense and self.one_pass,
-                "one_pass: got true with impl 'logits', whose dense path has one pass already; "
-                f"{fused}, or one_pass: false",
-            ),
-            (
-                self.one_pass and self.chunk_size is not None,
-                f"chunk_size: got {self.chunk_size} with one_pass, which holds the whole vocabulary's "
-                "logits of some tokens; use memory_budget_mib, or chunk_size: null",
-            ),
-        ]
-        for refused, message in refusals:
-            if refused:
-                raise ValueError(f"policy.logprobs.{message}")
-        return self
 
 
 class Optimizer(Section):
@@ -202,20 +134,6 @@ class Optimizer(Section):
     weight_decay: NonNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Positive = 1.0
-
-    @model_validator(mode="after")
-    def _floor_is_below_the_peak(self) -> Self:
-        if self.min_learning_rate and self.schedule == "constant":
-            raise FieldError(
-                f"got min_learning_rate {self.min_learning_rate} with schedule 'constant', which never "
-                "falls; use schedule: linear or cosine, or min_learning_rate: 0.0"
-            )
-        if self.min_learning_rate > self.learning_rate:
-            raise FieldError(
-                f"got min_learning_rate {self.min_learning_rate} above learning_rate "
-                f"{self.learning_rate}; use a smaller one"
-            )
-        return self
 
 
 Precision = Literal["float32", "bfloat16"]
@@ -252,15 +170,6 @@ class Policy(Section):
         """The dtype that the trainer rounds logits to."""
         return self.logprobs.logits_dtype or self.head_dtype
 
-    @model_validator(mode="after")
-    def _logits_are_no_coarser_than_their_head(self) -> Self:
-        if self.logits_dtype == "bfloat16" and self.head_dtype == "float32":
-            raise ValueError(
-                "policy.logprobs.logits_dtype: got 'bfloat16' with a head in float32; use logits_dtype: "
-                "float32, or null"
-            )
-        return self
-
     @field_validator("backend", mode="before")
     @classmethod
     def _dtensor_need_not_be_named(cls, backend: Any) -> Any:
@@ -270,72 +179,6 @@ class Policy(Section):
     @classmethod
     def _a_switch_is_all_or_nothing(cls, asked: Any) -> Any:
         return {True: "full", False: "none"}[asked] if isinstance(asked, bool) else asked
-
-    @model_validator(mode="after")
-    def _what_is_compiled_is_on_one_rank(self) -> Self:
-        if self.compile and (self.backend.type != "dtensor" or self.backend.is_spread):
-            raise ValueError(
-                f"policy.compile: got true with backend {self.backend.type!r}"
-                f"{' and a replica of many ranks' * (self.backend.type == 'dtensor')}; use compile: false, "
-                "or type: dtensor without tensor, context and expert parallelism"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ligers_kernels_stand_alone(self) -> Self:
-        if self.liger and (self.compile or self.backend.type != "dtensor"):
-            beside = "compile: true" if self.compile else f"backend {self.backend.type!r}"
-            raise ValueError(
-                f"policy.liger: got true with {beside}, which has kernels of its own; use liger: false, or "
-                "compile: false on dtensor"
-            )
-        if self.liger and self.backend.tensor_parallel > 1:
-            raise ValueError(
-                f"policy.liger: got true with tensor_parallel {self.backend.tensor_parallel}, on whose cut "
-                "layers its kernels have not been tried; use liger: false, or tensor_parallel: 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_compiled_is_computed_again(self) -> Self:
-        if self.activation_checkpointing == "selective" and not self.compile:
-            raise ValueError(
-                "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "
-                "'none' or 'full'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shared_prompts_stand_in_one_stream(self) -> Self:
-        refusals = [
-            (not self.packing, "without packing", "packing: true"),
-            (self.backend.type != "dtensor", f"with backend {self.backend.type!r}", "type: dtensor"),
-            (
-                self.backend.context_parallel > 1,
-                f"with context_parallel {self.backend.context_parallel}",
-                "context_parallel: 1",
-            ),
-        ]
-        for refused, beside, instead in refusals:
-            if self.share_prompts and refused:
-                raise ValueError(
-                    f"policy.share_prompts: got true {beside}; use {instead}, or share_prompts: false"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _one_size_of_microbatches(self) -> Self:
-        if self.micro_batch_tokens is not None and not self.packing:
-            raise ValueError(
-                f"policy.micro_batch_tokens: got {self.micro_batch_tokens!r} without packing; use packing: "
-                "true, or micro_batch_size"
-            )
-        if self.micro_batch_tokens is not None and self.micro_batch_size is not None:
-            raise ValueError(
-                f"policy.micro_batch_tokens: got {self.micro_batch_tokens!r} with micro_batch_size "
-                f"{self.micro_batch_size}; give one of the two (the other null)"
-            )
-        return self
 
 
 def _switch_or_auto(value: object) -> object:
@@ -385,17 +228,6 @@ class Filters:
 
 
 NO_FILTERS = Filters()
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM, which raises colder ones, and refuses hotter ones
-
-
-def temperature_misfit(temperature: float) -> str | None:
-    """Return why vLLM cannot sample at a temperature; None if it can."""
-    if MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        return None
-    return (
-        f"got {temperature} with engine 'vllm', which samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use "
-        "one of these, or engine: torch"
-    )
 
 
 class Rollout(Section):
@@ -444,34 +276,3 @@ class Rollout(Section):
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
         missing = missing_sampling_masks() if demanded else None
         return Code.EXACT_SUPPORT_UNAVAILABLE(problem=missing) if missing else None
-
-    @model_validator(mode="after")
-    def _settings_fit_the_engine(self) -> Self:
-        if self.engine == "torch" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel: got {self.tensor_parallel} with engine 'torch', which samples on "
-                "every rank with whole weights; use engine: vllm, or tensor_parallel: 1"
-            )
-        if self.engine == "torch" and self.devices is not None:
-            raise ValueError(
-                f"rollout.devices: got {self.devices} with engine 'torch', which samples from the policy's "
-                "own modules; use engine: vllm, or devices: null"
-            )
-        if self.devices is not None and self.devices % self.tensor_parallel:
-            raise ValueError(
-                f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}; use a "
-                f"divisor of {self.devices}"
-            )
-        if self.engine == "torch" and self.gpu_memory_utilization is not None:
-            raise ValueError(
-                f"rollout.gpu_memory_utilization: got {self.gpu_memory_utilization} with engine 'torch', "
-                "which sets no memory aside; use engine: vllm, or gpu_memory_utilization: null"
-            )
-        if self.engine == "torch" and self.batch_invariant:
-            raise ValueError(
-                "rollout.batch_invariant: got true with engine 'torch', which has no such kernels; use "
-                "engine: vllm, or batch_invariant: false"
-            )
-        if self.engine == "vllm" and (misfit := temperature_misfit(self.temperature)):
-            raise ValueError(f"rollout.temperature: {misfit}")
-        return self

@@ -92,3 +92,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# The presets with experts: how many a layer has.
+PRESET_EXPERTS = {
+    name: shape["num_experts"] for name, shape in ARCHITECTURES.items() if "num_experts" in shape
+}

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code, Reason
-from abrun.recipe.section import FieldError, Section
+from abrun.recipe.section import Section
 from abrun.redaction import shortened
 
 M = TypeVar("M", bound=BaseModel)
@@ -47,8 +47,8 @@ def _reason(error: Any, model: type[BaseModel], context: Mapping[str, Any]) -> R
         )
     if kind == "value_error":  # raised in a validator of ours, of a field or of a section
         problem = details["error"]
-        shown = field if isinstance(problem, FieldError) else ""
-        return Code.RULE_BROKEN(**context, field=shown, problem=str(problem))
+        refused = getattr(problem, "field", "") or field
+        return Code.RULE_BROKEN(**context, field=refused, problem=str(problem))
     got = shortened(error["input"])
     if kind in ("too_short", "too_long"):
         limit = details["min_length" if kind == "too_short" else "max_length"]

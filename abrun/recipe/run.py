@@ -1,35 +1,27 @@
 """What one training run sees: its resolved configuration."""
 
-import dataclasses
-import json
 import math
 import re
-from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.environment import Env
-from abrun.recipe.fault_needs import lacking
-from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault
+from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault, lacking
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import (
     NO_FILTERS,
-    PRESET_EXPERTS,
     Filters,
     Model,
     Policy,
     Rollout,
-    temperature_misfit,
 )
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
-from abrun.recipe.tasks import Arithmetic, Completions, Preferences, TaskConfig, Validation
+from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
+from abrun.recipe.tasks import Completions, Preferences, TaskConfig, Validation
 from abrun.redaction import REFERENCE
-
-FILTERS = tuple(field.name for field in dataclasses.fields(Filters))
 
 
 class WarmStart(Section):
@@ -63,15 +55,6 @@ class Cluster(Section):
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     cpu_ranks: Count = 1
-
-    @model_validator(mode="after")
-    def _one_kind_of_device(self) -> Self:
-        if self.gpus_per_node and self.cpu_ranks > 1:
-            raise ValueError(
-                f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}; "
-                "a run trains on GPUs or on CPU cores: drop one of the two"
-            )
-        return self
 
     @property
     def ranks_per_node(self) -> int:
@@ -212,179 +195,14 @@ class OwnRunConfig(RunConfig):
         return validates or isinstance(self.algorithm, PolicyGradientSettings)
 
     @property
+    def fault_lacks(self) -> str | None:
+        """What a planted fault needs that the run lacks, and how it gets it; None: nothing."""
+        return self.planted_fault and lacking(LIBRARY[self.planted_fault.name], self)
+
+    @property
     def decodes(self) -> bool:
         """Whether they are sampled from the policy's own modules."""
         return self.samples and self.rollout.engine == "torch"
-
-    @model_validator(mode="after")
-    def _ranks_fit_the_backend(self) -> Self:
-        backend, ranks, ranks_per_node = self.policy.backend, self.cluster.ranks, self.cluster.ranks_per_node
-        replica = math.prod(backend.shape.values())
-        if ranks % replica:
-            parts = " x ".join(f"{name} {size}" for name, size in backend.shape.items())
-            raise ValueError(
-                f"policy.backend: got {parts} = {replica} ranks a replica, for {ranks} ranks; use sizes "
-                f"whose product divides {ranks}, or other cluster sizes"
-            )
-        for part, size in (
-            ("policy.backend", backend.tensor_parallel),
-            ("rollout", 1 if self.rollout.devices else self.rollout.tensor_parallel),
-        ):
-            if ranks_per_node % size:
-                raise ValueError(
-                    f"{part}.tensor_parallel: got {size} for {ranks_per_node} ranks a node, and such a group "
-                    f"stays on one node; use a divisor of {ranks_per_node}"
-                )
-        available = backend.ranks_of_experts(ranks)
-        if available % backend.expert_parallel:
-            raise ValueError(
-                f"policy.backend.expert_parallel: got {backend.expert_parallel} for {available} ranks that a "
-                f"layer's experts can be spread over; use a divisor of {available}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        self.algorithm.check_ranks(self.data_parallel)
-        if self.warm_start:
-            self._check_shares("warm_start.batch_size", self.warm_start.batch_size)
-        if self.trained_distribution[1].drop_tokens and self.policy.logprobs.impl != "logits":
-            rollout, off = self.rollout, NO_FILTERS
-            name = next(each for each in FILTERS if getattr(rollout, each) != getattr(off, each))
-            raise ValueError(
-                f"rollout.{name}: got {getattr(rollout, name)} with policy.logprobs.impl "
-                f"{self.policy.logprobs.impl!r}, which never holds the logits to filter; "
-                f"use {name}: {json.dumps(getattr(off, name))}, or impl: logits"
-                f"{' with one_pass: false' * self.policy.logprobs.one_pass}"
-            )
-        if self.rollout.head_dtype == "bfloat16" and self.policy.dtype == "float32":
-            raise ValueError(
-                "rollout.head_dtype: got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or "
-                "policy.dtype: bfloat16"
-            )
-        punishment = getattr(self.algorithm, "overlong_punishment", None)
-        most = self.rollout.max_new_tokens
-        if punishment and punishment.buffer > most:
-            raise ValueError(
-                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
-                f"rollout.max_new_tokens {most}; use {most} or less"
-            )
-        head_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
-        if self.policy.backend.type == "megatron" and head_dtype != "float32":
-            raise ValueError(
-                f"algorithm.value_head_dtype: got {head_dtype!r} with policy.backend.type 'megatron', whose "
-                "masters are float32; use float32"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fault_can_be_planted(self) -> Self:
-        planted = self.planted_fault
-        lacks = planted and lacking(LIBRARY[planted.name], self)
-        if planted and lacks:
-            raise ValueError(f"planted_fault: got {planted.name!r}, which {lacks}, or planted_fault: null")
-        return self
-
-    @model_validator(mode="after")
-    def _validation_fits(self) -> Self:
-        validation = self.validation
-        if validation:
-            self._check_shares("validation.num_prompts", validation.num_prompts)
-        if validation and validation.path is not None and not hasattr(self.task, "path"):
-            raise ValueError(
-                f"validation.path: got {shortened(validation.path)} with task.type {self.task.type!r}, whose "
-                "prompts are generated; use path: null"
-            )
-        if validation and validation.temperature and self.rollout.engine == "vllm":
-            misfit = temperature_misfit(validation.temperature)
-            if misfit:
-                raise ValueError(f"validation.temperature: {misfit}, or 0")
-        return self
-
-    @model_validator(mode="after")
-    def _invariant_kernels_are_there(self) -> Self:
-        if self.rollout.batch_invariant and not self.cluster.gpus_per_node:
-            raise ValueError(
-                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, and vLLM has no such "
-                "kernels for CPU cores; use batch_invariant: false, or GPUs"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_pass_knows_its_loss(self) -> Self:
-        if not self.policy.logprobs.one_pass:
-            return self
-        sequence = "one_pass, which needs a loss known token by token, and a token of"
-        if isinstance(self.algorithm, Grpo) and self.algorithm.loss == "gspo":
-            raise ValueError(
-                f"algorithm.loss: got 'gspo' with policy.logprobs.{sequence} GSPO depends on its whole "
-                "sequence; use one_pass: false"
-            )
-        if isinstance(self.algorithm, Dpo):
-            raise ValueError(
-                f"algorithm.type: got 'dpo' with policy.logprobs.{sequence} DPO depends on both completions "
-                "of its pair; use one_pass: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _task_fits_the_algorithm(self) -> Self:
-        kind, task = self.algorithm.type, self.task.type
-        if isinstance(self.algorithm, PolicyGradientSettings) and isinstance(
-            self.task, Completions | Preferences
-        ):
-            raise ValueError(
-                f"task.type: got {task!r} with algorithm.type {kind!r}, which needs a task that can judge a "
-                "completion; use arithmetic, word_problems, reasoning_gym, gsm8k or jsonl"
-            )
-        if isinstance(self.algorithm, Dpo):
-            if not isinstance(self.task, Arithmetic | Preferences):
-                raise ValueError(
-                    f"task.type: got {task!r} with algorithm.type 'dpo', which needs pairs of completions; "
-                    "use preferences or arithmetic"
-                )
-            size = self.policy.micro_batch_size
-            if size and size % 2:
-                raise ValueError(
-                    f"policy.micro_batch_size: got {size} with algorithm.type 'dpo', whose pairs stay "
-                    "together; use an even number of sequences"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
-        """Of a preset it is known now; of a checkpoint it is found out as it loads."""
-        policy, preset = self.policy, self.model.preset
-        asked = {
-            "backend.expert_parallel": (policy.backend.expert_parallel, 1),
-            "router_aux_loss_coefficient": (policy.router_aux_loss_coefficient, 0.0),
-            "replay_routing": (policy.replay_routing, False),
-        }
-        for name, (got, off) in asked.items():
-            if got != off and preset is not None and preset not in PRESET_EXPERTS:
-                raise ValueError(
-                    f"policy.{name}: got {json.dumps(got)} with model.preset {preset!r}, which has no "
-                    f"experts; use {name.split('.')[-1]}: {json.dumps(off)}"
-                )
-        number, size = self.model.architecture.get("num_experts", 0), policy.backend.expert_parallel
-        if number % size:
-            raise ValueError(
-                f"policy.backend.expert_parallel: got {size} with model.preset {preset!r}, whose layers have "
-                f"{number} experts; use a divisor of {number}"
-            )
-        if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
-            raise ValueError(
-                f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
-                "old log-probs whose routes could be recorded; use replay_routing: false"
-            )
-        return self
-
-    def _check_shares(self, field: str, size: int) -> None:
-        if size % self.data_parallel:
-            raise ValueError(
-                f"{field}: got {size} for {self.data_parallel} data-parallel ranks; "
-                f"use a multiple of {self.data_parallel}"
-            )
 
 
 def not_built(config: OwnRunConfig) -> list[Reason]:
@@ -402,3 +220,22 @@ def not_built(config: OwnRunConfig) -> list[Reason]:
 
 def _not_among(field: str, value: str, built: Iterable[str]) -> Reason:
     return Code.NOT_BUILT(field=field, got=value, allowed=[*built])
+
+
+HEAD_LABELS = {
+    "projection": "the trainer's LM head",
+    "logits": "the trainer's logits",
+    "engine": "the rollout engine's LM head",
+}
+
+
+def precision_difference(
+    arm: str, baseline: Mapping[str, str], treatment: Mapping[str, str]
+) -> Reason | None:
+    """Return in which dtypes of `OwnRunConfig.head_precision` an arm and its baseline differ; None: none."""
+    precisions = {
+        label: [baseline[key], treatment[key]]
+        for key, label in HEAD_LABELS.items()
+        if key in baseline and key in treatment and baseline[key] != treatment[key]
+    }
+    return Code.PRECISION_DIFFERS(arm=arm, precisions=precisions) if precisions else None

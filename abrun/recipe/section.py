@@ -1,10 +1,12 @@
 """What every part of a recipe is made of: the strict base model, and kinds of numbers."""
 
 import os
-from typing import Annotated
+import re
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from abrun.recipe.rules import broken_rule
 from abrun.redaction import shortened
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -15,13 +17,24 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FieldError(ValueError):
-    """Raised by validators: what is wrong with the field itself, to be named before it."""
+    """Raised by validators: what is wrong with the validated field or section, or with `field`."""
+
+    def __init__(self, problem: str, field: str = "") -> None:
+        super().__init__(problem)
+        self.field = field
 
 
 class Section(BaseModel):
     """Base of every part of a recipe: frozen, unknown keys refused, no type coercion, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _keeps_the_rules(self) -> Self:
+        if broken := broken_rule(self):
+            field, problem = broken
+            raise FieldError(problem, field)
+        return self
 
 
 def path_text(value: str) -> str:
@@ -50,3 +63,22 @@ def line_of_text(value: str) -> str:
     if not value.strip() or not value.isprintable():
         raise FieldError(f"got {shortened(value)}; allowed: one line of text")
     return value
+
+
+OURS = "ABRUN_"  # what the environment variables that abrun adds begin with
+# Which rank a process is, and on what device, is the launcher's to say.
+LAUNCHERS = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _checked_env(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise FieldError(f"got the name {shortened(name)}; allowed: letters, digits and '_'")
+        if name.startswith(OURS) or name in LAUNCHERS:
+            raise FieldError(
+                f"got {name}, which the launcher sets itself; drop it (cluster: says how many GPUs)"
+            )
+    return env
+
+
+Env = Annotated[dict[str, str], AfterValidator(_checked_env)]

@@ -1,11 +1,10 @@
 """Where prompts come from, how completions are judged, and what is held out."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, FieldError, NonNegative, PathText, Section
 
 
@@ -74,15 +73,6 @@ class Problems(Section):
     def judged_by(self) -> str | None:
         """How completions are judged without a verifier; None: by the kind of their reference."""
         return self.answer
-
-    @model_validator(mode="after")
-    def _one_judge(self) -> Self:
-        if self.answer is not None and self.verifier is not None:
-            raise ValueError(
-                f"task.answer: got {self.answer!r} with verifier {shortened(self.verifier)}, which judges "
-                "alone; use answer: null, or verifier: null"
-            )
-        return self
 
 
 class Gsm8k(Problems):

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,7 +123,6 @@ class Sides:
     baselines: tuple[RecordedRun, ...]
     treatments: tuple[RecordedRun, ...]
     paired: bool
-    unused: tuple[RecordedRun, ...] = ()  # of a frozen reference: seeds without a later run
 
     @property
     def runs(self) -> tuple[RecordedRun, ...]:
@@ -146,7 +145,6 @@ class Sides:
             baselines=tuple(run for run, kept in zip(self.baselines, left, strict=True) if kept),
             treatments=tuple(run for run, kept in zip(self.treatments, right, strict=True) if kept),
             paired=self.paired,
-            unused=self.unused,
         )
 
 
@@ -212,12 +210,7 @@ class Experiment:
             both = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
         else:
             both = self.arm(self.baseline).values(), self.arm(arm).values()
-        sides = Sides(baselines=tuple(both[0]), treatments=tuple(both[1]), paired=self.compare.paired)
-        if not (self.regression and self.compare.paired):
-            return sides
-        later = self.arm(arm)
-        unused = [run for seed, run in self.arm(self.baseline).items() if seed not in later]
-        return replace(sides, unused=tuple(unused))
+        return Sides(baselines=tuple(both[0]), treatments=tuple(both[1]), paired=self.compare.paired)
 
     def pairs(self, arm: str) -> list[Pair]:
         """The seeds that both arms planned, in launch order; none where runs are not paired."""

@@ -82,12 +82,6 @@ def fresh_that_decide(facts: Facts) -> FreshRuns:
     return fresh_runs(facts.experiment, facts.num_that_decide)
 
 
-def fresh_in_stages(facts: Facts) -> str:
-    """Return the same with interim analyses after each third of its pairs."""
-    looks = [-(-(facts.num_that_decide or 0) * third // 3) for third in (1, 2, 3)]
-    return f"{fresh_that_decide(facts).command} --looks {listed(looks)}"
-
-
 def fresh_with_rounding(facts: Facts) -> FreshRuns:
     tolerances = {"step_one_tolerance": facts.rounding_tolerances}
     compare = facts.experiment.compare.model_copy(update=tolerances)
@@ -114,10 +108,6 @@ def with_other_claims(facts: Facts) -> str | FreshRuns:
 
 def with_claim(facts: Facts) -> str:
     return f"abrun compare RUNS{'' if facts.paired else UNPAIRED}{claim_options(_with_claim(facts))}"
-
-
-def over_shared_steps(facts: Facts) -> str:
-    return f"abrun compare RUNS{claim_options(claiming(facts.experiment, facts.held_by_all[0]))}"
 
 
 def at_next_look(facts: Facts) -> str:

@@ -245,13 +245,9 @@ def _means(claim: PrimaryResult, baseline: str) -> str | None:
     if base is None or treatment is None or interval is None:
         return None
     difference = treatment - base
-    if claim.claim.unused_seeds and claim.estimate.mean_difference is not None:
-        difference = claim.estimate.mean_difference
     confidence = interval_level_text(claim.claim.alpha)
     if claim.claim.transform == "identity":
         of = "difference" if claim.claim.num_runs else "paired difference"
-        if claim.claim.unused_seeds:
-            of = f"paired difference {treatment - base:+.3g}, with the reference's other seeds"
         apart = f"{difference_text(difference, interval)} ({confidence} interval{_wider(claim)})"
         return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {of} {apart}"
     with np.errstate(over="ignore"):
@@ -267,7 +263,7 @@ def _wider(claim: PrimaryResult) -> str:
     if claim.claim.num_runs:
         sds, sizes = [claim.estimate.baseline_sd, claim.estimate.treatment_sd], claim.claim.num_runs
     known = [sd for sd in sds if sd is not None]
-    if error is None or len(known) < len(sds) or claim.claim.unused_seeds:
+    if error is None or len(known) < len(sds):
         return ""
     of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known, sizes, strict=True)))
     is_wider = error > (1 + 1e-9) * of_spread

@@ -16,7 +16,6 @@ from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.recorded.samples import samples_in
 from abrun.verdict.description import Description, claim_on, claimable
-from abrun.verdict.grids import held_by_all
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import PrimaryResult
 from abrun.verdict.sensitivity import no_signal
@@ -271,10 +270,6 @@ class Facts:
         experiment = self.experiment
         of_arms = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         return sorted(set.intersection(*of_arms)) if of_arms else []
-
-    @cached_property
-    def held_by_all(self) -> tuple[list[Primary], list[int]]:
-        return held_by_all(self.experiment)
 
     # --- what broke ---
 

@@ -14,7 +14,7 @@ from abrun.redaction import shown
 from abrun.report import commands
 from abrun.report.commands import FreshRuns
 from abrun.report.facts import Facts
-from abrun.report.pasted import AGAIN, WITHOUT_CLAIMS, filled
+from abrun.report.pasted import AGAIN, filled
 from abrun.verdict.machines import versions_follow_arms
 from abrun.verdict.verdict_file import VerdictFile
 
@@ -206,10 +206,8 @@ OPEN_OF_OTHERS = (  # fresh runs are judged alone: a test that is repeated on th
     LOOK_TO_COME,
     CANNOT_SHOW,
     Rule(lambda f: not f.undecided, Code.FRESH_SEEDS_DECIDE, commands.fresh, last=True),
-    Rule(lambda f: f.num_that_decide is None, Code.SEE_OTHER_DIFFERENCES, COMPARE + WITHOUT_CLAIMS),
-    Rule(lambda f: f.beyond_margin, Code.CONFIRM_DIFFERENCE, commands.fresh),
+    Rule(lambda f: f.num_that_decide is None, Code.CONFIRM_DIFFERENCE, commands.fresh),
     Rule(lambda f: f.num_that_decide is not None, Code.TRAIN_MORE_PAIRS, commands.fresh_that_decide),
-    Rule(lambda f: f.paired and (f.num_that_decide or 0) >= 4, Code.TEST_IN_STAGES, commands.fresh_in_stages),
 )
 
 INVALID = (
@@ -242,12 +240,6 @@ INVALID_OF_OTHERS = (
         lambda f: not f.can_unpair and no_shared_step([*f.experiment.runs.values()]),
         Code.NAME_STEP_COLUMN,
         f"{COMPARE} --step-column NAME",
-    ),
-    Rule(lambda f: f.held_by_all[0], Code.CLAIM_SHARED_STEPS, commands.over_shared_steps),
-    Rule(
-        lambda f: len(f.held_by_all[1]) > 1,
-        Code.COMPARE_WHOLE_SEEDS,
-        lambda f: f"{COMPARE} --seeds {commands.listed(f.held_by_all[1])}",
     ),
     Rule(lambda f: True, Code.MEND_REASONS, COMPARE),
 )

@@ -15,7 +15,7 @@ from scipy import special
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
-from abrun.stats.equivalence import paired, welch
+from abrun.stats.equivalence import difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import PrimaryResult
 from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
@@ -222,7 +222,7 @@ def _windows(
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None
             if min(len(of_left), len(of_right)) > 1:
-                mean, error, freedom = paired(differences) if paired_by_seed else welch(of_left, of_right)
+                mean, error, freedom = difference(of_left, of_right, paired=paired_by_seed)
                 reach = float(special.stdtrit(freedom, 1 - 0.025 / len(parts))) * error
                 interval = mean - reach, mean + reach
         known = interval if interval is not None and np.isfinite(interval).all() else None

@@ -10,7 +10,6 @@ from abrun.recorded.experiment import Experiment
 
 RUNS_DIR = Path("runs")  # where commands look without --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
-WITHOUT_CLAIMS = " --primary NONE"  # left out with the claims that were typed
 AGAIN = "abrun compare NEW --reference FILE"
 LAUNCHING = ("launch", "sensitivity")  # commands that start runs
 READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
@@ -27,7 +26,6 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
         command = command.replace(AGAIN, shlex.join(["abrun", "compare", "NEW", *options]))
     elif experiment.directory:
         command = command.replace(f" --no-compare && {AGAIN}", "")  # its recipe names the reference
-    without_claims, command = WITHOUT_CLAIMS in command, command.replace(WITHOUT_CLAIMS, "")
     if not compared:
         return command.replace("RUNS", name_of(experiment)) if experiment.directory else command
     if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
@@ -39,7 +37,6 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
         command = command.replace(UNPAIRED, "")
     replaced = [option for option in ("--seeds", "--primary", "--step-column") if f" {option} " in command]
     replaced += ["--looks"] * (" --seeds " in command)  # of other runs
-    replaced += ["--primary", "--looks"] * without_claims
     _, options = _options(options, replaced)
     if command.startswith("abrun freeze"):
         sources += _options(options, (*READING, "--seeds", "--exclude"))[0]

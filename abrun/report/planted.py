@@ -10,8 +10,7 @@ from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escaped
 from abrun.recipe.claims import Compare, claim_text
-from abrun.recipe.fault_needs import NEEDS, what_it_takes
-from abrun.recipe.faults import FAULTS, Fault
+from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
 from abrun.runs.access import PUBLIC
 from abrun.runs.files import write_file, write_json

@@ -44,83 +44,85 @@ class Tost:
 Tail = Callable[[int, float], float]
 
 
-def paired_tost(
-    baseline: ArrayLike,  # [P] one summary a pair
-    treatment: ArrayLike,  # [P] same order of seeds
-    margin: float,
-    alpha: float = ALPHA,
-    yardstick: ArrayLike | None = None,  # [P]
-    resolution: float = 0.0,
-) -> Tost:
-    """Paired TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
-
-    A margin that is itself measured stays exact: mean(difference - margin * yardstick) < 0 and
-    mean(difference + margin * yardstick) > 0 are two paired t-tests (Sasabuchi 1988). `resolution`: the step
-    in which summaries move, see `least_error`. At 0, differences without any spread (bit-identical arms, or
-    an exact shift) are decided by their value: the interval is a point and every p is 0 or 1. Raises
-    ValueError for fewer than two pairs, non-finite values or margin <= 0.
-    """
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
-        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
-    difference, unit = right - left, np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
-    mean, sd = mean_and_sd(difference)
-    least = least_error(resolution, len(difference))
-    return tost_of(
-        mean,
-        sd,
-        (max(sd / math.sqrt(len(difference)), least), len(difference) - 1),
-        lambda sign, share: _tail(sign * difference - share * unit, least),
-        margin,
-        alpha,
-        absolute=yardstick is None,
-        correlation=_correlation(left, right),
-    )
-
-
-def welch_tost(
+def equivalence_test(
     baseline: ArrayLike,  # [M] one summary a run
-    treatment: ArrayLike,  # [N]
+    treatment: ArrayLike,  # [N] paired: of the same seeds, in the same order
     margin: float,
     alpha: float = ALPHA,
     yardstick: ArrayLike | None = None,  # [M], of the baseline's runs
     resolution: float = 0.0,
+    *,
+    paired: bool = True,
 ) -> Tost:
-    """TOST of independent arms, their variances and numbers of runs unequal (Welch 1947, Satterthwaite 1946).
+    """TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
 
-    As `paired_tost`; a margin that is a share of the baseline is a test of means too: of treatment against
-    (baseline ± margin * yardstick), run by run of the baseline. Raises ValueError for fewer than two runs.
+    Paired by seed, or of independent arms with unequal variances (Welch 1947, Satterthwaite 1946). A margin
+    that is itself measured stays exact: treatment against baseline ± margin * yardstick, run by run of the
+    baseline, are two t-tests (Sasabuchi 1988). `resolution`: the step in which summaries move, see
+    `least_error`. At 0, arms without any spread (bit-identical, or an exact shift) are decided by value: the
+    interval is a point and every p is 0 or 1. Raises ValueError for fewer than two pairs, or runs of an
+    arm, non-finite values or margin <= 0.
     """
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    if left.ndim != 1 or right.ndim != 1 or min(len(left), len(right)) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
-        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+    left, right = two_samples(baseline, treatment, margin, paired=paired)
     unit = np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
 
     def tail(sign: int, share: float) -> float:
-        mean, error, freedom = welch(sign * left + share * unit, sign * right, resolution)
+        """P of so small a mean of sign * difference - share * yardstick if the true one is 0."""
+        apart = (
+            (share * unit, sign * (right - left)) if paired else (sign * left + share * unit, sign * right)
+        )
+        mean, error, freedom = difference(*apart, resolution, paired=paired)
         return p_above(-mean, error, freedom)
 
-    mean, error, freedom = welch(left, right, resolution)
-    return tost_of(
-        mean,
-        math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1]),
-        (error, freedom),
-        tail,
-        margin,
-        alpha,
-        absolute=yardstick is None,
-        correlation=None,
+    mean, error, freedom = difference(left, right, resolution, paired=paired)
+    sd = mean_and_sd(right - left)[1] if paired else math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1])
+    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    p_tost = max(tail(1, margin), tail(-1, margin))
+    inward = -1 if mean >= 0 else 1
+    bound = max(abs(mean - reach), abs(mean + reach))
+    return Tost(
+        mean_difference=mean,
+        sd_difference=sd,
+        standard_error=error,
+        freedom=freedom,
+        interval=(mean - reach, mean + reach),
+        p_tost=p_tost,
+        p_difference=min(1.0, 2 * tail(inward, 0.0)),
+        p_beyond=min(1.0, tail(inward, -margin) + tail(inward, margin)),
+        certified_bound=bound,
+        certified_margin=bound if yardstick is None else _certified(tail, alpha),
+        pair_correlation=_correlation(left, right) if paired else None,
+        equivalent=p_tost < alpha,
     )
 
 
-def paired(differences: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Their mean, its standard error, and the degrees of freedom; of at least two."""
-    mean, sd = mean_and_sd(differences)
-    return mean, sd / math.sqrt(len(differences)), len(differences) - 1.0
+def two_samples(
+    baseline: ArrayLike, treatment: ArrayLike, margin: float, *, paired: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return both samples as arrays. Raises ValueError for what cannot be tested."""
+    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
+    alike = left.shape == right.shape or not paired
+    if left.ndim != 1 or right.ndim != 1 or not alike or min(len(left), len(right)) < 2:
+        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
+    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
+        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+    return left, right
+
+
+def difference(
+    left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0, *, paired: bool
+) -> tuple[float, float, float]:
+    """Return the mean of right - left, its standard error and degrees of freedom: paired, or Welch's."""
+    if not paired:
+        return welch(left, right, resolution)
+    mean, error, freedom = mean_of(right - left)
+    return mean, max(error, least_error(resolution, len(left))), freedom
+
+
+def mean_of(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return a sample's mean, its standard error and degrees of freedom; of at least two values."""
+    mean, sd = mean_and_sd(values)
+    return mean, sd / math.sqrt(len(values)), len(values) - 1.0
 
 
 def p_above(mean: float, error: float, freedom: float, limit: float = 0.0) -> float:
@@ -163,44 +165,6 @@ def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
     return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
-def tost_of(
-    mean: float,
-    sd: float,
-    error_and_freedom: tuple[float, float],
-    tail: Tail,
-    margin: float,
-    alpha: float,
-    *,
-    absolute: bool,
-    correlation: float | None,
-) -> Tost:
-    error, freedom = error_and_freedom
-    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
-    p_tost = max(tail(1, margin), tail(-1, margin))
-    inward = -1 if mean >= 0 else 1
-    bound = max(abs(mean - reach), abs(mean + reach))
-    return Tost(
-        mean_difference=mean,
-        sd_difference=sd,
-        standard_error=error,
-        freedom=freedom,
-        interval=(mean - reach, mean + reach),
-        p_tost=p_tost,
-        p_difference=min(1.0, 2 * tail(inward, 0.0)),
-        p_beyond=min(1.0, tail(inward, -margin) + tail(inward, margin)),
-        certified_bound=bound,
-        certified_margin=bound if absolute else _certified(tail, alpha),
-        pair_correlation=correlation,
-        equivalent=p_tost < alpha,
-    )
-
-
-def _tail(values: NDArray[np.float64], least: float = 0.0) -> float:
-    """P of so small a mean if the true one is 0: a one-sided t-test, decided by value without an error."""
-    mean, error, freedom = paired(values)
-    return p_above(-mean, max(error, least), freedom)
-
-
 def _certified(tail: Tail, alpha: float) -> float:
     """The smallest share of the yardstick that would have passed, by bisection; inf where none does."""
 
@@ -229,8 +193,8 @@ class Limit:
 
 
 def limit_test(values: ArrayLike, limit: float, alpha: float = ALPHA, resolution: float = 0.0) -> Limit:
-    """One-sided t-tests of a mean [P] against a limit; `resolution` as of `paired_tost`."""
-    mean, error, freedom = paired(np.asarray(values, float))
+    """One-sided t-tests of a mean [P] against a limit; `resolution` as of `equivalence_test`."""
+    mean, error, freedom = mean_of(np.asarray(values, float))
     error = max(error, least_error(resolution, int(freedom) + 1))
     return _limit((mean, error, freedom), limit, alpha)
 

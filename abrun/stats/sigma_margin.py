@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, MOST_PAIRS, fewest, least_error, mean_and_sd, welch
+from abrun.stats.equivalence import ALPHA, MOST_PAIRS, difference, fewest, mean_and_sd, two_samples
 
 _DRAWS = 8192  # of a power: its error is below 0.005
 _SMALLEST_P = 1e-12
@@ -34,42 +34,29 @@ class SigmaTest:
 
 
 def sigma_test(
-    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA, resolution: float = 0.0
+    baseline: ArrayLike,
+    treatment: ArrayLike,
+    sigmas: float,
+    alpha: float = ALPHA,
+    resolution: float = 0.0,
+    *,
+    paired: bool = True,
 ) -> SigmaTest:
     """Equivalent iff the upper 1 - alpha bound of |mean difference| - k sigma is below 0.
 
-    `resolution`, and the ValueError, as of `abrun.stats.equivalence.paired_tost`.
+    Of independent arms the difference has Welch's error and degrees of freedom, the sigma its own.
+    `resolution`, and the ValueError, as of `abrun.stats.equivalence.equivalence_test`.
     """
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    if left.ndim != 1 or left.shape != right.shape or len(left) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
-        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
-    mean, sd = mean_and_sd(right - left)
-    error = max(sd / math.sqrt(len(left)), least_error(resolution, len(left)))
-    return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, len(left) - 1), sigmas, alpha)
-
-
-def welch_sigma_test(
-    baseline: ArrayLike, treatment: ArrayLike, sigmas: float, alpha: float = ALPHA, resolution: float = 0.0
-) -> SigmaTest:
-    """`sigma_test` of independent arms: the difference with Welch's error and degrees of freedom, the sigma
-    with its own.
-    """
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    if left.ndim != 1 or right.ndim != 1 or min(len(left), len(right)) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and sigmas > 0):
-        raise ValueError(f"got {sigmas} sigmas and non-finite values, or a margin that is not positive")
-    mean, error, freedom = welch(left, right, resolution)
+    left, right = two_samples(baseline, treatment, sigmas, paired=paired)
+    mean, error, freedom = difference(left, right, resolution, paired=paired)
     return _sigma_test(mean_and_sd(left)[1], len(left), (abs(mean), error, freedom), sigmas, alpha)
 
 
 def _sigma_test(
-    sigma: float, num_seeds: int, difference: tuple[float, float, float], sigmas: float, alpha: float
+    sigma: float, num_seeds: int, found: tuple[float, float, float], sigmas: float, alpha: float
 ) -> SigmaTest:
-    """`difference`: its mean's size, standard error and degrees of freedom."""
-    mean, error, freedom = difference
+    """`found`: the size of the mean difference, its standard error and degrees of freedom."""
+    mean, error, freedom = found
     if sigma == 0:
         p_equivalence, p_beyond = float(mean != 0 or error != 0), float(mean == 0 or error != 0)
         certified = 0.0 if mean == 0 and error == 0 else math.inf

@@ -12,13 +12,13 @@ from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import RecordedRun, Sides, stack, union
-from abrun.stats.control_variate import CORRELATION, control_variate_tost
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     Tost,
+    difference,
+    equivalence_test,
     holm,
     mean_and_sd,
-    paired_tost,
     pairs_needed,
     pairs_needed_range,
     runs_needed,
@@ -26,19 +26,15 @@ from abrun.stats.equivalence import (
     sd_interval,
     t_interval,
     tost_power,
-    welch,
-    welch_tost,
 )
-from abrun.stats.equivalence import paired as paired_mean
 from abrun.stats.series import Array, Steps, on_shared_steps, window_bounds
-from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test, welch_sigma_test
+from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test
 from abrun.verdict.direction import detect
 from abrun.verdict.margins import Margin, yardstick
 from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, PrimaryResult, Result, Test
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.verdict.unused_seeds import has_use, unused_summaries
 from abrun.verdict.whole_curve import curve_warnings
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
@@ -96,8 +92,7 @@ def judge_primary(
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(used.sizes) and bounds and not repeated:
-        unused = unused_summaries(used, primary, steps) if margin.unit == "" else {}
-        result = _tested(result, used, primary, margin, in_window, unused)
+        result = _tested(result, used, primary, margin, in_window)
     if used.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -126,7 +121,6 @@ def _tested(
     primary: Primary,
     margin: Margin,
     in_window: tuple[Array, Array],
-    unused: dict[int, float],
 ) -> PrimaryResult:
     """A result with its statistics, and what makes them mean nothing."""
     bounds = result.claim.steps
@@ -140,8 +134,6 @@ def _tested(
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
-    if not step and has_use(arms[0], arms[1], np.array([*unused.values()])):
-        plain = result = _by_control_variate(result, (arms[0], arms[1]), unused, primary)
     climb = float(np.mean(climbs(baselines, primary, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
@@ -225,10 +217,10 @@ def with_statistics(
     claim, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
     # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
     number = 1.0 if in_sigmas else claim.margin_number
-    tost = (paired_tost if claim.paired else welch_tost)(
-        baseline, treatment, number, claim.alpha, yardstick, resolution
+    test = equivalence_test(
+        baseline, treatment, number, claim.alpha, yardstick, resolution, paired=claim.paired
     )
-    estimate = _estimate(tost, baseline, treatment, paired=claim.paired)
+    estimate = _estimate(test, baseline, treatment, paired=claim.paired)
     margin = number if yardstick is None else number * float(yardstick.mean())
     if in_sigmas:
         margin = claim.margin_number * mean_and_sd(baseline)[1]
@@ -238,94 +230,55 @@ def with_statistics(
         return _in_sigmas(result, baseline, treatment, resolution)
     share = None if yardstick is None else number * yardstick
     error = max(
-        [tost.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=claim.paired)]
+        [test.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=claim.paired)]
     )
-    wider = _factor(error, tost.standard_error)
+    wider = _factor(error, test.standard_error)
     claim = replace(claim, margin=margin)
     if claim.paired:
-        power = _power_of_pairs(claim, tost, error, error * math.sqrt(len(baseline)))
+        power = _power_of_pairs(claim, test, error, error * math.sqrt(len(baseline)))
     else:
         sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
-        power = _power_of_runs(claim, tost, error, sds)
+        power = _power_of_runs(claim, test, error, sds)
     return replace(
         result,
         claim=claim,
         estimate=replace(
-            _with_margin_test(estimate, tost),
-            sd_at_margin=None if share is None else tost.sd_difference * wider,
+            estimate,
+            certified_number=test.certified_margin,
+            p_equivalence=test.p_tost,
+            p_tost=test.p_tost,
+            p_beyond=test.p_beyond,
+            sd_at_margin=None if share is None else test.sd_difference * wider,
         ),
         power=power,
-        result=_decided(tost.equivalent),
+        result=_decided(test.equivalent),
     )
 
 
-def _estimate(tost: Tost, baseline: Array, treatment: Array, *, paired: bool) -> Estimate:
+def _estimate(test: Tost, baseline: Array, treatment: Array, *, paired: bool) -> Estimate:
     """Return what both arms' summaries show, whatever the margin is."""
+    reach = float(special.stdtrit(test.freedom, 0.95)) * test.standard_error
     return Estimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
         baseline_mean=float(baseline.mean()),
         baseline_sd=mean_and_sd(baseline)[1],
         treatment_mean=float(treatment.mean()),
         treatment_sd=mean_and_sd(treatment)[1],
-        mean_difference=tost.mean_difference,
-        sd_difference=tost.sd_difference,
-        standard_error=tost.standard_error,
-        freedom=tost.freedom,
-        ci90=_interval_of_90(tost),
-        interval=tost.interval,
-        certified_bound=tost.certified_bound,
-        detected=detect(baseline, treatment, tost.mean_difference, tost.interval, paired=paired),
-        p_difference=tost.p_difference,
-        pair_correlation=tost.pair_correlation,
-    )
-
-
-def _interval_of_90(tost: Tost) -> tuple[float, float]:
-    reach = float(special.stdtrit(tost.freedom, 0.95)) * tost.standard_error
-    return tost.mean_difference - reach, tost.mean_difference + reach
-
-
-def _with_margin_test(estimate: Estimate, tost: Tost) -> Estimate:
-    return replace(
-        estimate,
-        certified_number=tost.certified_margin,
-        p_equivalence=tost.p_tost,
-        p_tost=tost.p_tost,
-        p_beyond=tost.p_beyond,
+        mean_difference=test.mean_difference,
+        sd_difference=test.sd_difference,
+        standard_error=test.standard_error,
+        freedom=test.freedom,
+        ci90=(test.mean_difference - reach, test.mean_difference + reach),
+        interval=test.interval,
+        certified_bound=test.certified_bound,
+        detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=paired),
+        p_difference=test.p_difference,
+        pair_correlation=test.pair_correlation,
     )
 
 
 def _decided(equivalent: bool) -> Result:
     return "equivalent" if equivalent else "undecided"
-
-
-def _by_control_variate(
-    result: PrimaryResult, arms: tuple[Array, Array], unused: dict[int, float], primary: Primary
-) -> PrimaryResult:
-    """A result of pairs, tested with a reference's unused seeds as a control variate."""
-    claim = replace(result.claim, test="control variate TOST", unused_seeds=tuple(unused))
-    assert claim.margin is not None
-    rho = max(CORRELATION, primary.correlation)
-    tost = control_variate_tost(*arms, np.array([*unused.values()]), claim.margin_number, claim.alpha, rho)
-    estimate = replace(
-        _with_margin_test(result.estimate, tost),
-        mean_difference=tost.mean_difference,
-        standard_error=tost.standard_error,
-        freedom=tost.freedom,
-        ci90=_interval_of_90(tost),
-        interval=tost.interval,
-        certified_bound=tost.certified_bound,
-        p_difference=tost.p_difference,
-        detected=detect(*arms, tost.mean_difference, tost.interval, paired=True),
-    )
-    power_now = tost_power(claim.margin, tost.standard_error, tost.freedom, claim.alpha)
-    return replace(
-        result,
-        claim=claim,
-        estimate=estimate,
-        power=replace(result.power, power_now=power_now),
-        result=_decided(tost.equivalent),
-    )
 
 
 def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, least: float) -> Reason | None:
@@ -355,32 +308,32 @@ def _errors_at_the_margin(
 ) -> list[float]:
     """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
     ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
-    return [(paired_mean(treatment - end) if paired else welch(end, treatment))[1] for end in ends]
+    return [difference(end, treatment, paired=paired)[1] for end in ends]
 
 
-def _power_of_pairs(claim: Claim, tost: Tost, error: float, sd: float) -> Power:
+def _power_of_pairs(claim: Claim, test: Tost, error: float, sd: float) -> Power:
     """Return the power by the standard error and the sd of a paired difference at the margin."""
     assert claim.margin is not None
     margin, alpha = claim.margin, claim.alpha
     return Power(
-        power_now=tost_power(margin, error, tost.freedom, alpha),
+        power_now=tost_power(margin, error, test.freedom, alpha),
         pairs_needed=pairs_needed(margin, sd, alpha=alpha),
         pairs_needed_range=pairs_needed_range(margin, sd, claim.num_pairs, alpha=alpha),
-        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=tost.mean_difference),
+        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=test.mean_difference),
     )
 
 
-def _power_of_runs(claim: Claim, tost: Tost, error: float, sds: tuple[float, float]) -> Power:
+def _power_of_runs(claim: Claim, test: Tost, error: float, sds: tuple[float, float]) -> Power:
     """Of each arm; the range scales both sds by the 90 % interval of their root mean square."""
     assert claim.margin is not None
     margin, sd, alpha = claim.margin, math.hypot(*sds), claim.alpha
-    ends = [end / sd if sd else 0.0 for end in sd_interval(sd, tost.freedom + 1)]
+    ends = [end / sd if sd else 0.0 for end in sd_interval(sd, test.freedom + 1)]
     low, high = (runs_needed(margin, (sds[0] * end, sds[1] * end), alpha=alpha) for end in ends)
     return Power(
-        power_now=tost_power(margin, error, tost.freedom, alpha),
+        power_now=tost_power(margin, error, test.freedom, alpha),
         pairs_needed=runs_needed(margin, sds, alpha=alpha),
         pairs_needed_range=(low, high),
-        pairs_needed_observed=runs_needed(margin, sds, alpha=alpha, true_difference=tost.mean_difference),
+        pairs_needed_observed=runs_needed(margin, sds, alpha=alpha, true_difference=test.mean_difference),
         pairs_if_shared=pairs_needed(margin, sd * math.sqrt(1 - SHARED), alpha=alpha),
     )
 
@@ -388,8 +341,7 @@ def _power_of_runs(claim: Claim, tost: Tost, error: float, sds: tuple[float, flo
 def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolution: float) -> PrimaryResult:
     claim, estimate = result.claim, result.estimate
     number, alpha = claim.margin_number, claim.alpha
-    test_of = sigma_test if claim.paired else welch_sigma_test
-    test = test_of(baseline, treatment, number, alpha, resolution)
+    test = sigma_test(baseline, treatment, number, alpha, resolution, paired=claim.paired)
     # Of independent arms: by as many pairs as the smaller has runs, of no correlation.
     num_pairs, correlation = min(len(baseline), len(treatment)), estimate.pair_correlation or 0.0
     law = Law(correlation=correlation, ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0)

@@ -24,7 +24,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Primary
 from abrun.recorded.experiment import Experiment, Sides, stack
-from abrun.stats.equivalence import Tost, paired_tost, pairs_needed, runs_needed, sd_in_steps, welch_tost
+from abrun.stats.equivalence import Tost, equivalence_test, pairs_needed, runs_needed, sd_in_steps
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_primary
 from abrun.verdict.direction import Detected, detect
@@ -163,9 +163,12 @@ def _description(
     alone = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
     spread = moving(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    tost, step = None, resolution(sides.runs, _plain(metric), spread)
-    if min(sides.sizes) > 1:
-        tost = (paired_tost if sides.paired else welch_tost)(left, right, 1.0, resolution=step)
+    step = resolution(sides.runs, _plain(metric), spread)
+    test = (
+        equivalence_test(left, right, 1.0, resolution=step, paired=sides.paired)
+        if min(sides.sizes) > 1
+        else None
+    )
     margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
     return Description(
         arm=arm,
@@ -180,15 +183,15 @@ def _description(
         mean_distance=float(distance.mean()) if alone else None,
         largest_distance=float(distance.max()) if alone else None,
         largest_at=int(steps[distance.argmax()]) if alone else None,
-        detected=detect(left, right, tost.mean_difference, tost.interval, paired=sides.paired)
-        if tost
+        detected=detect(left, right, test.mean_difference, test.interval, paired=sides.paired)
+        if test
         else None,
-        interval=tost.interval if tost else None,
-        certified_bound=tost.certified_bound if tost else None,
+        interval=test.interval if test else None,
+        certified_bound=test.certified_bound if test else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(tost, margin, (left, right), step, paired=sides.paired)
-        if tost and margin
+        runs_needed=_needed(test, margin, (left, right), step, paired=sides.paired)
+        if test and margin
         else None,
     )
 
@@ -242,7 +245,7 @@ def _one_digit(value: float) -> float:
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(tost: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
+def _needed(test: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
     if paired:
-        return pairs_needed(margin, tost.standard_error * math.sqrt(len(arms[0])))
+        return pairs_needed(margin, test.standard_error * math.sqrt(len(arms[0])))
     return runs_needed(margin, (sd_in_steps(arms[0], step), sd_in_steps(arms[1], step)))

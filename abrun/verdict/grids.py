@@ -6,8 +6,8 @@ import numpy as np
 
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Primary
-from abrun.recorded.experiment import Experiment, RecordedRun, stack, union
+from abrun.recipe.claims import Primary
+from abrun.recorded.experiment import Experiment, RecordedRun, union
 from abrun.stats.series import Steps, shared_steps, window_bounds
 
 SHARED_SHARE = 0.75  # of the steps in a window that the sparsest run holds, how many all runs must share
@@ -176,28 +176,3 @@ def _distance(steps: Steps) -> int:
 
 def _grid(steps: Steps) -> dict[str, int]:
     return {"first": int(steps[0]), "last": int(steps[-1]), "every": _distance(steps)}
-
-
-def held_by_all(experiment: Experiment) -> tuple[list[Primary], list[int]]:
-    """The claims with windows that every run holds whole, and the seeds whose runs hold those as they are.
-
-    Each is empty where there is none, or where no run lacks a step.
-    """
-    runs = [run for run in experiment.runs.values() if run.finished]
-    claims, short = [], set[int]()
-    for claim in experiment.compare.primary:
-        grid, shared = experiment.steps_of(claim.metric), stack(runs, claim.metric)[0]
-        if experiment.regression or not len(grid):
-            return [], []
-        faults = incomplete(runs, claim.metric, window_bounds(claim.window, grid, claim.metric))
-        short |= {run.name.seed for run, _ in faults}
-        if faults and len(shared):
-            bounds = window_bounds(DEFAULT_WINDOW, shared, claim.metric)
-            faults = incomplete(runs, claim.metric, bounds)
-            claim = claim.model_copy(update={"window": f"steps {max(bounds[0], 1)}-{bounds[1]}"})
-        if not faults:
-            claims.append(claim)
-    if not short:
-        return [], []
-    whole = sorted({run.name.seed for run in runs} - short)
-    return claims if len(claims) == len(experiment.compare.primary) else [], whole

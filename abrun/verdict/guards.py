@@ -15,7 +15,7 @@ from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, ph
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
-from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, p_above, paired, welch
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, difference, p_above
 from abrun.stats.series import Array, Series
 from abrun.verdict.summaries import EXCESS_OFFSET
 
@@ -155,7 +155,7 @@ def _saving(arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRu
     ratios = right - left if sides.paired else np.empty(0)
     mean, error, freedom = float(right.mean() - left.mean()), None, None
     if min(sides.sizes) > 1:
-        mean, error, freedom = paired(ratios) if sides.paired else welch(left, right)
+        mean, error, freedom = difference(left, right, paired=sides.paired)
     reach = None if error is None else float(special.stdtrit(freedom, 0.975)) * error
     return Saving(
         arm=arm,
@@ -367,7 +367,7 @@ def _p_worse(left: Array, right: Array, least_error: float = 0.0, *, paired_by_s
     """
     if min(len(left), len(right)) < MIN_FOR_MISMATCH:
         return 1.0
-    mean, error, freedom = paired(right - left) if paired_by_seed else welch(left, right)
+    mean, error, freedom = difference(left, right, paired=paired_by_seed)
     return p_above(mean, max(error, least_error), freedom)
 
 

@@ -16,7 +16,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary, claim_text
 from abrun.recorded.experiment import RecordedRun, Sides, stack
-from abrun.stats.equivalence import limit_test, paired_tost, welch_limit_test, welch_tost
+from abrun.stats.equivalence import equivalence_test, limit_test, welch_limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_lacking
 from abrun.verdict.direction import Detected, detect
@@ -182,7 +182,7 @@ def _detected(left: Array, right: Array, alpha: float, resolution: float, *, pai
     """Compare both arms of a limit: a treatment may keep it and yet be worse than its baseline."""
     if min(len(left), len(right)) < 2 or not np.isfinite(np.concatenate([left, right])).all():
         return None
-    test = (paired_tost if paired else welch_tost)(left, right, 1.0, alpha, resolution=resolution)
+    test = equivalence_test(left, right, 1.0, alpha, resolution=resolution, paired=paired)
     return detect(left, right, test.mean_difference, test.interval, paired=paired)
 
 

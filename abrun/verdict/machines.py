@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.precision import precision_difference
+from abrun.recipe.run import precision_difference
 from abrun.recorded.experiment import Experiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"

@@ -75,7 +75,6 @@ def _tested_over(claim: Claim, *, has_recipe: bool) -> dict[str, Any]:
     return {
         "pairs": claim.num_pairs,
         "runs": claim.num_runs,
-        "unused_seeds": len(claim.unused_seeds),
         "welch": not claim.paired and claim.test not in ("limit", "exact"),
         "steps": claim.steps,
         "window": claim.window,

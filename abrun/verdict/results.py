@@ -12,7 +12,7 @@ from abrun.verdict.direction import Detected
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
     "paired TOST",
-    "control variate TOST",
+    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
@@ -53,7 +53,6 @@ class Claim:
     alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
     num_pairs: int
     seeds: tuple[int, ...]  # of the pairs
-    unused_seeds: tuple[int, ...] = ()  # of a reference, without a later run: a control variate of the pairs
     num_runs: tuple[int, int] | None = None  # of both arms, where they are not paired
 
     @property

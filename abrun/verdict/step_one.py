@@ -23,7 +23,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step
 from abrun.runs.records import started_after
-from abrun.stats.equivalence import ALPHA, paired_tost
+from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
 # How far rounding alone may move a step-one metric, relative to its scale. float32 sums over a batch in
@@ -301,8 +301,7 @@ def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
     """Whether the pairs deviate in one direction by more than the tolerance: rounding goes either way."""
     if len(signed) < 2 or not np.isfinite(signed).all():
         return False
-    tost = paired_tost(np.zeros(len(signed)), signed, tolerance)
-    return tost.p_beyond < alpha
+    return equivalence_test(np.zeros(len(signed)), signed, tolerance).p_beyond < alpha
 
 
 def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:

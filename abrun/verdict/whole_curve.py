@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from abrun.metric_names import Transform, find
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack
-from abrun.stats.equivalence import ALPHA, p_above, paired, welch
+from abrun.stats.equivalence import ALPHA, difference, mean_of, p_above
 from abrun.stats.series import Array, Steps
 from abrun.verdict.summaries import direction_in, outside_domain, reduced, transformed
 
@@ -149,7 +149,9 @@ def _collapse(
         moved = levels.mean(axis=0) - levels[:, 0].mean()
         sign, tests = 1 if moved[np.abs(moved).argmax()] > 0 else -1, 2 * NUM_BLOCKS
     lost = sign * (levels - reduced(scaled[:, late], metric)[:, None])
-    shown = [block for block in range(NUM_BLOCKS) if p_above(*paired(lost[:, block]), margin) < ALPHA / tests]
+    shown = [
+        block for block in range(NUM_BLOCKS) if p_above(*mean_of(lost[:, block]), margin) < ALPHA / tests
+    ]
     if shown:
         best = max(shown, key=lambda block: float(lost[:, block].mean()))
         inside = _blocks(num_steps)[best]
@@ -165,7 +167,7 @@ def _differing_blocks(
     shown = []
     for block in range(NUM_BLOCKS):
         one, other = left[:, block], right[:, block]
-        mean, error, freedom = paired(other - one) if is_paired else welch(one, other)
+        mean, error, freedom = difference(one, other, paired=is_paired)
         if p_above(abs(mean), error, freedom, margin) < ALPHA / NUM_BLOCKS:
             shown.append(block)
     if shown:

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from abrun.diagnose.bisect.search import Answer, Design, looks, search
-from abrun.stats.equivalence import paired_tost
+from abrun.stats.equivalence import equivalence_test
 from abrun.stats.sequential import level_of_a_look
 
 MARGIN = 1.0
@@ -46,7 +46,7 @@ def wrong_and_named(
             shift = max(shift, LAST) if index == num_candidates else shift
             other = shift + sd / np.sqrt(2) * rng.standard_normal(len(good))
             for count in design.counts:
-                found = paired_tost(good[:count], other[:count], MARGIN, match)
+                found = equivalence_test(good[:count], other[:count], MARGIN, match)
                 if found.equivalent:
                     return "good"
                 if found.p_beyond < mismatch:

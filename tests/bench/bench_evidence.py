@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from abrun.errors import AbrunError
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
 from abrun.experiment.preflight.requirements import find_gpus
-from abrun.launch import LaunchOptions, make_engine, run_plan
-from abrun.launch.engine import Place
+from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import GRACE_S, Printed
+from abrun.launch.supervisor import GRACE_S, Printed, run_plan
 from abrun.processes import Popen
 from abrun.processes import start as start_tied
 from abrun.recipe.experiment import load_recipe

@@ -16,7 +16,7 @@ from scipy import special
 from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
-from abrun.stats.equivalence import paired_tost
+from abrun.stats.equivalence import equivalence_test
 from abrun.stats.series import Series
 from abrun.verdict.skewness import ARMS, DIFFERENCES, skew_warning
 from abrun.verdict.summaries import resolution
@@ -78,7 +78,7 @@ class Prompts:
                         (self.old_step(), resolution(_runs(left, right), claim, window))
                     ):
                         summed = left[:, -self.window :].mean(axis=1), right[:, -self.window :].mean(axis=1)
-                        test = paired_tost(*summed, MARGIN, resolution=step)
+                        test = equivalence_test(*summed, MARGIN, resolution=step)
                         counts[rule] += (test.equivalent, test.p_beyond < ALPHA_DIFFERENCE)
                 for kind, errors in zip(kinds, (counts / num).T, strict=False):
                     found[kind].append((errors[0], errors[1]))

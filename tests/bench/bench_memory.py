@@ -6,7 +6,7 @@
     python tests/bench/bench_memory.py --predict-only            # on any machine
     python tests/bench/bench_memory.py --device cpu              # the script's own logic, on a tiny model
 
-Cells are those of `abrun memory-profile`: processes of their own, side by side on GPUs of their own, a step
+Cells are those of `abrun memory-profile`: processes of their own, one cell after the other, a step
 of two microbatches of one sequence, after one that made the optimizer's state. Random weights, bfloat16
 products, float32 masters and AdamW, GRPO without a reference. Predictions run on the CPU beside them. A line
 says what a cell gave as soon as it is there; table.md and peaks.json in --output have all so far.
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,10 +320,9 @@ def main() -> int:
     run = Run(asked.output, asked.device, asked.seconds)
     with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 3, 1)) as beside:
         predictions = [beside.submit(run.predicted, case) for case in chosen]
-        jobs = [partial(run.do, *one) for one in zip(chosen, predictions, strict=True)]
-        configs = [case.config(asked.device) for case in chosen if case.measured]
         try:
-            run.bench.devices.each(configs, jobs)
+            for case, prediction in zip(chosen, predictions, strict=True):
+                run.do(case, prediction)
         except KeyboardInterrupt:
             run.left_out.append("what was under way")
             beside.shutdown(wait=False, cancel_futures=True)

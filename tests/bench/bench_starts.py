@@ -19,8 +19,10 @@ from typing import Any
 
 from random_model import make_model  # pyright: ignore[reportMissingImports]
 
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
-from abrun.launch import LaunchOptions, make_engine, supervisor
+from abrun.launch import supervisor
+from abrun.launch.engine import make_engine
 from abrun.processes.copies import Fork, Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from abrun.launch import queued_jobs
+from abrun.launch.cluster import queued_jobs
 from abrun.runs.experiment import run_dir, write_experiment
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.stats.equivalence import limit_test, paired_tost, welch_tost
+from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.sequential import level_of_a_look
-from abrun.stats.sigma_margin import _reach, _room, sigma_test, welch_sigma_test
+from abrun.stats.sigma_margin import _reach, _room, sigma_test
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
@@ -279,7 +279,7 @@ def check() -> None:
     """That what is vectorised here is what the verdict computes."""
     left, right = normal(np.random.default_rng(1), (50, 5))
     for one, other, p, q in zip(left, right, tost(left, right, 1.0), beyond(left, right, 1.0), strict=True):
-        found = paired_tost(one, other, 1.0)
+        found = equivalence_test(one, other, 1.0)
         assert np.allclose((found.p_tost, found.p_beyond), (p, min(q, 1)))
         assert np.isclose(limit_test(other, 11.0).p_below, tail(other[None] - 11.0)[0])
         error = (other - one).std(ddof=1) / np.sqrt(5)
@@ -288,13 +288,16 @@ def check() -> None:
     right = right[:, :4]
     exceeds = welch_beyond(left, right, 1.0)
     for index, (one, other) in enumerate(zip(left, right, strict=True)):
-        found, of = welch_tost(one, other, 1.0), (left[index : index + 1], right[index : index + 1])
+        found, of = (
+            equivalence_test(one, other, 1.0, paired=False),
+            (left[index : index + 1], right[index : index + 1]),
+        )
         assert np.allclose(
             (found.p_tost, found.p_beyond), (welch_equivalence(*of, 1.0)[0], min(exceeds[index], 1))
         )
-        share = welch_tost(one, other, 0.1, yardstick=one)
+        share = equivalence_test(one, other, 0.1, yardstick=one, paired=False)
         assert np.isclose(share.p_tost, welch_equivalence(*of, 0.1, of[0])[0])
-        assert welch_sigma_test(one, other, 1.0).equivalent == bool(welch_in_sigmas(*of, 1.0)[0])
+        assert sigma_test(one, other, 1.0, paired=False).equivalent == bool(welch_in_sigmas(*of, 1.0)[0])
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ from abrun.experiment.command import external
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import Follower
-from abrun.launch import Outcome, supervisor
-from abrun.launch.ownership import write_run
+from abrun.launch import supervisor
+from abrun.launch.prepare import write_run
+from abrun.launch.supervisor import Outcome
 from abrun.memory.sweep import Variant
 from abrun.messages import sentence
 from abrun.processes import Awake, below, processes_of

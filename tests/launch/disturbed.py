@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from abrun.launch import queued_jobs
+from abrun.launch.cluster import queued_jobs
 from abrun.runs.experiment import run_state
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState

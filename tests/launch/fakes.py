@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan
-from abrun.launch import LaunchOptions, Observer, Outcome, make_engine, run_plan
-from abrun.launch.engine import Place
+from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import GRACE_S
+from abrun.launch.supervisor import GRACE_S, Observer, Outcome, run_plan
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 

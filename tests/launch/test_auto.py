@@ -13,13 +13,14 @@ import pytest
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch import LaunchOptions, auto
+from abrun.experiment.options import LaunchOptions
+from abrun.launch import auto
 from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
 from abrun.memory import predict
 from abrun.memory.cells import Cell, Point
-from abrun.memory.lengths import largest_microbatch
 from abrun.memory.predict import GIB, Predicted, _predicted
 from abrun.memory.step import own_sequences
+from abrun.memory.trace import largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
     CHECKPOINTING,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from abrun.experiment.plan import make_plan
-from abrun.launch import Outcome, local
+from abrun.launch import local
+from abrun.launch.supervisor import Outcome
 from abrun.processes import children, processes_of
 from abrun.processes.copies import Fork, Server
 from abrun.recipe.experiment import load_recipe

@@ -20,9 +20,9 @@ from psutil import Process
 from abrun.experiment.command import AGENT
 from abrun.experiment.plan import Plan, make_plan
 from abrun.external import run as external_run
-from abrun.launch import Outcome
 from abrun.launch.local import FORKED
-from abrun.launch.ownership import write_run
+from abrun.launch.prepare import write_run
+from abrun.launch.supervisor import Outcome
 from abrun.processes import below, children, processes_of
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS

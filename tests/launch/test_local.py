@@ -23,8 +23,9 @@ from abrun.errors import LaunchError, StoreError
 from abrun.experiment.command import environment
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.experiment.preflight import requirements
-from abrun.launch import Outcome, earlier, queue, supervisor
-from abrun.launch.ownership import owned_experiment
+from abrun.launch import queue, supervisor
+from abrun.launch.prepare import owned_experiment
+from abrun.launch.supervisor import Outcome
 from abrun.messages import sentence
 from abrun.messages.records import coded
 from abrun.processes import processes_of
@@ -662,7 +663,7 @@ def test_a_deaf_run_of_a_killed_launcher_is_killed_before_it_runs_again(
 def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_another_user = Process()
+    of_another_user = Process(os.getpid())
 
     def at_work_there(run_dir: Path) -> set[Process]:
         return {of_another_user} if run_dir.match("baseline/seed-0") else set()
@@ -688,37 +689,6 @@ def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
     assert planned_runs(tmp_path / "small") == list(outcome.statuses)
     # The comparison was declared at the first launch; what comes later must show as post hoc.
     assert open_experiment(tmp_path / "small")["compare_sha256"] == declared
-
-
-def test_resume_says_of_which_other_code_the_earlier_runs_are(
-    tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = {"sha": "a" * 40, "dirty": False, "diff": None}
-    monkeypatch.setattr(supervisor, "record_checkout", lambda *_, **__: dict(now))
-    behave(treatment_0="fail")
-
-    def said_by(outcome: int, **changes: str | None) -> list[str]:
-        now.update(changes)
-        observer = Silent()
-        assert launch(tmp_path, "seeds=[0, 1]", jobs=1, resume=True, observer=observer).exit_code == outcome
-        return observer.said
-
-    assert launch(tmp_path, "seeds=[0, 1]", jobs=1).exit_code == 1
-    versions = {"torch": "2.11.0+cu130", "numpy": "2.1", "triton": None, "vllm": "0.26.0"}
-    installed = {"torch": "2.11.0", "numpy": "2.2"}
-    monkeypatch.setattr(earlier, "installed_version", installed.get)
-    environment = tmp_path / "small" / "baseline" / "seed-0" / "environment.json"
-    runs.write_json(environment, {"versions": versions})
-    packages = "made with numpy 2.1 so far, going on with 2.2"
-    (said,) = said_by(1)
-    assert said.startswith(f"small: {packages}: ")  # not of packages that its runs do not import
-    environment.unlink()
-    assert said_by(1) == []
-    commit = f"made from commit {'a' * 7} so far, going on from {'b' * 7} with git-1.diff"
-    (said,) = said_by(1, sha="b" * 40, diff="git-1.diff")
-    assert said.startswith(f"small: {commit}: ")
-    behave()
-    assert said_by(0, diff=None) and said_by(0, sha="c" * 40) == []  # nothing is left to be run
 
 
 def test_a_launch_names_packages_in_untested_versions(

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.experiment.plan import make_plan
 from abrun.launch.notes import notes
-from abrun.launch.ownership import owned_experiment
+from abrun.launch.prepare import owned_experiment
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe

@@ -7,7 +7,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import Plan, make_plan
-from abrun.launch.ownership import owned_experiment
+from abrun.launch.prepare import owned_experiment
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, run_dir
 from abrun.runs.lock import launcher_of

@@ -14,7 +14,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import RunName, make_plan
 from abrun.external import run as external_run
 from abrun.launch import git
-from abrun.launch.ownership import write_run
+from abrun.launch.prepare import write_run
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs.lines import read_lines

@@ -44,7 +44,7 @@ def facts(verdict, known) -> Any:
     }
     values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
     values |= {"launched": True, "paired": True, "failing": [], "broken": [], "seeds_left": []}
-    values |= {"waiting": set(), "unsettled": set(), "held_by_all": ([], [])}
+    values |= {"waiting": set(), "unsettled": set()}
     for name, value in known.items():
         holder, _, key = name.rpartition(".")
         {"content": content, "experiment": experiment, "": values}[holder][key] = value
@@ -145,13 +145,13 @@ CASES = {
     "INCONCLUSIVE, of others, a look to come": (OTHERS | LOOK | UNDECIDED, "TRAIN_FOR_LOOK"),
     "INCONCLUSIVE, of others, beyond the margin": (
         OTHERS | UNDECIDED | {"beyond_margin": True},
-        "SEE_OTHER_DIFFERENCES CONFIRM_DIFFERENCE",
+        "CONFIRM_DIFFERENCE",
     ),
     "INCONCLUSIVE, of others, few pairs decide": (
         OTHERS | UNDECIDED | {"num_that_decide": 3},
         "TRAIN_MORE_PAIRS",
     ),
-    "INCONCLUSIVE, of others": (OTHERS | DECIDABLE, "TRAIN_MORE_PAIRS TEST_IN_STAGES"),
+    "INCONCLUSIVE, of others": (OTHERS | DECIDABLE, "TRAIN_MORE_PAIRS"),
     "INCONCLUSIVE, of others, unpaired": (OTHERS | DECIDABLE | {"paired": False}, "TRAIN_MORE_PAIRS"),
     "INVALID": ({}, "MEND_RECIPE"),
     "INVALID, runs failed": (
@@ -169,10 +169,6 @@ CASES = {
         "COMPARE_SHARED_SEEDS MEND_REASONS",
     ),
     "INVALID, of others, no shared seed": (OTHERS | {"can_unpair": True}, "UNPAIR MEND_REASONS"),
-    "INVALID, of others, windows that runs lack": (
-        OTHERS | {"held_by_all": (["claim"], [1, 2])},
-        "CLAIM_SHARED_STEPS COMPARE_WHOLE_SEEDS MEND_REASONS",
-    ),
     "INVALID, of others, versions follow the arms": (
         OTHERS | {"experiment.versions_follow_arms": True},
         "CALL_VERSIONS_TREATMENT MEND_REASONS",

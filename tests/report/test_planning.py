@@ -15,7 +15,7 @@ from abrun.experiment.power import Spread, assumed_spread, claim_power
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measured_spread, plan_report
-from abrun.stats.equivalence import pairs_needed, power, runs_needed, sd_of_difference, welch_tost
+from abrun.stats.equivalence import equivalence_test, pairs_needed, power, runs_needed, sd_of_difference
 from abrun.stats.sigma_margin import sigma_lower_bound
 from tests.verdict.simulate import RECIPE
 
@@ -144,7 +144,7 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), runs_needed(0.1, (0.1, 0.1))]
     rng = np.random.default_rng(0)
     left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
-    found = [welch_tost(a, b, 0.1).equivalent for a, b in zip(left, right, strict=True)]
+    found = [equivalence_test(a, b, 0.1, paired=False).equivalent for a, b in zip(left, right, strict=True)]
     assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
     experiment = load_experiment(simulated(seeds=[*range(6)]))
     for text in (

@@ -12,9 +12,9 @@ from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, 
 
 from abrun.messages.numbers import bound_text
 from abrun.stats.equivalence import (
+    equivalence_test,
     holm,
     mean_and_sd,
-    paired_tost,
     pairs_needed,
     pairs_needed_range,
     power,
@@ -23,7 +23,6 @@ from abrun.stats.equivalence import (
     sd_interval,
     sd_of_difference,
     t_interval,
-    welch_tost,
 )
 from abrun.verdict.skewness import DIFFERENCES, far_off, skew_warning, skewness
 
@@ -34,7 +33,7 @@ def test_tost_agrees_with_statsmodels(num_pairs, shift):
     rng = np.random.default_rng(num_pairs)
     baseline = rng.normal(5, 1, num_pairs)
     treatment = baseline + shift + rng.normal(0, 0.5, num_pairs)
-    tost = paired_tost(baseline, treatment, margin=0.7)
+    tost = equivalence_test(baseline, treatment, margin=0.7)
     p, _, _ = ttost_paired(treatment, baseline, -0.7, 0.7)
     assert tost.p_tost == pytest.approx(p, abs=1e-12)
     assert tost.equivalent == (p < 0.05)
@@ -55,20 +54,20 @@ def test_holm_of_nothing_is_nothing():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=12), st.floats(0.01, 2))
 def test_interval_bound_and_p_value_say_the_same(differences, margin):
-    tost = paired_tost(np.zeros(len(differences)), differences, margin)
+    tost = equivalence_test(np.zeros(len(differences)), differences, margin)
     low, high = tost.interval
     assert tost.certified_bound == max(abs(low), abs(high))
     if abs(tost.certified_bound - margin) > 1e-9:
         assert tost.equivalent == (tost.certified_bound < margin)
     # The certified bound is the smallest margin that would have passed.
-    assert paired_tost(
+    assert equivalence_test(
         np.zeros(len(differences)), differences, tost.certified_bound * 1.001 + 1e-9
     ).equivalent
 
 
 def test_bit_identical_arms_are_decided_exactly():
     values = np.array([0.1, 0.7, 0.30000000000000004])
-    tost = paired_tost(values, values, margin=1e-9)
+    tost = equivalence_test(values, values, margin=1e-9)
     assert tost.interval == (0.0, 0.0) and tost.certified_bound == 0.0
     assert (tost.p_tost, tost.p_difference, tost.pair_correlation) == (0.0, 1.0, 1.0)
     assert tost.equivalent
@@ -77,7 +76,7 @@ def test_bit_identical_arms_are_decided_exactly():
 @pytest.mark.parametrize(("shift", "equivalent"), [(0.25, True), (0.5, False), (0.75, False)])
 def test_an_exact_shift_is_decided_by_its_size(shift, equivalent):
     baseline = np.array([1.0, 2.0, 4.0])
-    tost = paired_tost(baseline, baseline + shift, margin=0.5)
+    tost = equivalence_test(baseline, baseline + shift, margin=0.5)
     assert tost.sd_difference == 0.0 and tost.interval == (shift, shift)
     assert tost.equivalent is equivalent and tost.p_difference == 0.0
 
@@ -89,7 +88,7 @@ def test_equal_values_have_no_spread_at_all():
 
 
 def test_a_constant_arm_has_no_correlation():
-    assert paired_tost([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], 1.0).pair_correlation is None
+    assert equivalence_test([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], 1.0).pair_correlation is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_a_constant_arm_has_no_correlation():
 )
 def test_what_cannot_be_tested_is_refused(baseline, treatment, margin):
     with pytest.raises(ValueError):
-        paired_tost(baseline, treatment, margin)
+        equivalence_test(baseline, treatment, margin)
 
 
 # P(match | truly equal) for one claim with 3, 5 and 10 pairs, simulated when the verdict was designed.
@@ -197,7 +196,7 @@ def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
     rng = np.random.default_rng([num_baselines, num_treatments])
     baseline = rng.normal(5, 1, num_baselines)
     treatment = rng.normal(5 + shift, 2.5, num_treatments)
-    tost = welch_tost(baseline, treatment, margin=0.7)
+    tost = equivalence_test(baseline, treatment, margin=0.7, paired=False)
     p, _, _ = ttost_ind(treatment, baseline, -0.7, 0.7, usevar="unequal")
     assert tost.p_tost == pytest.approx(p)
     means = CompareMeans(DescrStatsW(treatment), DescrStatsW(baseline))
@@ -220,7 +219,7 @@ def test_welch_has_at_most_twice_the_freedom_of_the_smaller_arm(num_baselines, n
     cap = 2 * (min(num_baselines, num_treatments) - 1)
     larger_varies_more = [(size == max(map(len, arms))) * 9 + 1 for size in map(len, arms)]
     arms = tuple(scale * values for scale, values in zip(larger_varies_more, arms, strict=True))
-    assert welch_tost(*arms, margin=0.7).freedom == cap
+    assert equivalence_test(*arms, margin=0.7, paired=False).freedom == cap
     uncapped: Any = ttest_ind(arms[1], arms[0], equal_var=False)
     assert uncapped.df > cap
 
@@ -228,24 +227,28 @@ def test_welch_has_at_most_twice_the_freedom_of_the_smaller_arm(num_baselines, n
 def test_a_relative_margin_of_unpaired_arms_is_a_test_against_scaled_baselines():
     rng = np.random.default_rng(3)
     baseline, treatment = rng.normal(10, 1, 6), rng.normal(10.2, 2, 4)
-    tost = welch_tost(baseline, treatment, 0.2, yardstick=baseline)
+    tost = equivalence_test(baseline, treatment, 0.2, yardstick=baseline, paired=False)
     sides: list[Any] = [
         ttest_ind(treatment, share * baseline, equal_var=False, alternative=side)
         for share, side in ((1.2, "less"), (0.8, "greater"))
     ]
     assert tost.p_tost == pytest.approx(max(one.pvalue for one in sides))
-    passing = welch_tost(baseline, treatment, tost.certified_margin * 1.0001, yardstick=baseline)
+    passing = equivalence_test(
+        baseline, treatment, tost.certified_margin * 1.0001, yardstick=baseline, paired=False
+    )
     assert passing.equivalent
-    assert not welch_tost(baseline, treatment, tost.certified_margin * 0.9999, yardstick=baseline).equivalent
+    assert not equivalence_test(
+        baseline, treatment, tost.certified_margin * 0.9999, yardstick=baseline, paired=False
+    ).equivalent
 
 
 def test_unpaired_arms_without_spread_are_decided_by_value():
-    same = welch_tost([1.0, 1.0], [1.0, 1.0, 1.0], 0.1)
+    same = equivalence_test([1.0, 1.0], [1.0, 1.0, 1.0], 0.1, paired=False)
     assert (same.equivalent, same.p_difference, same.certified_bound) == (True, 1.0, 0.0)
-    apart = welch_tost([1.0, 1.0], [1.5, 1.5, 1.5], 0.1)
+    apart = equivalence_test([1.0, 1.0], [1.5, 1.5, 1.5], 0.1, paired=False)
     assert (apart.equivalent, apart.p_beyond, apart.certified_bound) == (False, 0.0, 0.5)
     with pytest.raises(ValueError, match="of at least 2"):
-        welch_tost([1.0], [1.0, 2.0], 0.1)
+        equivalence_test([1.0], [1.0, 2.0], 0.1, paired=False)
 
 
 def test_runs_needed_is_what_simulation_finds():
@@ -255,7 +258,9 @@ def test_runs_needed_is_what_simulation_finds():
 
     def passing(runs):
         arms = rng.normal(0, 0.4, (1000, runs)), rng.normal(0, 0.8, (1000, runs))
-        return np.mean([welch_tost(*one, 1.0).equivalent for one in zip(*arms, strict=True)])
+        return np.mean(
+            [equivalence_test(*one, 1.0, paired=False).equivalent for one in zip(*arms, strict=True)]
+        )
 
     assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
     assert runs_needed(1.0, (0.4, 0.8), true_difference=1.0) is None

@@ -15,7 +15,7 @@ from scipy.stats import binom
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.runs.layout import RunName
-from abrun.stats.equivalence import paired_tost, power
+from abrun.stats.equivalence import equivalence_test, power
 from abrun.stats.series import Series
 from abrun.stats.sigma_margin import Law, sigma_power
 from abrun.verdict.decide import judge
@@ -174,7 +174,7 @@ def test_looking_again_without_saying_so_would_err_more_often():
     for seed in range(EXPERIMENTS):
         arms = curves(np.random.default_rng(seed), 10, 0.0, 1.0)
         left, right = (arm[:, WINDOW].mean(axis=1) for arm in arms)
-        called += any(paired_tost(left[:n], right[:n], 1.0).equivalent for n in (3, 5, 7, 8, 9, 10))
+        called += any(equivalence_test(left[:n], right[:n], 1.0).equivalent for n in (3, 5, 7, 8, 9, 10))
     assert called / EXPERIMENTS > at_most(0.05)
 
 

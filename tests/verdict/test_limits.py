@@ -13,7 +13,7 @@ from abrun.reasons import Code
 from abrun.recipe.claims import Primary, claim_text, parse_primary, primary_option
 from abrun.recorded.experiment import RecordedRun, Sides
 from abrun.runs.layout import RunName
-from abrun.stats.equivalence import limit_test, paired_tost
+from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Series
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.outcomes import outcome
@@ -264,7 +264,7 @@ def test_a_share_of_a_level_that_is_itself_measured_keeps_its_level(num_pairs, s
     baseline = 1 + sd * rng.standard_normal((num, num_pairs))
     treatment = (1 + share) + (baseline - 1) + own_sd * rng.standard_normal((num, num_pairs))
     for left, right in zip(baseline, treatment, strict=True):
-        found += paired_tost(left, right, share, yardstick=left).equivalent
+        found += equivalence_test(left, right, share, yardstick=left).equivalent
     assert found / num <= 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / num)
 
 

@@ -131,46 +131,36 @@ def without(*steps: int) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "values", "following"),
+    ("change", "code", "values"),
     [
         (
             without(55),
             Code.STEPS_MISSING,
             {"num_missing": 1, "num_expected": 12, "first": 49, "last": 60, "step": 55},
-            None,
         ),
         (
             lambda arm, found: found if arm == "old" else found[:45],
             Code.STEPS_MISSING,
             {"runs": ["new/seed-0", "new/seed-1", "new/seed-2"], "run_ends": 45, "step": 49},
-            "train/reward:steps 37-45:0.05",
         ),
         (
             lambda arm, found: [row for row in found if row["step"] % (5 if arm == "old" else 7) == 0],
             Code.FEW_SHARED_STEPS,
             {"metric": "train/reward", "num_shared": 0, "first": 50, "last": 60},
-            None,
         ),
     ],
 )
-def test_a_window_that_a_run_lacks_is_invalid_and_another_is_proposed(
+def test_a_window_that_a_run_lacks_is_invalid(
     tmp_path: Path,
     change: Change,
     code: Code,
     values: dict[str, Any],
-    following: str | None,
-    snapshot: Snapshot,
 ) -> None:
     found = described(arms(tmp_path, change), tmp_path / "out", CLAIM)
     verdict: Verdict = "INVALID"
     assert found.verdict == verdict and [one.code for one in found.content.reasons][:1] == [code]
     reason = found.content.reasons[0]
     assert {name: reason[name] for name in values} == values
-    snapshot(sentence(reason))
-    commands = [step.command for step in found.next_steps]
-    if following:
-        assert following in commands[0]
-        assert described(arms(tmp_path, change), tmp_path / "out", following).verdict == "MATCH"
 
 
 def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
@@ -181,7 +171,6 @@ def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
     reason = found.content.reasons[0]
     assert found.verdict == "INVALID" and reason.code is Code.STEPS_MISSING
     assert (reason["runs"], reason["run_ends"]) == (["new/seed-2"], 25)
-    assert any("--seeds 0,1,3" in step.command for step in found.next_steps)
     assert described(sources, tmp_path / "out", CLAIM, seeds=[0, 1, 3]).verdict == "MATCH"
 
 

@@ -97,6 +97,21 @@ class Noted:
     exit_code: int
 
 
+def test_a_file_of_an_earlier_version_is_read_without_its_retired_evidence(tmp_path):
+    path = tmp_path / "verdict.json"
+    content = as_json(verdict([claim()]))
+    content["by_prompt"] = [
+        {"arm": "a", "problem": "other prompts", "problem_code": {"code": "gone", "values": {}}}
+    ]
+    content |= {"spent": {"num_runs": 4}, "notes": ["ran hours apart"]}
+    content["note_codes"] = [{"code": "hours_apart", "values": {"gap_s": 7200.0}}]
+    content["primaries"][0] |= {"test": "control variate TOST", "unused_seeds": [3], "step_noise": None}
+    path.write_text(json.dumps(content))
+    found = read_verdict_file(path)
+    assert found.notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
+    assert found.primaries[0].claim.test == "control variate TOST"
+
+
 def test_reasons_are_read_from_the_codes_beside_their_sentences():
     nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NO_PRIMARY), "seeds": [1, 2]})
     for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):

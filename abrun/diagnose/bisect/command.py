@@ -156,24 +156,17 @@ class Bisection:
 
     def _tested(self, arm: str, launch: Launch) -> Test:
         """Judge a candidate at each look, until one decides."""
-        last = None
+        answers: dict[str, Answer] = {"MATCH": "good", "MISMATCH": "bad", "INVALID": "skipped"}
+        answer, reason = "undecided", ""
         for num_pairs in self.design.counts:
             problem = self._have_run(arm, num_pairs, launch)
             if problem:
                 return Test(candidate=arm, answer="skipped", num_pairs=0, reason=problem)
-            last = self._judged(arm, num_pairs)
-            if last.verdict == "INVALID":
-                return Test(
-                    candidate=arm, answer="skipped", num_pairs=num_pairs, reason=sentence(last.reasons[0])
-                )
-            if last.verdict != "INCONCLUSIVE":
-                answer: Answer = "good" if last.verdict == "MATCH" else "bad"
-                return Test(
-                    candidate=arm, answer=answer, num_pairs=num_pairs, reason=sentence(last.reasons[0])
-                )
-        assert last is not None
-        reason = sentence(last.reasons[0])
-        return Test(candidate=arm, answer="undecided", num_pairs=self.design.counts[-1], reason=reason)
+            verdict = self._judged(arm, num_pairs)
+            answer, reason = answers.get(verdict.verdict, "undecided"), sentence(verdict.reasons[0])
+            if answer != "undecided":
+                break
+        return Test(candidate=arm, answer=answer, num_pairs=num_pairs, reason=reason)
 
     def _judged(self, arm: str, num_pairs: int) -> ArmVerdict:
         (verdict,) = judge(
@@ -188,13 +181,12 @@ class Bisection:
         """One candidate against the good one, over the first pairs."""
         seeds, runs = self._seeds[:num_pairs], {}
         for name, run in experiment.runs.items():
-            if name.seed in seeds and name.arm == BASELINE and not name.rerun:
-                runs[name] = run
-            elif name.seed in seeds and name.arm == BASELINE and arm == AGAIN:
-                runs[RunName(arm=arm, seed=name.seed)] = replace(
-                    run, name=RunName(arm=arm, seed=name.seed), identity=None
-                )
-            elif name.seed in seeds and name.arm == arm:
+            if name.seed not in seeds or name.arm not in (BASELINE, arm):
+                continue
+            if name.rerun:  # of the good candidate, judged as an arm or not at all
+                name = RunName(arm=AGAIN, seed=name.seed)
+                run = replace(run, name=name, identity=None)
+            if name.arm in (BASELINE, arm):
                 runs[name] = run
         return replace(
             experiment,

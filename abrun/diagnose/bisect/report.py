@@ -44,17 +44,6 @@ def shown(outcome: Outcome) -> RenderableType:
     return Group(table, Text(outcome.sentence, style="bold"))
 
 
-def text_of(outcome: Outcome) -> str:
-    """The same as plain text, for a file."""
-    titles = {candidate.arm: candidate.title for candidate in outcome.candidates}
-    titles[AGAIN] = "good against itself"
-    lines = [
-        f"{titles[test.candidate]}\n  {test.answer} ({test.num_pairs} pairs): {test.reason}"
-        for test in outcome.tests
-    ]
-    return "\n".join([outcome.sentence, "", f"Levels: {_levels(outcome.design)}", "", *lines]) + "\n"
-
-
 def _levels(design: Design) -> str:
     pairs = ", ".join(map(str, design.counts))
     looks = len(design.counts)

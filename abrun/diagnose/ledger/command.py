@@ -41,8 +41,10 @@ def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | N
 
 
 def ledger_begun_by(
-    experiment: Experiment, arm: str, budget: str, *, chain_alone: bool, experiment_dir: Path | None
-) -> Callable[[Compare], Ledger]:
-    """Return what makes the ledger of a freeze from the claims that the reference keeps."""
+    experiment: Experiment, arm: str, budget: str | None, *, chain_alone: bool, experiment_dir: Path | None
+) -> Callable[[Compare], Ledger] | None:
+    """Return what makes the ledger of a freeze from the claims that the reference keeps; None: no budget."""
+    if budget is None:
+        return None
     commit = commit_of(experiment_dir, experiment, arm) if experiment_dir else None
     return lambda claims: new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)

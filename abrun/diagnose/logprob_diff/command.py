@@ -14,7 +14,7 @@ import numpy as np
 
 from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
 from abrun.diagnose.logprob_diff.report import write_report
-from abrun.diagnose.logprob_diff.variations import Scoring, changes_of, on_one_rank, path_of
+from abrun.diagnose.logprob_diff.variations import Scoring, changes_of, on_one_rank
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.probe import probe
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
@@ -64,9 +64,9 @@ def measure_run(
     chosen = choose(run, runs_dir, step)
     config = on_one_rank(chosen.config)
     config = config.model_copy(update={"steps": max(config.steps, chosen.step + 2)})
-    changes, path = changes_of(config, sets), path_of(config)
+    changes = changes_of(config, sets)
     scorings: list[Scoring] = []
-    for each in (*changes, *path):
+    for each in changes:
         if each.scoring is not None and each.scoring not in scorings:
             scorings.append(each.scoring)
     output = output or chosen.run.path / FOLDER
@@ -76,7 +76,7 @@ def measure_run(
         with np.load(folder / "recorded.npz", allow_pickle=False) as arrays:
             recorded = {name: arrays[name] for name in arrays.files}
     mask = recorded["token_mask"]
-    sequences, places = mask.nonzero()
+    sequences, _ = mask.nonzero()
     facts = Facts(
         run=str(chosen.run.path),
         experiment=chosen.experiment,
@@ -97,9 +97,7 @@ def measure_run(
         own=own,
         sequences=sequences,
         prompts=recorded["prompts"][sequences],
-        positions=places - mask.argmax(axis=1)[sequences],
         changes=[(each, _of(each.scoring, scorings, found)) for each in changes],
-        path=[(each, _of(each.scoring, scorings, found)) for each in path],
     )
     write_report(budget, output)
     return budget, output

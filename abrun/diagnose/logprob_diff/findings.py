@@ -1,30 +1,18 @@
 """What the scorings of recorded tokens amount to: the budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.diagnose.logprob_diff.budget import (
-    Array,
-    Bin,
-    Estimate,
-    Resampling,
-    binned,
-    contributions,
-    error,
-    multiplicative,
-)
-from abrun.diagnose.logprob_diff.variations import Change, Step
+from abrun.diagnose.logprob_diff.budget import Array, Clusters, Estimate, error, multiplicative
+from abrun.diagnose.logprob_diff.variations import Change
 from abrun.runs.layout import RunName
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Routes = NDArray[Any]  # [N, L, K]
-PROBABILITIES = (0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.001)
-ENGINE = ("engine_float32", "engine")  # steps that the engine takes again
-FAULTS = ("weights", "sampling")  # changes that stand for something wrong, not for rounding
 WORTH_NAMING = 0.1  # of the whole error: below it nothing is called a cause
 PARITY = 1e-5  # an error above 1 that float32 has, too: nothing is to be explained
 
@@ -70,26 +58,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One step of the waterfall."""
-
-    key: str
-    label: str
-    adds: Estimate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfSequence:
-    """The error of one sequence's tokens."""
-
-    sequence: int
-    prompt: int
-    num_tokens: int
-    mean: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """What `mismatch.json` holds, but for the version of its form."""
 
@@ -101,11 +69,6 @@ class Budget:
     floor: list[Row]  # of the rows, those that are the arithmetic's own
     rows: list[Row]
     cause: str | None  # the key of the one change that explains most, if any is worth naming
-    bars: list[Bar]
-    merged: list[str]  # steps of the path that could not be taken, a line each
-    positions: list[Bin]  # of a completion's tokens, from 0
-    probabilities: list[Bin]  # the geometric mean of engine's and trainer's
-    sequences: list[OfSequence]  # the largest mean first
 
     def content(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
@@ -122,45 +85,29 @@ def budget_of(
     own: Scored,  # by the trainer as it is
     sequences: NDArray[np.int64],  # [N], each token's
     prompts: NDArray[np.int64],  # [N]
-    positions: NDArray[np.int64],  # [N], in its completion
     changes: Sequence[tuple[Change, Scored | str | None]],
-    path: Sequence[tuple[Step, Scored | str | None]],
 ) -> Budget:
     """The budget of recorded tokens. A scoring that is text could not be had, and says why."""
-    measured = sum(isinstance(found, Scored) for _, found in (*changes, *path))
-    resampling = Resampling(prompts, num_intervals=measured + 3)
+    measured = sum(isinstance(found, Scored) for _, found in changes)
+    clusters = Clusters(prompts, num_intervals=measured + 3)
     factors = multiplicative(inference, own.logprobs)
-    rows = [_row(change, found, inference, own, resampling) for change, found in changes]
-    total = resampling.mean(factors, least=1.0)
+    rows = [_row(change, found, inference, own, clusters) for change, found in changes]
+    total = clusters.mean(factors, least=1.0)
     cause = _cause(rows, total.value - 1, f"engine_{facts.engine}")
-    faults = {
-        change.label: found.logprobs
-        for change, found in changes
-        if change.key == cause and change.kind in FAULTS and isinstance(found, Scored)
-    }
-    bars, merged = _bars(inference, own.logprobs, faults, path, resampling)
-    probabilities = np.exp((inference + own.logprobs) / 2)
-    last = int(positions.max()) + 1
-    doubling = [0, *(2**power for power in range(last.bit_length())), 2 ** last.bit_length()]
     return Budget(
         facts=facts,
         num_tokens=len(inference),
         num_sequences=len(np.unique(sequences)),
-        num_prompts=resampling.num_prompts,
+        num_prompts=clusters.num_prompts,
         error=total,
         floor=_floor(rows),
         rows=rows,
         cause=cause,
-        bars=bars,
-        merged=merged,
-        positions=binned(factors, positions.astype(float), doubling),
-        probabilities=binned(factors, probabilities, PROBABILITIES),
-        sequences=_of_sequences(factors, sequences, prompts),
     )
 
 
 def _row(
-    change: Change, found: Scored | str | None, inference: Array, own: Scored, resampling: Resampling
+    change: Change, found: Scored | str | None, inference: Array, own: Scored, clusters: Clusters
 ) -> Row:
     if not isinstance(found, Scored):
         return Row(key=change.key, label=change.label, kind=change.kind, reason=found or change.reason)
@@ -172,8 +119,8 @@ def _row(
         kind=change.kind,
         reason=None,
         error=error(inference, found.logprobs),
-        lowers=resampling.mean(now - then),
-        moves=resampling.mean(moved, least=1.0),
+        lowers=clusters.mean(now - then),
+        moves=clusters.mean(moved, least=1.0),
         largest_factor=float(moved.max()),
         rerouted=rerouted(own.routes, found.routes),
     )
@@ -207,70 +154,8 @@ def _cause(rows: Sequence[Row], excess: float, engine: str) -> str | None:
     return key if excess > PARITY and largest > WORTH_NAMING * excess else None
 
 
-def _bars(
-    inference: Array,
-    own: Array,
-    faults: Mapping[str, Array],
-    path: Sequence[tuple[Step, Scored | str | None]],
-    resampling: Resampling,
-) -> tuple[list[Bar], list[str]]:
-    """From the trainer's scoring to the engine's; what is left of their difference is the last bar's.
-
-    A fault that was found is a step like the others, taken from the trainer as it is.
-    """
-    difference = inference - own
-    named: list[tuple[str, str, Array]] = [
-        ("fault", label, logprobs - own) for label, logprobs in faults.items()
-    ]
-    at, merged = own, []
-    if not _reproduces(path, inference, own):
-        path = [(step, found) for step, found in path if step.key not in ENGINE]
-        merged.append("The engine does not reproduce what it recorded: its steps are one bar.")
-    for step, found in path:
-        if isinstance(found, Scored):
-            named.append((step.key, step.label, found.logprobs - at))
-            at = found.logprobs
-        elif found is not None:
-            merged.append(f"{step.label}: is in the bar after it: {found}.")
-    rest, _ = path[-1]
-    done = sum((delta for _, _, delta in named), np.zeros_like(own))
-    named.append((rest.key, rest.label, difference - done))
-    parts = contributions(difference, [delta for _, _, delta in named])
-    bars = [
-        Bar(key=key, label=label, adds=resampling.mean(part))
-        for (key, label, _), part in zip(named, parts, strict=True)
-    ]
-    return bars, merged
-
-
-def _reproduces(path: Sequence[tuple[Step, Scored | str | None]], inference: Array, own: Array) -> bool:
-    """Whether the engine that scores again is nearer to what it recorded than the trainer is, or as near as
-    float32 can tell."""
-    again = [found.logprobs for step, found in path if step.key == "engine" and isinstance(found, Scored)]
-    far = max(error(inference, own), 1 + PARITY)
-    return all(error(inference, logprobs) < far for logprobs in again)
-
-
 def _floor(rows: Sequence[Row]) -> list[Row]:
     """The same trainer in another batch shape, the one that moves most; and against float32."""
     shapes = [row for row in rows if row.kind == "batch shape" and row.moves]
     exact = [row for row in rows if row.key == "float32" and row.moves]
     return [*sorted(shapes, key=lambda row: -(row.moves.value if row.moves else 0))[:1], *exact]
-
-
-def _of_sequences(
-    factors: Array, sequences: NDArray[np.int64], prompts: NDArray[np.int64]
-) -> list[OfSequence]:
-    found = []
-    for sequence in np.unique(sequences):
-        inside = sequences == sequence
-        found.append(
-            OfSequence(
-                sequence=int(sequence),
-                prompt=int(prompts[inside][0]),
-                num_tokens=int(inside.sum()),
-                mean=float(factors[inside].mean()),
-                largest=float(factors[inside].max()),
-            )
-        )
-    return sorted(found, key=lambda each: -each.mean)

@@ -1,38 +1,28 @@
-"""A mismatch budget for people and machines: mismatch.json, mismatch.md, figures, the terminal's tables."""
+"""A mismatch budget for people and machines: mismatch.json, mismatch.md, the terminal's table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.diagnose.logprob_diff.budget import Bin, Estimate
+from abrun.diagnose.logprob_diff.budget import Estimate
 from abrun.diagnose.logprob_diff.findings import Budget, Row
-from abrun.present.figures import COLORS, save_figure, style
 from abrun.present.markdown import literal
 from abrun.present.tables import Table, columns
 from abrun.runs.access import PUBLIC
 from abrun.runs.files import write_file, write_json
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 NOT_MEASURED = "not measured"
 METRIC = "token_mult_prob_error"
-COLOURS = {"trainer": COLORS[0], "engine": COLORS[1], "fault": COLORS[3], "total": "#555555"}
 CHANGES = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
-PATH = ("from the trainer's log-probs to the engine's", "adds [95 %]", "up to")
-SEQUENCES = columns("sequence", "prompt", "tokens", "mean", "largest")
 WORST = columns("sequence", "position", "factor", "engine", "trainer", "token", "after")
-MOST_SEQUENCES = 10
-SHARED = 3.0  # so many times as far from float32 as from each other
 
 
 def write_report(budget: Budget, output: Path) -> None:
-    """Write mismatch.json, mismatch.md, and waterfall and tokens as PNG and SVG."""
+    """Write mismatch.json and mismatch.md."""
     write_json(output / "mismatch.json", budget.content(), mode=PUBLIC)
-    _draw(budget, output)
     write_file(output / "mismatch.md", markdown(budget).encode(), mode=PUBLIC)
 
 
@@ -40,7 +30,7 @@ def summary(budget: Budget) -> RenderableType:
     """What the terminal shows."""
     return Group(
         Text("\n".join(_headlines(budget))),
-        *(table.rich(pad_edge=True) for table in _tables(budget)),
+        _changes(budget).rich(pad_edge=True),
         Text("\n".join(_notes(budget))),
     )
 
@@ -49,14 +39,10 @@ def markdown(budget: Budget) -> str:
     parts = [
         f"# Mismatch of {budget.facts.experiment}, {budget.facts.name}",
         "\n".join(f"- {literal(line)}" for line in _headlines(budget)),
-        "![What adds up to the error, and what each change alone would take off it](waterfall.png)",
-        *map(_marked, _tables(budget)),
+        _marked(_changes(budget)),
         "\n".join(f"- {literal(line)}" for line in _notes(budget)),
         *_experts(budget),
-        "## Tokens",
-        "![The error by position, by probability, and by sequence](tokens.png)",
-        _marked(Table(SEQUENCES, [*_sequence_rows(budget)])),
-        "The worst tokens:",
+        "## The worst tokens",
         _marked(Table(WORST, [*_worst_rows(budget)])),
     ]
     return "\n\n".join(parts) + "\n"
@@ -114,11 +100,8 @@ def _floor_name(row: Row) -> str:
 
 def _notes(budget: Budget) -> Iterator[str]:
     facts = budget.facts
-    yield (
-        "Changes one at a time do not add up; the steps from trainer to engine do, in this order. Intervals "
-        "hold together at 95 %, over prompts."
-    )
-    if any(estimate.low is None for estimate in (budget.error,)):
+    yield ("Changes one at a time do not add up. Intervals hold together at 95 %, over prompts.")
+    if budget.error.low is None:
         yield f"No intervals: {budget.num_prompts} prompts are too few to know the spread."
     if not facts.grad_norm:
         yield "The update in between had no gradient: whether weights are stale cannot be seen."
@@ -126,13 +109,6 @@ def _notes(budget: Budget) -> Iterator[str]:
         yield f"The run has {facts.spread} ranks; one has gone on with it here."
     if budget.num_sequences < facts.num_sequences_sampled:
         yield f"{budget.num_sequences} of the step's {facts.num_sequences_sampled} sequences were scored."
-    exact = next((row.moves for row in budget.rows if row.key == "float32" and row.moves), None)
-    if exact and exact.value - 1 > SHARED * (budget.error.value - 1):
-        yield (
-            "Trainer and engine share most of their rounding: they are nearer to each other than to float32, "
-            "so that steps by way of it cancel."
-        )
-    yield from budget.merged
     for row in budget.rows:
         if row.reason is not None:
             yield f"{NOT_MEASURED}: {row.label}: {row.reason}"
@@ -153,22 +129,7 @@ def _change_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _bar_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    at = 1.0
-    for bar in budget.bars:
-        at += bar.adds.value
-        yield bar.label, _interval(bar.adds, _signed), error_text(at)
-
-
-def _sequence_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    for each in budget.sequences[:MOST_SEQUENCES]:
-        numbers = (each.sequence, each.prompt, each.num_tokens)
-        yield *map(str, numbers), error_text(each.mean), error_text(each.largest)
-
-
 def _worst_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    import numpy as np
-
     for each in budget.facts.worst:
         engine, trainer = each["inference_logprob"], each["trainer_logprob"]
         with np.errstate(over="ignore"):
@@ -197,105 +158,9 @@ def _experts(budget: Budget) -> Iterator[str]:
         )
 
 
-def _tables(budget: Budget) -> list[Table]:
-    return [
-        Table(columns(*titles, numeric=titles[1:]), [*rows])
-        for titles, rows in ((CHANGES, _change_rows(budget)), (PATH, _bar_rows(budget)))
-    ]
+def _changes(budget: Budget) -> Table:
+    return Table(columns(*CHANGES, numeric=CHANGES[1:]), [*_change_rows(budget)])
 
 
 def _marked(table: Table) -> str:
     return "\n".join(table.markdown(literal))
-
-
-# --- figures ---
-
-
-def _draw(budget: Budget, output: Path) -> None:
-    from matplotlib.figure import Figure
-
-    with style():
-        figure = Figure(figsize=(9, 7.5), layout="constrained")
-        path, changes = figure.subplots(2, 1)
-        _waterfall(path, budget)
-        _changes(changes, budget)
-        save_figure(figure, output / "waterfall")
-        figure = Figure(figsize=(12, 4), layout="constrained")
-        _tokens(figure.subplots(1, 3), budget)
-        save_figure(figure, output / "tokens")
-
-
-def _waterfall(ax: "Axes", budget: Budget) -> None:
-    at, names = 0.0, []
-    for place, bar in enumerate(budget.bars):
-        kind = "fault" if bar.key == "fault" else bar.label.partition(":")[0]
-        ax.barh(place, bar.adds.value, left=at, color=COLOURS.get(kind, COLOURS["total"]), height=0.6)
-        _whisker(ax, place, bar.adds, at)
-        at += bar.adds.value
-        ax.plot([at, at], [place, place + 1], color="grey", linewidth=0.6)
-        names.append(f"{bar.label}  {_signed(bar.adds.value)}")
-    ax.barh(len(names), at, color=COLOURS["total"], height=0.6)
-    names.append(f"{METRIC} - 1  {_signed(at)}")
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    ax.axvline(0, color="black", linewidth=0.8)
-    ax.grid(axis="y", visible=False)
-    for row, line in zip(budget.floor, (":", "--"), strict=False):
-        if row.moves:
-            label = f"floor: the trainer against {_floor_name(row)}"
-            ax.axvline(row.moves.value - 1, color="black", linewidth=1, linestyle=line, label=label)
-    if budget.floor:
-        ax.legend(frameon=False, fontsize=8)
-    ax.set_xlabel(f"added to {METRIC}, above 1")
-    facts = budget.facts
-    ax.set_title(f"{facts.experiment}, {facts.name}, step {facts.step + 2}: from trainer to engine, in order")
-
-
-def _changes(ax: "Axes", budget: Budget) -> None:
-    rows: list[Row] = [row for row in budget.rows if row.lowers is not None]
-    for place, row in enumerate(rows):
-        assert row.lowers is not None
-        colour = COLOURS["fault"] if row.key == budget.cause else COLOURS["trainer"]
-        ax.plot([row.lowers.value], [place], "o", color=colour, markersize=5)
-        _whisker(ax, place, row.lowers, 0.0)
-    ax.set_yticks(range(len(rows)), [row.label for row in rows])
-    ax.invert_yaxis()
-    ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_xscale("symlog", linthresh=max((budget.error.value - 1) / 10, 1e-6))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
-    ax.grid(axis="y", visible=False)
-    ax.set_xlabel(f"{METRIC} lower by, with its interval; these do not add up")
-    ax.set_title("One thing changed at a time")
-
-
-def _whisker(ax: "Axes", place: float, estimate: Estimate, start: float) -> None:
-    if estimate.low is not None and estimate.high is not None:
-        ax.plot([start + estimate.low, start + estimate.high], [place, place], color="black", linewidth=1)
-
-
-def _tokens(axes: Any, budget: Budget) -> None:
-    by_position, by_probability, by_sequence = axes
-    _bins(by_position, budget.positions, lambda each: f"{each.first:.0f}")
-    by_position.set_xlabel("position in the completion, from (tokens)")
-    by_position.set_ylabel("exp |difference| - 1: mean (bar), largest (mark)")
-    _bins(by_probability, budget.probabilities, lambda each: f"{each.first:g}")
-    by_probability.set_xlabel("probability of the token, from (tokens)")
-    each = sorted((one.largest - 1 for one in budget.sequences), reverse=True)
-    by_sequence.plot(each, "_", color="black", label="largest token")
-    by_sequence.plot(
-        sorted((one.mean - 1 for one in budget.sequences), reverse=True), ".", label="mean over tokens"
-    )
-    by_sequence.set_ylim(bottom=0)
-    by_sequence.set_xlabel("sequences, each line in its own order")
-    by_sequence.legend(frameon=False)
-    for ax, title in zip(axes, ("By position", "By probability", "By sequence"), strict=True):
-        ax.set_title(title)
-        ax.grid(axis="x", visible=False)
-
-
-def _bins(ax: "Axes", bins: Sequence[Bin], name: Callable[[Bin], str]) -> None:
-    places = range(len(bins))
-    ax.bar(places, [each.mean - 1 for each in bins], color=COLOURS["trainer"])
-    ax.plot(places, [each.largest - 1 for each in bins], "_", color="black", markersize=10)
-    ax.set_ylim(bottom=0)
-    ax.set_xticks(places, [f"{name(each)}\n({each.num_tokens})" for each in bins], rotation=45)

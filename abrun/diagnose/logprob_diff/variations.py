@@ -1,4 +1,4 @@
-"""What is changed, one thing at a time, and the path from the trainer's scoring to the engine's: as data."""
+"""What is changed, one thing at a time: as data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,48 +275,3 @@ def _scoring_keys(config: OwnRunConfig) -> tuple[Any, ...]:
     """What log-probs may depend on; engines are scored in any case."""
     rollout = config.rollout
     return config.policy, config.model, rollout.temperature, rollout.filters, rollout.records_support
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step of the path from the trainer's log-probs to the engine's: what it ends in."""
-
-    key: str
-    label: str
-    scoring: Scoring | None  # None: what the engine recorded
-
-
-def path_of(config: OwnRunConfig) -> list[Step]:
-    """From the trainer as it is: its roundings taken away one after the other, then the engine's put on.
-
-    In the middle stands the trainer in float32, each sequence alone, with dense logits. Steps that change
-    nothing of this run are not there.
-    """
-    at, steps = changed(config, PLAIN), []
-    bf16 = config.policy.dtype != "float32"
-
-    def step(key: str, label: str, then: OwnRunConfig) -> OwnRunConfig:
-        if then != at:
-            steps.append(Step(key=key, label=label, scoring=Scoring(method="trainer", config=then)))
-        return then
-
-    at = step("shape", "trainer: batch shape", changed(at, {"policy": ALONE}))
-    if config.policy.logprobs.impl != "logits":
-        at = step("logprobs", "trainer: log-probs", _with_implementation(at, "logits"))
-    if bf16:
-        head = {"policy": {"logprobs": {"head_dtype": "float32", "logits_dtype": None}}}
-        at = step("head", "trainer: LM head's rounding", changed(at, head))
-        at = step("dtype", "trainer: all other rounding", changed(at, IN_FLOAT32))
-    method: Method | None = "decode"
-    if config.rollout.engine == "vllm":
-        unable = vllm_refusal(on_gpu=config.cluster.gpus_per_node > 0) or _unscorable(config)
-        method = None if unable else "vllm"
-    if method is not None:
-        if bf16:
-            scoring = Scoring(method=method, config=changed(config, IN_FLOAT32))
-            steps.append(Step(key="engine_float32", label="engine: its code, in float32", scoring=scoring))
-        own = Scoring(method=method, config=changed(config, PLAIN))
-        label = "engine: its rounding" if bf16 else "engine: its code"
-        steps.append(Step(key="engine", label=label, scoring=own))
-    steps.append(Step(key="rest", label="engine: the rest", scoring=None))
-    return steps

@@ -11,7 +11,7 @@ from abrun.experiment.plan import Plan
 from abrun.experiment.preflight.requirements import anywhere_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.parts import Export, as_yaml
-from abrun.launch.supervisor import refuse_impossible
+from abrun.launch.prepare import refuse_impossible
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.launcher import launcher_settings

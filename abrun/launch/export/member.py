@@ -17,7 +17,7 @@ from abrun.experiment.command import Meeting
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
-from abrun.launch.ownership import owned_experiment, warm_start_dir, write_run
+from abrun.launch.prepare import owned_experiment, warm_start_dir, write_run
 from abrun.launch.slurm.jobs import WARM_START
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code

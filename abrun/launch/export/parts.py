@@ -12,6 +12,7 @@ import yaml
 
 from abrun.errors import RecipeError
 from abrun.experiment.plan import Plan
+from abrun.launch.cluster import agents_grace_s
 from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.processes import MODULE
 from abrun.reasons import Code
@@ -22,7 +23,6 @@ from abrun.redaction import shortened
 
 RECIPE = "ABRUN_RECIPE"  # the environment variable that holds it
 PORT = 29400  # where the first node of a run listens: every run has nodes of its own
-AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the engine kills agents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Export:
         """The script of a node: `node` and `first` are how its shell finds its number and the first one."""
         settings: Exported = self.settings
         where = f'"{first}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
-        grace_s = max(1.0, settings.save_s - AGENTS_FIRST_S)
+        grace_s = agents_grace_s(settings.save_s)
         module = [settings.python, *MODULE, "abrun.launch.export.member", self.directory, run]
         return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
 

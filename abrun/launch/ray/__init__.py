@@ -7,7 +7,3 @@ driver.py    what the job runs: the supervisor of every launch over gangs, then 
 gangs.py     placement groups for the runs of a pair, and in each an actor for every node of a run
 agent.py     the actor: starts the agent of the node's ranks, and tells how it is
 """
-
-from abrun.launch.ray.launcher import RayJobs, RayLauncher
-
-__all__ = ["RayJobs", "RayLauncher"]

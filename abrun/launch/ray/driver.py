@@ -19,6 +19,7 @@ from typing import Any
 
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.plan import make_plan
+from abrun.launch.cluster import COMPARED
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Printed, Supervisor
@@ -93,7 +94,7 @@ def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
     finally:
         lease.close()
     if stopped_by is None and said.get("compare"):
-        with open_log(experiment_dir / record.FOLDER / record.COMPARED) as output:
+        with open_log(experiment_dir / record.FOLDER / COMPARED) as output:
             output.truncate(0)
             argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import Plan, pairs
+from abrun.launch.cluster import agents_grace_s, network
 from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
@@ -45,7 +46,6 @@ LAST_WORDS_S = 3.0  # that the other nodes of a run have once one has failed
 SILENT_S = 90.0  # Ray declares a node dead within that time
 KILL_S = 5.0
 TURN = "for its turn"
-AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 Resources = dict[str, float]
 ray: Any = importlib.import_module("ray")
 
@@ -316,13 +316,11 @@ class GangRun:
         first = self.nodes[0].place
         assert first is not None
         python = self.settings.python or sys.executable
-        name = self.settings.interface
-        network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
-        grace_s = max(1.0, self.settings.save_s - AGENTS_FIRST_S)
+        env, grace_s = network(self.settings.interface), agents_grace_s(self.settings.save_s)
         where = [str(self.run.path), f"{first[1]}:{first[2]}", str(grace_s), os.uname().nodename]
         for node in self.nodes:
             argv = [python, *MODULE, "abrun.launch.node", *where, str(node.index)]
-            node.answer = node.actor.start.remote(argv, network, os.getcwd())
+            node.answer = node.actor.start.remote(argv, env, os.getcwd())
             node.started = True
 
     def _end_others(self, *, silent: bool) -> None:

@@ -1,11 +1,9 @@
 """A plan on its way to Ray: one job for all of its runs, followed, cancelled, submitted again."""
 
-import contextlib
 import json
 import os
 import shlex
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,16 +13,14 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
+from abrun.launch.cluster import AT_WORK, ClusterJobs
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Ray
-from abrun.regular_files import read_tail
 from abrun.runs.records import RunState
 
-ASK_EVERY_S = 2.0
-AT_WORK = ("running", "stalled", "pending")
 KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
 
 
@@ -104,63 +100,58 @@ def _environment(said: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {**said["env"], "RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}}}
 
 
-class RayJobs:
-    """What Ray, and the driver, know of the job of an experiment, asked every few seconds at most."""
+class RayJobs(ClusterJobs):
+    """What Ray, and the driver, know of the job of an experiment."""
+
+    ask_every_s, folder, forgotten = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
+    read, write = staticmethod(record.read_job), staticmethod(record.write_job)
 
     def __init__(self, experiment_dir: Path, said: Mapping[str, Any]) -> None:
-        self._experiment_dir, self._said = experiment_dir, said
-        self._asked_s: float | None = None
-        self._known: client.Known | None = None
-        self._error: LaunchError | None = None
+        super().__init__(experiment_dir, said)
         self._driver: Mapping[str, Any] = {}
 
-    @classmethod
-    def of(cls, experiment_dir: Path) -> "RayJobs | None":
-        """None where the experiment was never handed over to Ray."""
-        said = record.read_job(experiment_dir)
-        return cls(experiment_dir, said) if said.get("job") else None
+    @staticmethod
+    def is_handed_over(record: Mapping[str, Any]) -> bool:
+        return bool(record.get("job"))
+
+    @property
+    def compares(self) -> bool:
+        return bool(self._record.get("compare"))
 
     @property
     def busy(self) -> list[str]:
-        known = self._ask()
-        return [] if known is None or known.over else [self._said["job"]]
-
-    @property
-    def silent(self) -> str | None:
-        return str(self._error) if self._error else None
+        known = self._known()
+        return [] if known is None or known.over else [self._record["job"]]
 
     def state_of(self, state: RunState) -> RunState:
         """A run's state, where Ray or the driver knows better than its directory."""
         if state.status == "finished":
             return state
         try:
-            known = self._ask()
+            known = self._known()
         except LaunchError as error:  # the head is gone, or this machine does not reach it
             return replace(state, reason=state.reason or error.reason)
-        job = self._said["job"]
+        job = self._record["job"]
         if known and not known.over:
             return self._of_a_job(state, known)
         if state.status not in AT_WORK:
             return state
-        if self._said.get("cancelled") or (known and known.status == "STOPPED"):
+        if self._record.get("cancelled") or (known and known.status == "STOPPED"):
             stopped = Code.RESUMABLE(ending=Code.JOB_STOPPED(job=job))
             return replace(state, status="interrupted", reason=stopped)
         if known is None:
-            forgotten = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._said["url"]))
+            forgotten = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._record["url"]))
             return replace(state, status="failed", reason=forgotten)
         ended = Code.JOB_ENDED(job=job, state=self._last_words(known))
         return replace(state, status="failed", reason=ended)
 
-    def cancel(self) -> None:
-        """Ask the driver to have its runs save a checkpoint, and to end."""
-        record.write_job(self._experiment_dir, {**record.read_job(self._experiment_dir), "cancelled": True})
-        client.stop(self._said["url"], self._said["job"])
-        self._asked_s = None
+    def end(self) -> None:
+        client.stop(self._record["url"], self._record["job"])
 
     def revive(self) -> str | None:
         """Submit again the job of a driver that has died, as with its machine, as often as may be."""
         said = record.read_job(self._experiment_dir)
-        known, driver = self._ask(), record.read_driver(self._experiment_dir, said["job"])
+        known, driver = self._known(), record.read_driver(self._experiment_dir, said["job"])
         gone = known is None or known.status == "FAILED"
         if not gone or said.get("cancelled") or not driver or driver.get("ended") is not None:
             return None
@@ -169,25 +160,12 @@ class RayJobs:
         attempt = said["attempt"] + 1
         again = {**said, "attempt": attempt, "job": f"{said['name']}-a{attempt}"}
         _submit(self._experiment_dir, again, said)
-        self._said, self._asked_s = again, None
+        self._record, self._asked_s = again, None
         return again["job"]
-
-    def forget(self) -> None:
-        """No longer speak for the runs: others take the place of the job. Its id is used up all the same."""
-        record.write_job(self._experiment_dir, {**self._said, "job": ""})
-
-    def compared(self) -> str | None:
-        """What the comparison at the end has printed; None where there is none."""
-        if not self._said.get("compare"):
-            return None
-        with contextlib.suppress(OSError):
-            log = self._experiment_dir / record.FOLDER / record.COMPARED
-            return read_tail(log).decode(errors="replace")
-        return ""
 
     def _of_a_job(self, state: RunState, known: client.Known) -> RunState:
         """The state of a run whose job waits or works."""
-        job, waiting = self._said["job"], self._driver.get("waiting", {})
+        job, waiting = self._record["job"], self._driver.get("waiting", {})
         name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
         label = f"warm start {name}" if state.name.arm == "warm-start" else name
         if label in waiting:  # the directory may still tell of a machine that is gone
@@ -202,17 +180,8 @@ class RayJobs:
         reasons = list(filter(None, map(printed_reason, lines)))
         return self._driver.get("ended") or next(reversed(reasons or lines), known.status)
 
-    def _ask(self) -> client.Known | None:
-        """Raises LaunchError where nothing answers, at once where that was found just now."""
-        if self._asked_s is None or time.monotonic() - self._asked_s > ASK_EVERY_S:
-            said = record.read_job(self._experiment_dir)
-            self._said = said if said.get("job") else self._said  # another may have submitted it again
-            self._driver = record.read_driver(self._experiment_dir, self._said["job"])
-            try:
-                self._known, self._error = client.known(self._said["url"], self._said["job"]), None
-            except LaunchError as error:
-                self._error = error
-            self._asked_s = time.monotonic()
-        if self._error:
-            raise self._error
-        return self._known
+    def ask(self) -> client.Known | None:
+        said = record.read_job(self._experiment_dir)
+        self._record = said if said.get("job") else self._record  # another may have submitted it again
+        self._driver = record.read_driver(self._experiment_dir, self._record["job"])
+        return client.known(self._record["url"], self._record["job"])

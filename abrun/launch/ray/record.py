@@ -16,7 +16,7 @@ from abrun.runs.records import Git
 from abrun.runs.schemas import Count, Flag, Seconds, checked
 
 FOLDER = "_ray"  # of an experiment; no arm can be called so
-JOB, DRIVER, LOG, COMPARED = "job.json", "driver.json", "driver.log", "compare.log"
+JOB, DRIVER, LOG = "job.json", "driver.json", "driver.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,3 @@ jobs.py        which runs share a job, the scripts, and the record of what was s
 launcher.py    a plan on its way there: checked, submitted whole or not at all, followed, cancelled
 allocation.py  what a job script runs on its first node: the supervisor, over steps of the allocation
 """
-
-from abrun.launch.slurm.launcher import SlurmJobs, SlurmLauncher
-
-__all__ = ["SlurmJobs", "SlurmLauncher"]

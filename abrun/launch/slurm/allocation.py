@@ -19,6 +19,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.plan import make_plan
+from abrun.launch.cluster import agents_grace_s, network
 from abrun.launch.engine import Place
 from abrun.launch.local import LocalEngine, LocalRun
 from abrun.launch.node import free_port
@@ -39,7 +40,6 @@ from abrun.runs.lock import Lease
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
-AGENTS_FIRST_S = 10.0  # agents kill ranks that save too slowly before the supervisor kills agents
 RELEASE_S = 30.0
 ANSWER_S = 30.0
 INSIST_S = 60.0
@@ -76,14 +76,13 @@ class StepEngine(LocalEngine):
             options.append(f"--container-image={container.image}")
             options += [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         python = settings.python or ("python" if container else sys.executable)
-        grace_s = max(1.0, grace_of(settings) - AGENTS_FIRST_S)
+        grace_s = agents_grace_s(grace_of(settings))
         where = [str(run.path), f"{_this_node()}:{free_port()}", str(grace_s), _this_node()]
         return ["srun", *options, python, *MODULE, "abrun.launch.node", *where]
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
-        name = self._settings.interface
-        network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
-        return {**os.environ, **network}  # not marked as of the run: srun has to outlive it, to end the step
+        # Not marked as of the run: srun has to outlive it, to end the step
+        return {**os.environ, **network(self._settings.interface)}
 
 
 class Step(LocalRun):

@@ -3,7 +3,7 @@
 import contextlib
 import getpass
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,17 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, pairs
 from abrun.experiment.preflight.requirements import anywhere_refusals, foreign_refusals
-from abrun.launch.engine import LeftInQueueError
+from abrun.launch.cluster import AT_WORK, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import Queue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Slurm, limit_s
-from abrun.regular_files import read_tail
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 
-ASK_EVERY_S = 5.0
 RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
-AT_WORK = ("running", "stalled", "pending")
 
 
 class SlurmLauncher:
@@ -145,25 +142,27 @@ class SlurmLauncher:
         return []
 
 
-class SlurmJobs:
-    """What Slurm knows of the jobs of an experiment, asked every few seconds at most."""
+class SlurmJobs(ClusterJobs):
+    """What Slurm knows of the jobs of an experiment."""
+
+    ask_every_s, folder, forgotten = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
+    read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
 
     def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
-        self._experiment_dir, self._record = experiment_dir, record
+        super().__init__(experiment_dir, record)
         self._jobs: dict[str, list[list[str]]] = dict(record.get("jobs", {}))
         self._compare: str | None = record.get("compare")
         self._place_of: dict[str, tuple[str, int]] = {}
         self._place()
-        self._tasks: dict[tuple[str, int | None], commands.Task] = {}
-        self._asked_s: float | None = None
-        self._error: LaunchError | None = None  # what was said when Slurm did not answer
         self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
 
-    @classmethod
-    def of(cls, experiment_dir: Path) -> "SlurmJobs | None":
-        """None where the experiment was never handed over to Slurm."""
-        record = jobs.read_record(experiment_dir)
-        return cls(experiment_dir, record) if record.get("jobs") or record.get("submitting") else None
+    @staticmethod
+    def is_handed_over(record: Mapping[str, Any]) -> bool:
+        return bool(record.get("jobs") or record.get("submitting"))
+
+    @property
+    def compares(self) -> bool:
+        return self._compare is not None
 
     @property
     def ids(self) -> list[str]:
@@ -198,10 +197,6 @@ class SlurmJobs:
     def busy(self) -> list[str]:
         """The jobs that wait or work."""
         return sorted({task.job for task in self._known().values() if not task.over}, key=int)
-
-    @property
-    def silent(self) -> str | None:
-        return str(self._error) if self._error else None
 
     def state_of(self, state: RunState) -> RunState:
         """A run's state, where Slurm knows better than its directory."""
@@ -242,51 +237,20 @@ class SlurmJobs:
             ended = Code.JOB_RUN_SILENT(ending=ended)
         return replace(state, status="failed", reason=ended)
 
-    def cancel(self) -> None:
-        """Take back what waits, and let what runs save a checkpoint and end."""
-        record = jobs.read_record(self._experiment_dir)
-        self._record = {**record, "cancelled": True}
-        jobs.write_record(self._experiment_dir, self._record)
+    def end(self) -> None:
         self._known()
         commands.cancel(self.ids)
-        self._asked_s = None
 
-    def revive(self) -> None:
-        """Slurm itself queues again what a lost node took along."""
+    def ask(self) -> dict[tuple[str, int | None], commands.Task]:
+        listed = commands.tasks(self._record.get("user", ""))
+        self._adopt(listed)
+        tasks = {(task.job, task.index): task for task in listed if task.job in self.ids}
+        self._release(tasks.values(), time.monotonic())
+        return tasks
 
-    def forget(self) -> None:
-        """No longer speak for the runs: others take the place of these jobs."""
-        jobs.write_record(self._experiment_dir, {**self._record, "jobs": {}, "compare": None})
-
-    def compared(self) -> str | None:
-        """What the job that compares has printed; None where there is none."""
-        if not self._compare:
-            return None
-        with contextlib.suppress(OSError):
-            log = self._experiment_dir / jobs.FOLDER / "compare.log"
-            return read_tail(log).decode(errors="replace")
-        return ""
-
-    def _known(self) -> dict[tuple[str, int | None], commands.Task]:
-        now = time.monotonic()
-        if self._asked_s is None or now - self._asked_s > ASK_EVERY_S:
-            try:
-                listed = commands.tasks(self._record.get("user", ""))
-                self._adopt(listed)
-                self._tasks = {(task.job, task.index): task for task in listed if task.job in self.ids}
-                self._error = None
-            except LaunchError as error:  # not asked again for each run
-                self._error = error
-            self._asked_s = time.monotonic()
-            if not self._error:
-                self._release(now)
-        if self._error:
-            raise self._error
-        return self._tasks
-
-    def _release(self, now: float) -> None:
+    def _release(self, tasks: Iterable[commands.Task], now: float) -> None:
         """Let what Slurm has queued again begin, once its nodes have forgotten the start before."""
-        for task in self._tasks.values():
+        for task in tasks:
             if task.state != "PENDING" or task.reason != "BeginTime":
                 self._kept_back_s.pop(task.name, None)
             elif now - self._kept_back_s.setdefault(task.name, now) >= RELEASE_AFTER_S:

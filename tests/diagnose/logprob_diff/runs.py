@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from abrun.diagnose.logprob_diff.command import measure_run
 from abrun.diagnose.logprob_diff.findings import Budget, Row
 from abrun.diagnose.logprob_diff.report import summary
@@ -32,11 +30,8 @@ def moved(budget: Budget, key: str) -> float:
 
 
 def assert_rounding_explains(budget: Budget, least: float = 1e-5) -> None:
-    """In bfloat16, of a healthy run: no fault, and the engine's code is the trainer's, but for rounding."""
+    """In bfloat16, of a healthy run: no fault is named, and stale weights would stand out."""
     total = budget.error.value - 1
     assert least <= total < 0.05
-    assert sum(bar.adds.value for bar in budget.bars) == pytest.approx(total, abs=1e-12)
     assert moved(budget, "weights_before") > 1 + 3 * total
     assert budget.cause != "weights_before"
-    code = [bar.adds.value for bar in budget.bars if bar.key == "engine_float32"]
-    assert code and abs(code[0]) <= 0.05 * total

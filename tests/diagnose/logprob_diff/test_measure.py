@@ -44,14 +44,9 @@ def assert_found(budget: Budget, key: str) -> None:
             assert other.lowers.value < 0.1 * excess(budget), other
 
 
-def assert_adds_up(budget: Budget) -> None:
-    assert sum(bar.adds.value for bar in budget.bars) == pytest.approx(excess(budget), abs=1e-12)
-
-
 def test_in_float32_there_is_nothing_to_explain(measure: Measure, snapshot: Snapshot) -> None:
     budget = measure("policy.logprobs.impl=chunked")
     assert budget.error.value <= 1 + PARITY and budget.cause is None
-    assert_adds_up(budget)
     same = ["again", "alone", "packed", "logprobs_logits", "engine_torch"]
     for key in same:
         found = row(budget, key)
@@ -63,8 +58,6 @@ def test_in_float32_there_is_nothing_to_explain(measure: Measure, snapshot: Snap
     snapshot(reasons["float32"])
     assert reasons["tensor_parallel_2"] == "one rank here"
     assert "vllm" in reasons["engine_vllm"].lower()
-    assert [bar.key for bar in budget.bars] == ["shape", "logprobs", "engine", "rest"]
-    assert not budget.merged
 
 
 def test_stale_weights_are_found(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +65,6 @@ def test_stale_weights_are_found(measure: Measure, monkeypatch: pytest.MonkeyPat
     budget = measure()
     assert excess(budget) > 0.01
     assert_found(budget, "weights_before")
-    assert_adds_up(budget)
-    fault, *others = budget.bars
-    assert fault.key == "fault" and fault.adds.value == pytest.approx(excess(budget), rel=1e-3)
-    assert sum(abs(bar.adds.value) for bar in others) < 1e-3 * excess(budget)
 
 
 @pytest.mark.slow
@@ -84,7 +73,6 @@ def test_a_wrong_temperature_is_found(measure: Measure, monkeypatch: pytest.Monk
     budget = measure("rollout.temperature=0.7")
     assert excess(budget) > 0.01
     assert_found(budget, "temperature_1")
-    assert budget.bars[0].adds.value == pytest.approx(excess(budget), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -107,18 +95,14 @@ def test_a_head_in_float32_is_found(measure: Measure, monkeypatch: pytest.Monkey
     assert found.error is not None and found.error - 1 < 0.05 * excess(budget)
     assert found.lowers is not None and found.lowers.is_above_zero
     assert budget.cause == "head_float32"  # chunked log-probs have such a head, too
-    assert_adds_up(budget)
-    assert max(budget.bars, key=lambda bar: bar.adds.value).key == "head"
 
 
 @pytest.mark.slow
-def test_what_no_change_explains_is_the_rest(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_change_explains_has_no_cause(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     plant("Noisy", monkeypatch)
     budget = measure()
     assert excess(budget) == pytest.approx(0.01, rel=0.02)
     assert budget.cause is None
-    assert budget.bars[-1].key == "rest" and budget.bars[-1].adds.value > 0.99 * excess(budget)
-    assert_adds_up(budget)
 
 
 @pytest.mark.slow
@@ -136,11 +120,8 @@ def test_the_sets_that_the_sampler_kept_are_no_part_of_the_engine_s_code(measure
     sets = ["rollout.exact_support=false", "rollout.top_p=0.3"]
     budget = measure("rollout.top_p=0.8", "policy.dtype=bfloat16", sets=sets)
     assert excess(budget) > 1e-4 and row(budget, "engine_torch").error == 1
-    (code,) = (bar.adds.value for bar in budget.bars if bar.key == "engine_float32")
-    assert abs(code) < 1e-6
     own, other = (row(budget, f"set_{index}").moves for index in range(2))
     assert own is not None and other is not None and 1 < own.value < 1.05 < other.value
-    assert_adds_up(budget)
 
 
 @pytest.mark.slow
@@ -171,32 +152,19 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
         assert seen["here"] == pytest.approx(recorded[int(seen["step"])], rel=0, abs=1e-15)
         assert seen["run"] == recorded[int(seen["step"])] > 1
     assert (budget.num_prompts, budget.num_sequences) == (12, 24)
-    assert all(each.prompt == each.sequence // 2 for each in budget.sequences)
-    first, *_ = budget.positions
-    assert (first.first, first.num_tokens) == (0, 24)  # each sequence has one first token
     factors = [math.exp(abs(w["inference_logprob"] - w["trainer_logprob"])) for w in budget.facts.worst]
     assert factors == sorted(factors, reverse=True) and len(factors) == 10
-    assert factors[0] == pytest.approx(max(each.largest for each in budget.sequences), rel=1e-12)
     exact = row(budget, "float32")
     assert exact.moves is not None and 1.0001 < exact.moves.value < 1.05
     assert exact in budget.floor and len(budget.floor) == 2
     again = row(budget, "engine_torch")
     assert again.kind == "control" and again.error == 1  # it makes of them what it made as it drew them
-    assert budget.bars[-1].adds.value == 0 and not budget.merged
     assert metrics_by_step(run).keys() == {1, 2, 3, 4, 5}  # nothing was added to the run
-    assert sorted(path.name for path in output.iterdir()) == [
-        "jobs",
-        "mismatch.json",
-        "mismatch.md",
-        "tokens.png",
-        "tokens.svg",
-        "waterfall.png",
-        "waterfall.svg",
-    ]
+    assert sorted(path.name for path in output.iterdir()) == ["jobs", "mismatch.json", "mismatch.md"]
     content = json.loads((output / "mismatch.json").read_text())
-    assert content["schema_version"] == 1 and content["error"]["value"] == budget.error.value
+    assert content["schema_version"] == 2 and content["error"]["value"] == budget.error.value
     text = (output / "mismatch.md").read_text()
-    assert f"{budget.num_tokens} tokens" in text and "trainer: batch shape" in text
+    assert f"{budget.num_tokens} tokens" in text
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from abrun.experiment.plan import make_plan
-from abrun.launch.ownership import owned_experiment
+from abrun.launch.prepare import owned_experiment
 from abrun.launch.queue import Job, Queue
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import Ray

@@ -14,8 +14,10 @@ import requests
 
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
-from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, queued_jobs
+from abrun.launch.cluster import cancel, make_scheduler, queued_jobs
+from abrun.launch.handover import hand_over
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
@@ -72,7 +74,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     for name in ("dashboard", "submit", "known", "stop"):
         monkeypatch.setattr(client, name, getattr(fake, name))
-    monkeypatch.setattr(ray_launcher, "ASK_EVERY_S", -1)
+    monkeypatch.setattr(ray_launcher.RayJobs, "ask_every_s", -1)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return fake
 
@@ -155,7 +157,7 @@ def test_without_the_package_it_says_what_to_install(
 def test_an_address_where_nothing_listens_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
-    monkeypatch.setattr(client, "refusal", lambda: None)
+    monkeypatch.setattr(client, "ray_refusal", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with pytest.raises(LaunchError) as refused:
@@ -186,7 +188,7 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
             return self._do_request("GET", f"/api/jobs/{job}")
 
     monkeypatch.setitem(sys.modules, "ray.job_submission", SimpleNamespace(JobSubmissionClient=Client))
-    monkeypatch.setattr(client, "refusal", lambda: None)
+    monkeypatch.setattr(client, "ray_refusal", lambda: None)
     monkeypatch.setattr(client, "REQUEST_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.launch import queued_jobs
+from abrun.launch.cluster import queued_jobs
 from tests.launch.disturbed import (
     ARMS,
     ROOT,

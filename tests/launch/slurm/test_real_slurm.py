@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.launch import queued_jobs
+from abrun.launch.cluster import queued_jobs
 from abrun.watch import ExperimentReader
 from tests.launch.disturbed import (
     ARMS,

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from abrun import cli, runs
+from abrun import cli
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
-from abrun.launch import LaunchOptions, cancel, hand_over, make_scheduler, node, queued_jobs
+from abrun.launch import node, prepare
+from abrun.launch.cluster import cancel, make_scheduler, queued_jobs
+from abrun.launch.handover import hand_over
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
 from abrun.messages import sentence
@@ -225,11 +228,11 @@ def test_of_two_that_resume_at_once_one_submits(
     lock = launcher_lock
 
     def later(directory: Path, **options: Any) -> Any:
-        monkeypatch.setattr(runs, "launcher_lock", lock)
+        monkeypatch.setattr(prepare, "launcher_lock", lock)
         submit(planned(), tmp_path, resume=True)
         return lock(directory, **options)
 
-    monkeypatch.setattr(runs, "launcher_lock", later)
+    monkeypatch.setattr(prepare, "launcher_lock", later)
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.code is Code.JOBS_QUEUED
@@ -408,7 +411,7 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
     jobs = queued_jobs(submit(planned(), tmp_path))
     assert jobs is not None
     (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n101|1|PENDING|Resources||\n")
-    monkeypatch.setattr(launcher, "ASK_EVERY_S", 0)
+    monkeypatch.setattr(launcher.SlurmJobs, "ask_every_s", 0)
 
     def updates() -> list[str]:
         assert jobs.busy == ["101"]

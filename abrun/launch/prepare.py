@@ -1,6 +1,6 @@
 """An experiment's directory before its first process: new, or taken up again, never half-written.
 
-Independent of the engine that runs it afterwards.
+Independent of what runs it afterwards. What `--resume` does is the same for every fault: see `_write`.
 """
 
 import contextlib
@@ -8,17 +8,19 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName, compare_hash, config_diff, decisions
 from abrun.experiment.preflight.requirements import refuse_unset_variables
-from abrun.launch.engine import queued_jobs
+from abrun.launch.cluster import queued_jobs
+from abrun.launch.git import record_checkout
 from abrun.launch.notes import notes
 from abrun.messages import sentences
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import stored_run
 from abrun.recipe.run import RunConfig
@@ -40,6 +42,29 @@ from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An experiment that this process owns, with every run's `config.json` in it."""
+
+    experiment_dir: Path
+    lease: Lease
+    git: dict[str, Any] | None  # the checkout that its runs are made from
+
+
+@contextlib.contextmanager
+def prepared(plan: Plan, options: LaunchOptions, refusals: list[Reason], say: Say) -> Iterator[Prepared]:
+    """Own the directory of a plan that nothing refuses. Raises what `owned_experiment` raises."""
+    experiment_dir = experiment_dir_of(plan, options.runs_dir, options.name)
+    refuse_impossible(plan, refusals)
+    with owned_experiment(
+        plan, experiment_dir, resume=options.resume, take_over=options.take_over, say=say
+    ) as lease:
+        git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
+        yield Prepared(experiment_dir=experiment_dir, lease=lease, git=git)
+
 
 def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Path:
     """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
@@ -47,6 +72,15 @@ def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Pa
     if not re.fullmatch(NAME, name) or name == WARM_STARTS:
         raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
     return Path(os.path.realpath(runs_dir)) / name
+
+
+def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
+    """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
+    if refusals:
+        name = plan.recipe.name
+        raise LaunchError(
+            Code.PLAN_CANNOT_RUN(recipe=name, problems=refusals, shown_by_dry_run=shown_by_dry_run)
+        )
 
 
 def refuse_existing(experiment_dir: Path) -> None:
@@ -68,18 +102,17 @@ def owned_experiment(
     *,
     resume: bool,
     take_over: bool = False,
-    say: Callable[[str], object] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Iterator[Lease]:
     """Own a plan's directory, with every run's `config.json` in it; `say` hears of another launcher's lock.
 
     A new experiment that cannot be written whole leaves nothing behind. Raises LaunchError or StoreError
     where it exists already (or, to resume, does not), holds other configurations, or is somebody's at work.
     """
+    check = _refuse_queued if resume else refuse_existing
     if resume:
         open_experiment(experiment_dir)
-        _refuse_queued(experiment_dir)
-    else:
-        refuse_existing(experiment_dir)
+    check(experiment_dir)
     states = {run.name: run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
     done = [name for name, state in states.items() if state.status == "finished"]
     refuse_unset_variables(run for run in plan.runs if run.name not in done)
@@ -87,16 +120,13 @@ def owned_experiment(
     try:
         with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
             remove_leftovers(experiment_dir)
+            check(experiment_dir)  # again: a faster launcher may have handed it over, or made it, meanwhile
             if resume:
-                _refuse_queued(experiment_dir)  # again: a faster launcher may have handed it over meanwhile
                 _check_same(plan, experiment_dir)
-                _check_warm_starts(plan, experiment_dir)
-                queued = queued_jobs(experiment_dir)
-                if queued:  # they have ended
+                if queued := queued_jobs(experiment_dir):  # they have ended
                     queued.forget()
                 _write(plan, experiment_dir, resume=True)
             else:
-                refuse_existing(experiment_dir)  # again: a faster launcher may have made it meanwhile
                 try:
                     _write(plan, experiment_dir, resume=False)
                 except StoreError:
@@ -133,6 +163,11 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
 
 
 def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
+    """Write what is not there: to resume, a run that was removed, and the limits that a recipe has now.
+
+    A finished run keeps its result, and its damaged records are mended. A run that cannot be read fails
+    alone, once it is its turn. `Job.claim` goes on with all others from their newest checkpoints.
+    """
     reference = plan.recipe.compare.reference
     here = experiment_dir / REFERENCE
     if reference and not (is_experiment(experiment_dir) and is_file(here)):
@@ -146,14 +181,13 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     if is_experiment(experiment_dir):  # the first launch's stay
         first = open_experiment(experiment_dir)
         declared |= {key: value for key, value in first.items() if key in declared}
+    names = [{"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun} for run in plan.runs]
     write_experiment(
         experiment_dir,
         {
             "experiment": experiment_dir.name,
             "recipe": plan.recipe.model_dump(mode="json"),
-            "runs": [
-                {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun} for run in plan.runs
-            ],
+            "runs": names,
             "treatment_diff": plan.treatment_diff,
             **declared,
         },
@@ -172,7 +206,7 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
                     _update_record(here, run.config)
         except StoreError:
             if not resume:
-                raise  # else it is one failed run, once it is its turn
+                raise
 
 
 def _update_record(run: RunDir, config: RunConfig) -> None:
@@ -203,47 +237,38 @@ def _was_just_begun(experiment_dir: Path) -> bool:
 def _check_same(plan: Plan, experiment_dir: Path) -> None:
     """Refuse to mix experiments: every run that is here must be planned, with the configuration it has.
 
-    One that cannot be read is let be: `Job.claim` refuses that run alone.
+    One that is to be added has to start from the weights that its arm has started from. One that cannot be
+    read is let be: `Job.claim` refuses that run alone.
     """
     planned = {run.name: run for run in plan.runs}
-    runs = {name: RunDir(run_dir(experiment_dir, name)) for name in planned_runs(experiment_dir)}
-    may_rename = not any(map(_may_have_finished, runs.values()))
-    for name, run in runs.items():
+    recorded: dict[RunName, RunDir] = {}
+    may_rename = True
+    for name in planned_runs(experiment_dir):
         if name not in planned:
             raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
-        difference = None
+        run = RunDir(run_dir(experiment_dir, name))
+        is_readable = False
         with contextlib.suppress(StoreError), readable(run.path):
-            if run.exists:
-                difference = _difference(run, planned[name].config, may_rename=may_rename)
-        if difference:
-            raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
-
-
-def _may_have_finished(run: RunDir) -> bool:
-    """True where a run has finished, or cannot be read."""
-    with contextlib.suppress(StoreError), readable(run.path):
-        return run.finished
-    return True
-
-
-def _check_warm_starts(plan: Plan, experiment_dir: Path) -> None:
-    """Refuse to add runs that would start from other weights than those of their arm that are here."""
-    here = {run.name: RunDir(run_dir(experiment_dir, run.name)) for run in plan.runs}
-    begun = {}
-    for name, run in here.items():
+            recorded |= {name: run} if run.exists else {}
+            may_rename = may_rename and not run.finished
+            is_readable = True
+        may_rename = may_rename and is_readable
+    weights: dict[str, Path] = {}
+    for name, run in recorded.items():
         with contextlib.suppress(StoreError), readable(run.path):
-            begun |= {name: run.initial_weights} if run.exists else {}
-    begun_arms = {name.arm: weights for name, weights in begun.items()}
+            if difference := _difference(run, planned[name].config, may_rename=may_rename):
+                raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
+            weights |= {name.arm: run.initial_weights} if run.initial_weights else {}
     for run in plan.runs:
-        weights = begun_arms.get(run.name.arm)
-        if run.name in begun or not (weights and run.warm_start):
-            continue
-        wanted = RunDir(warm_start_dir(experiment_dir, run.warm_start)).final_weights
-        if os.path.normpath(weights) != os.path.normpath(wanted):
-            before = weights.parent.parent.name
+        before = weights.get(run.name.arm) if run.name not in recorded and run.warm_start else None
+        wanted = RunDir(warm_start_dir(experiment_dir, run.warm_start or "")).final_weights
+        if before and os.path.normpath(before) != os.path.normpath(wanted):
             raise LaunchError(
                 Code.RESUME_OTHER_WARM_START(
-                    directory=experiment_dir, run=str(run.name), warm_start=run.warm_start, recorded=before
+                    directory=experiment_dir,
+                    run=str(run.name),
+                    warm_start=run.warm_start,
+                    recorded=before.parent.parent.name,
                 )
             )
 
