@@ -101,7 +101,6 @@ def cpu(**packages: str) -> Machine:
 ON_GPU, VLLM = "cluster.gpus_per_node=1", "arms.treatment.rollout.engine=vllm"
 TRITON, LIGER = "arms.treatment.policy.logprobs.impl=triton", "policy.liger=true"
 MEGATRON = "arms.treatment.policy.backend={type: megatron}"
-SAMPLED = "arms.treatment={rollout.temperature: 0.9}"
 LOGITS = "arms.treatment={policy.logprobs.impl: logits, rollout.temperature: 0.9}"
 EXACT = ("rollout={engine: vllm, top_p: 0.9, exact_support: true}", ON_GPU, LOGITS)
 APART = ("rollout={engine: vllm, devices: 2}", ON_GPU)
