@@ -57,9 +57,7 @@ class Recorder:
         `started_from`: the checkpoint of another run that it began from. Collective.
         """
         ranks = policy.ranks
-        places = ranks.all_gather_world(
-            (socket.gethostname(), _device_name(ranks.device), _driver(ranks.device))
-        )
+        places = ranks.of_all((socket.gethostname(), _device_name(ranks.device), _driver(ranks.device)))
         sketch: dict[str, Tensor] = {}
         initial_weights = policy_hash(policy, sketch)
         if self._writer is None:
@@ -134,9 +132,9 @@ def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str
             if sketch is not None:
                 sketches[name] = sketch_of(name, weight)
     if sketch is not None:
-        for of_rank in ranks.all_gather_world(sketches):
+        for of_rank in ranks.of_all(sketches):
             sketch |= of_rank
-    return weights_hash(ranks.all_gather_world(own))
+    return weights_hash(ranks.of_all(own))
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:
