@@ -242,7 +242,7 @@ def test_the_installed_vllm_decides_of_null_and_refuses_true(
     filtered = Rollout(engine="vllm", top_p=0.9)
     assert filtered.records_support == (expected is None) == (missing_sampling_masks() is None)
     demanding = Rollout(engine="vllm", top_p=0.9, exact_support=True)
-    refusal = demanding.support_refusal
+    refusal = demanding.support_refusal()
     if expected is None:
         assert refusal is None
     else:
@@ -252,9 +252,10 @@ def test_the_installed_vllm_decides_of_null_and_refuses_true(
         Rollout(engine="vllm", top_p=0.9, exact_support=False),
         Rollout(engine="vllm", exact_support=True),
     ):
-        assert not other.records_support and other.support_refusal is None
+        assert not other.records_support and other.support_refusal() is None
     assert (
-        Rollout(top_p=0.9).records_support and Rollout(top_p=0.9, exact_support=True).support_refusal is None
+        Rollout(top_p=0.9).records_support
+        and Rollout(top_p=0.9, exact_support=True).support_refusal() is None
     )
 
 
