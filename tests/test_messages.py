@@ -104,7 +104,6 @@ FOREIGN = {
     "imed out": "gloo and NCCL",
     "allocate memory": "torch",
     "out of memory": "CUDA",
-    "emory: Kill": "Linux",
     "Watchdog caught": "NCCL",
     "Kernel Module": "NVIDIA's driver",
     "weights were not loaded": "vLLM",
@@ -124,7 +123,6 @@ FOREIGN = {
     "taken in": "the heading of a column",
     "abrun freeze": "a command to paste, before its places are filled",
     "abrun compare": "a command to paste, before its places are filled",
-    " --primary NONE": "a command to paste, before its places are filled",
     " --seeds ": "a command to paste, before its places are filled",
 }
 
