@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from psutil import Process
 
-from abrun import runs
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.command import environment
 from abrun.experiment.plan import Plan, RunName, make_plan
@@ -209,7 +208,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     weights.write_bytes(b"weights")
     result = read_json(directory / "result.json")
     recorded = {"final_weights": {weights.name: fingerprint(weights)}}
-    runs.write_json(directory / "result.json", result | recorded)
+    files.write_json(directory / "result.json", result | recorded)
     observer = Silent()
     assert launch(tmp_path, *warm, name="whole", observer=observer).exit_code == 0
     assert len(launches_of(directory, ".")) == 1 and not observer.said
@@ -720,7 +719,7 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
     for run in ("treatment/seed-0", "treatment/seed-1"):  # as a version made it that hashed otherwise
         path = experiment_dir / run / "config.json"
         config = read_json(path)
-        runs.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
+        files.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
     assert launch(tmp_path, "warm_start={steps: 2}", resume=True).exit_code == 0
     shutil.rmtree(experiment_dir / "treatment" / "seed-1")
     with pytest.raises(LaunchError) as refusal:

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from abrun import runs
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Meeting
 from abrun.experiment.plan import Plan, RunName, make_plan
@@ -21,6 +20,7 @@ from abrun.launch.prepare import owned_experiment, warm_start_dir, write_run
 from abrun.launch.slurm.jobs import WARM_START
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code
+from abrun.runs import experiment
 from abrun.runs.experiment import WARM_STARTS, is_experiment
 from abrun.runs.lock import Locked
 from abrun.runs.rundir import RunDir
@@ -57,7 +57,7 @@ def main() -> int:
 
 def run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
     """Where a run of the plan lives. Raises LaunchError for a name that it has not."""
-    places = {str(run.name): runs.run_dir(experiment_dir, run.name) for run in plan.runs}
+    places = {str(run.name): experiment.run_dir(experiment_dir, run.name) for run in plan.runs}
     places |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
     if name not in places:
         raise LaunchError(Code.EXPORT_WITHOUT_RUN(run=name, recipe=plan.recipe.name))
