@@ -257,10 +257,17 @@ def test_sets_are_kept_where_they_are_trained_on(group: None) -> None:
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_in_bfloat16_the_samplers_own_sets_agree_better(filters: dict[str, float], group: None) -> None:
-    """At the border of a set, rounding makes the trainer keep another one."""
+def test_in_another_precision_the_samplers_own_sets_agree_better(
+    filters: dict[str, float], group: None
+) -> None:
+    """At the border of a set, rounding makes the trainer keep another one.
+
+    The sampler computes in bfloat16 and the trainer in float32, as bfloat16 alone does not differ everywhere:
+    on some processors a pass over the sequence and one a token round alike.
+    """
     rollout = Rollout.model_validate(filters | {"max_new_tokens": MAX_NEW_TOKENS})
-    backend, completions = generate(make_model(), rollout, Policy(dtype="bfloat16"))
+    _, completions = generate(make_model(), rollout, Policy(dtype="bfloat16"))
+    backend = make_backend(make_model(), rollout)
     own, exact = batch_of(completions), batch_of(completions)
     kept = [completion.support for completion in completions if completion.support is not None]
     exact = replace(exact, support=support_on_completions(kept, exact.token_mask))
@@ -269,7 +276,7 @@ def test_in_bfloat16_the_samplers_own_sets_agree_better(filters: dict[str, float
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess.append(float(error[batch.token_mask].mean()) - 1)
     print(filters, "token_mult_prob_error - 1, own, exact sets:", excess)
-    assert excess[1] < excess[0] / 1.5
+    assert 0 < excess[1] < excess[0] / 1.1
 
 
 def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:

@@ -127,7 +127,7 @@ def test_a_save_that_is_cut_short_leaves_the_older_one_in_charge(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, OneTensor(1.0), 1)
-    for broken in ("abrun.train.checkpoint.save_file", "abrun.runs.write_json"):
+    for broken in ("abrun.train.checkpoint.save_file", "abrun.train.checkpoint.write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(broken, interrupted)
             with pytest.raises(KeyboardInterrupt):
