@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Protocol, Self
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe.exported import Exported
 from abrun.recipe.implementations import SCHEDULERS, load
 from abrun.recipe.launcher import LauncherSettings
 from abrun.regular_files import read_tail
@@ -155,8 +154,6 @@ def queued_jobs(experiment_dir: Path) -> ClusterJobs | None:
 
 def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
     """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
-    if isinstance(settings, Exported):
-        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     known = settings is not None and settings.type in SCHEDULERS
     return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
 

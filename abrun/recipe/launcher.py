@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe.exported import VARIABLE, JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.secrets import refuse_secrets
@@ -50,6 +49,7 @@ TAKEN = [
     "wait",
     "wrap",
 ]
+VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 MOST_PROFILE = 1 << 16  # bytes
 
 
@@ -182,13 +182,11 @@ class Ray(Section):
         return resources
 
 
-LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
+LauncherSettings = Local | Slurm | Ray
 LAUNCHERS: dict[str, type[LauncherSettings]] = {
     "local": Local,
     "slurm": Slurm,
     "ray": Ray,
-    "jobset": JobSet,
-    "skypilot": SkyPilot,
 }
 
 

@@ -286,7 +286,6 @@ def test_sensitivity_decides_for_the_baseline(
     [
         (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
-        (["export", SMALL, *sets(AUTO), "--to", "jobset"], "got 'auto'"),
         (
             ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
             "--device-memory: got 'h201'; allowed: a size",
