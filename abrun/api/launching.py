@@ -15,7 +15,7 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, RunName
 from abrun.launch import stages
 from abrun.launch.auto import closed_plan
-from abrun.launch.cluster import Scheduler, make_scheduler, queued_jobs
+from abrun.launch.cluster import Cluster, make_cluster, queued_jobs
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.handover import hand_over, wait_for
 from abrun.launch.prepare import experiment_dir_of
@@ -37,12 +37,12 @@ StateOfLooks = Literal["open", "step one", "decided", "not taken"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLaunch:
-    """A plan that leaves nothing open, and what would start its runs: an engine, or else a scheduler."""
+    """A plan that leaves nothing open, and what would start its runs: an engine, or else a cluster."""
 
     plan: Plan
     experiment_dir: Path
     engine: Engine | None
-    scheduler: Scheduler | None
+    cluster: Cluster | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,16 @@ def plan_launch(
     """
     if options.until_decided or options.max_seeds is not None:
         recipe = _in_stages(recipe, options)
-    engine = None
-    if scheduler := make_scheduler(launcher_settings(recipe.launcher, options.launcher), options.jobs):
-        refusals = scheduler.refusals
+    experiment_dir = experiment_dir_of(recipe.name, options)
+    settings = launcher_settings(recipe.launcher, options.launcher)
+    engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
+    if cluster:
+        refusals = cluster.refusals
     else:
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
         refusals = engine.refusals
-    plan = closed_plan(recipe, options, refusals, here=scheduler is None, dry_run=dry_run, say=say)
-    experiment_dir = experiment_dir_of(plan, options.runs_dir, options.name)
-    return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, scheduler=scheduler)
+    plan = closed_plan(recipe, options, refusals, here=cluster is None, dry_run=dry_run, say=say)
+    return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 
 def launch_recipe(
@@ -107,8 +108,7 @@ def launch_recipe(
     launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
-    queued = queued_jobs(planned.experiment_dir) if planned.scheduler else None
-    if compared := queued.compared() if queued else None:
+    if compared := planned.cluster.compared() if planned.cluster else None:
         return _with_verdict_of_job(launched, compared)
     return _with_comparison(launched, outcome, command)
 
@@ -156,14 +156,14 @@ def _run(
         if planned.engine:
             outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)
         else:
-            assert planned.scheduler
-            submitted = hand_over(plan, options, scheduler=planned.scheduler, observer=view)
+            assert planned.cluster
+            submitted = hand_over(plan, options, cluster=planned.cluster, observer=view)
             view.say(
                 f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}"
             )
             if options.detach:
                 return None
-            outcome = wait_for(plan, experiment_dir, view)
+            outcome = wait_for(plan, experiment_dir, planned.cluster, view)
     view.summarize()
     return outcome
 

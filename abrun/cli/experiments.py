@@ -242,19 +242,17 @@ def _dry_run(
     from abrun.runs.experiment import open_experiment
 
     planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
-    plan, scheduler = planned.plan, planned.scheduler
+    plan, cluster = planned.plan, planned.cluster
     if options.resume:
         open_experiment(planned.experiment_dir)
-    feasible = feasibility(plan, options.jobs, scheduler)
+    feasible = feasibility(plan, options.jobs, cluster)
     if as_json:
         print_json(preview_json(plan, feasible, options.jobs))
     else:
         screen.print(
-            preview_of_jobs(plan, feasible, scheduler, planned.experiment_dir)
-            if scheduler
-            else preview(plan, feasible, options.jobs)
+            preview_of_jobs(plan, feasible, cluster) if cluster else preview(plan, feasible, options.jobs)
         )
-        _warn_of_memory(screen, plan, options.device_memory, here=scheduler is None)
+        _warn_of_memory(screen, plan, options.device_memory, here=cluster is None)
     return 2 if feasible.is_refused else 0
 
 

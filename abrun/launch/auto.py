@@ -70,7 +70,7 @@ def closed_plan(
             raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
         return make_plan(recipe)
     draft = make_draft(recipe)
-    experiment_dir = experiment_dir_of(draft, options.runs_dir, options.name)
+    experiment_dir = experiment_dir_of(recipe.name, options)
     if options.resume:
         return make_plan(recipe.closed(_decided_before(experiment_dir, recipe.open_keys)))
     if not dry_run:

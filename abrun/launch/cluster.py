@@ -1,4 +1,4 @@
-"""Clusters that queue jobs, which then run without a launcher: what hands them over, and what knows them."""
+"""Clusters that queue jobs, which then run without a launcher: how runs are handed over."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
@@ -30,42 +30,39 @@ class LeftInQueueError(LaunchError):
     """A submission failed, and what had been submitted before could not be taken back."""
 
 
-class Scheduler(Protocol):
-    """One class a cluster: hands the runs of a plan over."""
+class Cluster(ABC):
+    """The jobs of one experiment on a cluster: hands runs over, and knows what became of them.
 
-    def refusals(self, plan: Plan) -> list[Reason]:
-        """Return why the plan could never run there; nothing where it could."""
-        ...
-
-    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
-        """What would be handed over, by name. After `refusals`."""
-        ...
-
-    def submit(
-        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
-    ) -> list[str]:
-        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
-        ...
-
-
-class ClusterJobs(ABC):
-    """The jobs of an experiment that was handed over, asked of their cluster every few seconds at most."""
+    It asks its cluster every few seconds at most.
+    """
 
     ask_every_s: ClassVar[float]
     folder: ClassVar[str]  # of an experiment; no arm can be called so
     forgotten: ClassVar[Mapping[str, Any]]  # what a record says once others take the place of its jobs
 
-    def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
-        self._experiment_dir, self._record = experiment_dir, record
+    def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
+        """`settings` of the launcher and `num_jobs` at once are those of a launch, which hands over."""
+        self._experiment_dir, self._settings, self._num_jobs = experiment_dir, settings, num_jobs
+        self._record: dict[str, Any] = {}
         self._asked_s: float | None = None
         self._answer: Any = None
         self._error: LaunchError | None = None  # what was said when the cluster did not answer
 
-    @classmethod
-    def of(cls, experiment_dir: Path) -> Self | None:
-        """None where the experiment was never handed over to this cluster."""
-        record = cls.read(experiment_dir)
-        return cls(experiment_dir, record) if cls.is_handed_over(record) else None
+    def load(self) -> None:
+        """Take the experiment's jobs from its record."""
+        self._record = self.read(self._experiment_dir)
+
+    @abstractmethod
+    def refusals(self, plan: Plan) -> list[Reason]:
+        """Return why the plan could never run there; nothing where it could."""
+
+    @abstractmethod
+    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+        """What would be handed over, by name. After `refusals`."""
+
+    @abstractmethod
+    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
 
     @staticmethod
     @abstractmethod
@@ -76,9 +73,9 @@ class ClusterJobs(ABC):
     @abstractmethod
     def write(experiment_dir: Path, content: Mapping[str, Any]) -> None: ...
 
-    @staticmethod
+    @property
     @abstractmethod
-    def is_handed_over(record: Mapping[str, Any]) -> bool: ...
+    def is_handed_over(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -86,9 +83,9 @@ class ClusterJobs(ABC):
         """The ids of those that wait or work."""
 
     @property
-    @abstractmethod
     def compares(self) -> bool:
         """Whether a job compares the runs once they have ended."""
+        return bool(self._record.get("compare"))
 
     @abstractmethod
     def state_of(self, state: RunState) -> RunState:
@@ -101,10 +98,6 @@ class ClusterJobs(ABC):
     @abstractmethod
     def end(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""
-
-    def revive(self) -> str | None:
-        """Hand over again what has ended without its last word; the new job, None where there is none."""
-        return None
 
     @property
     def silent(self) -> str | None:
@@ -143,19 +136,23 @@ class ClusterJobs(ABC):
         return self._answer
 
 
-def queued_jobs(experiment_dir: Path) -> ClusterJobs | None:
+def queued_jobs(experiment_dir: Path) -> Cluster | None:
     """The jobs of an experiment, whichever cluster has them; None where none was asked."""
-    for _, jobs in SCHEDULERS.values():
-        found = load(jobs).of(experiment_dir)
-        if found:
-            return found
+    for cluster in SCHEDULERS.values():
+        jobs: Cluster = load(cluster)(experiment_dir)
+        jobs.load()
+        if jobs.is_handed_over:
+            return jobs
     return None
 
 
-def make_scheduler(settings: LauncherSettings | None, num_jobs: int | None) -> Scheduler | None:
-    """The scheduler that a launcher's settings are of; None where they are of one that starts processes."""
-    known = settings is not None and settings.type in SCHEDULERS
-    return load(SCHEDULERS[settings.type][0])(settings, num_jobs) if settings and known else None
+def make_cluster(
+    settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
+) -> Cluster | None:
+    """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
+    if settings is None or settings.type not in SCHEDULERS:
+        return None
+    return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
 
 
 def agents_grace_s(save_s: float) -> float:

@@ -57,7 +57,7 @@ class Prepared:
 @contextlib.contextmanager
 def prepared(plan: Plan, options: LaunchOptions, refusals: list[Reason], say: Say) -> Iterator[Prepared]:
     """Own the directory of a plan that nothing refuses. Raises what `owned_experiment` raises."""
-    experiment_dir = experiment_dir_of(plan, options.runs_dir, options.name)
+    experiment_dir = experiment_dir_of(plan.recipe.name, options)
     refuse_impossible(plan, refusals)
     with owned_experiment(
         plan, experiment_dir, resume=options.resume, take_over=options.take_over, say=say
@@ -66,12 +66,12 @@ def prepared(plan: Plan, options: LaunchOptions, refusals: list[Reason], say: Sa
         yield Prepared(experiment_dir=experiment_dir, lease=lease, git=git)
 
 
-def experiment_dir_of(plan: Plan, runs_dir: Path, name: str | None = None) -> Path:
+def experiment_dir_of(recipe_name: str, options: LaunchOptions) -> Path:
     """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
-    name = plan.recipe.name if name is None else name
+    name = recipe_name if options.name is None else options.name
     if not re.fullmatch(NAME, name) or name == WARM_STARTS:
         raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
-    return Path(os.path.realpath(runs_dir)) / name
+    return Path(os.path.realpath(options.runs_dir)) / name
 
 
 def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +11,7 @@ from rich.text import Text
 from abrun.experiment.plan import Plan, decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.cluster import Scheduler
+from abrun.launch.cluster import Cluster
 from abrun.launch.local import Slots
 from abrun.launch.notes import notes
 from abrun.messages import sentence, sentences
@@ -40,11 +39,11 @@ class Feasibility:
     is_refused: bool  # for good: no other machine would run the plan, or the scheduler does not take it
 
 
-def feasibility(plan: Plan, num_jobs: int | None = None, scheduler: Scheduler | None = None) -> Feasibility:
+def feasibility(plan: Plan, num_jobs: int | None = None, cluster: Cluster | None = None) -> Feasibility:
     """Check a plan as its launch would. Raises LaunchError for an unset variable of a run's `env`."""
     refuse_unset_variables(plan.runs)
-    if scheduler:
-        reasons = scheduler.refusals(plan)
+    if cluster:
+        reasons = cluster.refusals(plan)
         return Feasibility(machine=None, refusals=reasons, is_refused=bool(reasons))
     problems = find_problems(plan, machine := this_machine(), num_jobs)
     is_refused = any(problem.is_final for problem in problems)
@@ -61,13 +60,11 @@ def preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> R
     return Group(*_plan(plan), *_devices(plan, feasible, num_jobs))
 
 
-def preview_of_jobs(
-    plan: Plan, feasible: Feasibility, scheduler: Scheduler, experiment_dir: Path
-) -> RenderableType:
-    """The same, with the jobs that a scheduler would get in place of this machine."""
+def preview_of_jobs(plan: Plan, feasible: Feasibility, cluster: Cluster) -> RenderableType:
+    """The same, with the jobs that a cluster would get in place of this machine."""
     if reasons := feasible.refusals:
         return Group(*_plan(plan), _heading("Why it cannot run there"), *_listed(sentences(reasons)))
-    texts = scheduler.scripts(plan, experiment_dir, compare=True)
+    texts = cluster.scripts(plan, compare=True)
     jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
     return Group(*_plan(plan), *jobs)
 

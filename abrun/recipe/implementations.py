@@ -1,8 +1,8 @@
 """What stands behind each seam, by the name that a recipe or the command line gives it.
 
-One line here adds a backend, a rollout engine or a launcher: one that starts processes, or a scheduler that
-queues jobs (a class to hand them over, and one that knows what became of them). A value is `module:object`,
-imported when it is asked for, so that this module, and with it the control plane, needs none of them.
+One line here adds a backend, a rollout engine or a launcher: one that starts processes, or a cluster that
+queues jobs. A value is `module:object`, imported when it is asked for, so that this module, and with it the
+control plane, needs none of them.
 """
 
 import importlib
@@ -18,8 +18,8 @@ ENGINES = {
 }
 LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 SCHEDULERS = {
-    "slurm": ("abrun.launch.slurm.launcher:SlurmLauncher", "abrun.launch.slurm.launcher:SlurmJobs"),
-    "ray": ("abrun.launch.ray.launcher:RayLauncher", "abrun.launch.ray.launcher:RayJobs"),
+    "slurm": "abrun.launch.slurm.launcher:SlurmCluster",
+    "ray": "abrun.launch.ray.launcher:RayCluster",
 }
 
 

@@ -132,7 +132,7 @@ class Ray(Section):
     # Of the dashboard, http://HEAD:8265; auto: RAY_ADDRESS, or else the cluster that this machine is part of
     address: str = "auto"
     save_s: Annotated[int, Field(ge=1, le=3600)] = 120  # for a checkpoint, once the job is asked to stop
-    restarts: Annotated[int, Field(ge=0)] = 20  # how often a run, or the job, begins again after lost nodes
+    restarts: Annotated[int, Field(ge=0)] = 20  # how often a run begins again after lost nodes
     cpus_per_rank: Count = 1
     # What else each node of a run has to have for it, in Ray's names: {"accelerator_type:H200": 0.001}
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})

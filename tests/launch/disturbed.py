@@ -47,14 +47,12 @@ def abrun(*argv: str, code: int = 0) -> str:
 
 
 def launch(runs_dir: Path, name: str, steps: int, *more: str) -> str:
-    return abrun(*launching(runs_dir, name, steps, *more))
-
-
-def launching(runs_dir: Path, name: str, steps: int, *more: str) -> list[str]:
-    """The arguments of abrun, for which every verdict on a few steps will do."""
+    """Launch by a command for which every verdict on a few steps will do."""
     settings = [word for each in (*SHORT, f"steps={steps}") for word in ("--set", each)]
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
-    return ["launch", recipe, "--runs-dir", str(runs_dir), "--name", name, *settings, "--exit-zero", *more]
+    return abrun(
+        "launch", recipe, f"--runs-dir={runs_dir}", f"--name={name}", *settings, "--exit-zero", *more
+    )
 
 
 def state(experiment_dir: Path, arm: str = "baseline") -> RunState:

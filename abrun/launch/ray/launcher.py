@@ -1,4 +1,4 @@
-"""A plan on its way to Ray: one job for all of its runs, followed, cancelled, submitted again."""
+"""A plan on its way to Ray: one job for all of its runs, followed, cancelled."""
 
 import json
 import os
@@ -13,23 +13,30 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.experiment.preflight.checks import anywhere_refusals
-from abrun.launch.cluster import AT_WORK, ClusterJobs
+from abrun.launch.cluster import AT_WORK, Cluster
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE
 from abrun.reasons import Code, Reason
-from abrun.recipe.launcher import Ray
 from abrun.runs.records import RunState
 
 KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
 
 
-class RayLauncher:
-    """Hands the runs of a plan over to a cluster."""
+class RayCluster(Cluster):
+    """The one job of an experiment on Ray, and what Ray and the job's driver know of it."""
 
-    def __init__(self, settings: Ray, num_jobs: int | None = None) -> None:
-        self._settings, self._num_jobs = settings, num_jobs
+    ask_every_s, folder, forgotten = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
+    read, write = staticmethod(record.read_job), staticmethod(record.write_job)
+
+    def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
+        super().__init__(experiment_dir, settings, num_jobs)
         self._url: str | None = None
+        self._driver: Mapping[str, Any] = {}
+
+    @property
+    def is_handed_over(self) -> bool:
+        return bool(self._record.get("job"))
 
     def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
@@ -38,37 +45,36 @@ class RayLauncher:
             self._url = client.dashboard(self._settings.address)
         return reasons
 
-    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
+    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
         """What the job would be. After `refusals`."""
-        said = self._record(experiment_dir, None, compare=compare)
-        job = {"url": said["url"], "entrypoint": _entrypoint(experiment_dir, said), **_environment(said)}
-        return {said["job"]: json.dumps(job, indent=2)}
+        content = self._new_record({}, None, compare=compare)
+        job = {"url": content["url"], "entrypoint": self._entrypoint(content), **_environment(content)}
+        return {content["job"]: json.dumps(job, indent=2)}
 
-    def submit(
-        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
-    ) -> list[str]:
+    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit the job; returns its id."""
-        before = record.read_job(experiment_dir)
-        said = self._record(experiment_dir, git, compare=compare, before=before)
-        _submit(experiment_dir, said, before)
-        return [said["job"]]
+        before = record.read_job(self._experiment_dir)
+        content = self._new_record(before, git, compare=compare)
+        record.write_job(self._experiment_dir, content)  # which its driver reads
+        try:
+            environment = _environment(content)["runtime_env"]
+            client.submit(content["url"], content["job"], self._entrypoint(content), environment)
+        except BaseException:
+            record.write_job(self._experiment_dir, before)
+            raise
+        return [content["job"]]
 
-    def _record(
-        self,
-        experiment_dir: Path,
-        git: Mapping[str, Any] | None,
-        *,
-        compare: bool,
-        before: Mapping[str, Any] | None = None,
+    def _new_record(
+        self, before: Mapping[str, Any], git: Mapping[str, Any] | None, *, compare: bool
     ) -> dict[str, Any]:
-        before = before or {}
-        name = before.get("name") or f"{experiment_dir.name}-{uuid.uuid4().hex[:6]}"
+        name = before.get("name") or f"{self._experiment_dir.name}-{uuid.uuid4().hex[:6]}"
+        attempt = before.get("attempt", 0) + 1
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if any(paths) else {}
         return {
             "name": name,
-            "attempt": before.get("attempt", 0) + 1,
-            "job": f"{name}-a{before.get('attempt', 0) + 1}",
+            "attempt": attempt,
+            "job": f"{name}-a{attempt}",
             "url": self._url,
             "settings": self._settings.model_dump(mode="json"),
             "num_jobs": self._num_jobs,
@@ -79,44 +85,9 @@ class RayLauncher:
             "git": git,
         }
 
-
-def _submit(experiment_dir: Path, said: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    record.write_job(experiment_dir, said)  # which its driver reads
-    try:
-        entrypoint, environment = _entrypoint(experiment_dir, said), _environment(said)
-        client.submit(said["url"], said["job"], entrypoint, environment["runtime_env"])
-    except BaseException:
-        record.write_job(experiment_dir, before)
-        raise
-
-
-def _entrypoint(experiment_dir: Path, said: Mapping[str, Any]) -> str:
-    argv = [said["python"], *MODULE, "abrun.launch.ray.driver", str(experiment_dir), said["job"]]
-    return f"exec {shlex.join(argv)}"
-
-
-def _environment(said: Mapping[str, Any]) -> dict[str, Any]:
-    wait_s = said["settings"]["save_s"] + KILL_AFTER_S
-    return {"runtime_env": {"env_vars": {**said["env"], "RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}}}
-
-
-class RayJobs(ClusterJobs):
-    """What Ray, and the driver, know of the job of an experiment."""
-
-    ask_every_s, folder, forgotten = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
-    read, write = staticmethod(record.read_job), staticmethod(record.write_job)
-
-    def __init__(self, experiment_dir: Path, said: Mapping[str, Any]) -> None:
-        super().__init__(experiment_dir, said)
-        self._driver: Mapping[str, Any] = {}
-
-    @staticmethod
-    def is_handed_over(record: Mapping[str, Any]) -> bool:
-        return bool(record.get("job"))
-
-    @property
-    def compares(self) -> bool:
-        return bool(self._record.get("compare"))
+    def _entrypoint(self, content: Mapping[str, Any]) -> str:
+        module = [*MODULE, "abrun.launch.ray.driver", str(self._experiment_dir), content["job"]]
+        return f"exec {shlex.join([content['python'], *module])}"
 
     @property
     def busy(self) -> list[str]:
@@ -148,21 +119,6 @@ class RayJobs(ClusterJobs):
     def end(self) -> None:
         client.stop(self._record["url"], self._record["job"])
 
-    def revive(self) -> str | None:
-        """Submit again the job of a driver that has died, as with its machine, as often as may be."""
-        said = record.read_job(self._experiment_dir)
-        known, driver = self._known(), record.read_driver(self._experiment_dir, said["job"])
-        gone = known is None or known.status == "FAILED"
-        if not gone or said.get("cancelled") or not driver or driver.get("ended") is not None:
-            return None
-        if said["attempt"] > said["settings"]["restarts"]:
-            return None
-        attempt = said["attempt"] + 1
-        again = {**said, "attempt": attempt, "job": f"{said['name']}-a{attempt}"}
-        _submit(self._experiment_dir, again, said)
-        self._record, self._asked_s = again, None
-        return again["job"]
-
     def _of_a_job(self, state: RunState, known: client.Known) -> RunState:
         """The state of a run whose job waits or works."""
         job, waiting = self._record["job"], self._driver.get("waiting", {})
@@ -185,3 +141,8 @@ class RayJobs(ClusterJobs):
         self._record = said if said.get("job") else self._record  # another may have submitted it again
         self._driver = record.read_driver(self._experiment_dir, self._record["job"])
         return client.known(self._record["url"], self._record["job"])
+
+
+def _environment(content: Mapping[str, Any]) -> dict[str, Any]:
+    wait_s = content["settings"]["save_s"] + KILL_AFTER_S
+    return {"runtime_env": {"env_vars": {**content["env"], "RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}}}

@@ -11,12 +11,12 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, pairs
 from abrun.experiment.preflight.checks import anywhere_refusals
-from abrun.launch.cluster import AT_WORK, ClusterJobs, LeftInQueueError
+from abrun.launch.cluster import AT_WORK, Cluster, LeftInQueueError
 from abrun.launch.queue import Queue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.reasons import Code, Reason
-from abrun.recipe.launcher import Slurm, limit_s
+from abrun.recipe.launcher import limit_s
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -24,12 +24,28 @@ from abrun.runs.rundir import RunDir
 RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
 
 
-class SlurmLauncher:
-    """Hands the runs of a plan over to Slurm."""
+class SlurmCluster(Cluster):
+    """Jobs of Slurm, and what it knows of them."""
 
-    def __init__(self, settings: Slurm, num_jobs: int | None = None) -> None:
-        self._settings, self._num_jobs = settings, num_jobs
+    ask_every_s, folder, forgotten = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
+    read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
+
+    def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
+        super().__init__(experiment_dir, settings, num_jobs)
         self._fits: dict[Need, bool] = {}
+        self._jobs: dict[str, list[list[str]]] = {}
+        self._compare: str | None = None
+        self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
+
+    def load(self) -> None:
+        super().load()
+        self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
+
+    @property
+    def is_handed_over(self) -> bool:
+        return bool(self._record.get("jobs") or self._record.get("submitting"))
+
+    # --- handing over ---
 
     def refusals(self, plan: Plan) -> list[Reason]:
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
@@ -39,23 +55,24 @@ class SlurmLauncher:
             reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
         return reasons or self._refused_by_slurm(plan)
 
-    def scripts(self, plan: Plan, experiment_dir: Path, *, compare: bool) -> dict[str, str]:
+    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
         """The text of every script that would be submitted, by name, in order. After `refusals`."""
         texts = {
-            script.name: jobs.render(script, experiment_dir, self._settings, at_once=self._num_jobs)
-            for script in self._scripts(plan, experiment_dir)
+            script.name: jobs.render(script, self._experiment_dir, self._settings, at_once=self._num_jobs)
+            for script in self._scripts(plan)
         }
-        return texts | ({"compare": jobs.render_compare(experiment_dir, self._settings)} if compare else {})
+        if compare:
+            texts["compare"] = jobs.render_compare(self._experiment_dir, self._settings)
+        return texts
 
-    def submit(
-        self, plan: Plan, experiment_dir: Path, git: Mapping[str, Any] | None, *, compare: bool
-    ) -> list[str]:
+    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit every unfinished run, each after its warm start, and what compares them; returns the jobs.
 
         Raises LaunchError with nothing left in the queue where Slurm refuses one of them.
         """
-        folder, scripts = experiment_dir / jobs.FOLDER, self._scripts(plan, experiment_dir)
-        for name, text in self.scripts(plan, experiment_dir, compare=compare).items():
+        experiment_dir, scripts = self._experiment_dir, self._scripts(plan)
+        folder = experiment_dir / jobs.FOLDER
+        for name, text in self.scripts(plan, compare=compare).items():
             write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
@@ -82,7 +99,8 @@ class SlurmLauncher:
             jobs.write_record(experiment_dir, record)
         except BaseException as error:
             with contextlib.suppress(LaunchError):  # one that was being submitted
-                submitted += SlurmJobs(experiment_dir, record).busy
+                self.load()
+                submitted += self.busy
             try:
                 if submitted:
                     commands.withdraw(list(dict.fromkeys(submitted)))
@@ -99,8 +117,8 @@ class SlurmLauncher:
             raise
         return submitted
 
-    def _scripts(self, plan: Plan, experiment_dir: Path) -> list[Script]:
-        queue = Queue(plan, experiment_dir)
+    def _scripts(self, plan: Plan) -> list[Script]:
+        queue = Queue(plan, self._experiment_dir)
         to_run = {job.label for job in queue.jobs if not (job.done or job.shared)}
         warm_starts = []
         for job in queue.jobs:
@@ -141,40 +159,11 @@ class SlurmLauncher:
                 self._fits[alone] = True
         return []
 
-
-class SlurmJobs(ClusterJobs):
-    """What Slurm knows of the jobs of an experiment."""
-
-    ask_every_s, folder, forgotten = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
-    read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
-
-    def __init__(self, experiment_dir: Path, record: Mapping[str, Any]) -> None:
-        super().__init__(experiment_dir, record)
-        self._jobs: dict[str, list[list[str]]] = dict(record.get("jobs", {}))
-        self._compare: str | None = record.get("compare")
-        self._place_of: dict[str, tuple[str, int]] = {}
-        self._place()
-        self._kept_back_s: dict[str, float] = {}  # since when this has seen a task so
-
-    @staticmethod
-    def is_handed_over(record: Mapping[str, Any]) -> bool:
-        return bool(record.get("jobs") or record.get("submitting"))
-
-    @property
-    def compares(self) -> bool:
-        return self._compare is not None
+    # --- what became of them ---
 
     @property
     def ids(self) -> list[str]:
         return [*self._jobs, *([self._compare] if self._compare else [])]
-
-    def _place(self) -> None:
-        self._place_of = {
-            name: (job, index)
-            for job, tasks in self._jobs.items()
-            for index, names in enumerate(tasks)
-            for name in names
-        }
 
     def _adopt(self, listed: Sequence[commands.Task]) -> None:
         """Take for its own what a launcher has submitted and was killed before it could say so.
@@ -187,7 +176,6 @@ class SlurmJobs(ClusterJobs):
             found = [task.job for task in listed if task.script == path and not task.over]
             if found and names not in recorded:
                 self._jobs[found[0]] = names
-                self._place()
         path = jobs.script_path(self._experiment_dir, "compare")
         for task in listed:
             if "submitting" in self._record and task.script == path and not task.over:
@@ -208,9 +196,10 @@ class SlurmJobs(ClusterJobs):
             known = self._known()
         except LaunchError:  # this host has no Slurm, or its controller does not answer
             return state
-        if name not in self._place_of:
+        tasks = ((job, index, names) for job, of in self._jobs.items() for index, names in enumerate(of))
+        job, index = next(((job, index) for job, index, names in tasks if name in names), (None, None))
+        if job is None:
             return state
-        job, index = self._place_of[name]
         task = known.get((job, index)) or known.get((job, None))
         if task and not task.over:
             if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):

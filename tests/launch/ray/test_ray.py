@@ -16,7 +16,7 @@ from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
-from abrun.launch.cluster import cancel, make_scheduler, queued_jobs
+from abrun.launch.cluster import cancel, make_cluster, queued_jobs
 from abrun.launch.handover import hand_over
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
@@ -74,7 +74,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     for name in ("dashboard", "submit", "known", "stop"):
         monkeypatch.setattr(client, name, getattr(fake, name))
-    monkeypatch.setattr(ray_launcher.RayJobs, "ask_every_s", -1)
+    monkeypatch.setattr(ray_launcher.RayCluster, "ask_every_s", -1)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return fake
 
@@ -84,10 +84,10 @@ def planned(*settings: str) -> Plan:
 
 
 def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
-    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "ray"), None)
-    assert scheduler is not None
-    asked = LaunchOptions(runs_dir=runs_dir, **options)
-    hand_over(plan, asked, scheduler=scheduler, observer=Silent())
+    settings = launcher_settings(plan.recipe.launcher, "ray")
+    cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
+    assert cluster is not None
+    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
     return runs_dir / plan.recipe.name
 
 
@@ -279,7 +279,6 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
     assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
     assert cancel(experiment_dir).startswith(f"cancelled: 1 job ({job})")
     assert cancel(experiment_dir).startswith("small: nothing")
-    assert jobs_of(experiment_dir).revive() is None
     submit(planned(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
     assert "cancelled" not in record.read_job(experiment_dir)
@@ -301,27 +300,10 @@ def cli_launchers() -> dict[str, str]:
     return LAUNCHERS
 
 
-@pytest.mark.parametrize("lost", ["head", "driver"])
-def test_a_job_whose_driver_died_is_submitted_again_up_to_a_limit(
-    lost: str, ray: FakeRay, tmp_path: Path
-) -> None:
-    experiment_dir = submit(planned("launcher={type: ray, restarts: 2}"), tmp_path)
-    jobs, first = jobs_of(experiment_dir), job_of(experiment_dir)
-    assert jobs.revive() is None  # it works
-    ids = []
-    for _ in range(4):
-        record.write_driver(experiment_dir, job_of(experiment_dir), {}, None)
-        ray.jobs = {} if lost == "head" else {job: Known(status="FAILED", message="") for job in ray.jobs}
-        ids.append(jobs.revive())
-    assert ids == [first.replace("-a1", "-a2"), first.replace("-a1", "-a3"), None, None]
-
-
-def test_a_job_that_had_its_last_word_is_left_alone(ray: FakeRay, tmp_path: Path) -> None:
+def test_the_last_word_of_a_driver_is_the_end_of_its_runs(ray: FakeRay, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
     end(ray, experiment_dir, "FAILED")
-    assert jobs_of(experiment_dir).revive() is None  # its driver never began: it would end so again
     record.write_driver(experiment_dir, job_of(experiment_dir), {}, "launcher.save_s: wrong")
-    assert jobs_of(experiment_dir).revive() is None
     assert seen(experiment_dir).message == f"job {job_of(experiment_dir)} ended: launcher.save_s: wrong"
 
 

@@ -23,7 +23,6 @@ from tests.launch.disturbed import (
     check_end,
     is_past,
     launch,
-    launching,
     lost_steps,
     ranks_of,
     run,
@@ -148,35 +147,6 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     table_row("abrun cancel, then --resume", noticed_s, resumed_s, lost)
     assert lost == 0
     assert (experiment_dir / "_ray" / "job.json").read_text().count("-a2") == 1
-
-
-def test_a_launcher_submits_again_what_a_head_took_along(
-    cluster: Path, undisturbed: Callable[[int], Path], tmp_path: Path
-) -> None:
-    steps = 160  # more than ranks make in the minute by which they may outlive their head
-    experiment_dir, log = tmp_path / "beheaded", tmp_path / "launcher.log"
-    command = [sys.executable, "-m", "abrun", *launching(tmp_path, experiment_dir.name, steps, *SETTINGS)]
-    with log.open("wb") as output:
-        launcher = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        seconds_until(lambda: (experiment_dir / "_ray" / "job.json").exists(), within_s=60)
-        reached = at_step(experiment_dir, 12)
-        began = time.monotonic()
-        sh(CLUSTER, "cut", "head")
-        noticed_s = seconds_until(lambda: "no Ray answers at" in log.read_text(), within_s=60)
-        assert f"no Ray answers at {URL}" in abrun("status", str(experiment_dir))
-        sh(CLUSTER, "boot", "head")
-        seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
-        resumed_s = time.monotonic() - began
-        assert "handed over again, as beheaded-" in log.read_text()
-        assert launcher.wait(timeout=400) == 0
-    finally:
-        launcher.kill()
-        launcher.wait()
-    check_end(experiment_dir, undisturbed(steps))
-    lost = lost_steps(experiment_dir, reached)
-    table_row("head killed, and started again", noticed_s, resumed_s, lost)
-    assert lost <= 5 + 3
 
 
 def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Path, tmp_path: Path) -> None:

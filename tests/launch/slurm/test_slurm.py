@@ -18,7 +18,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import node, prepare
-from abrun.launch.cluster import cancel, make_scheduler, queued_jobs
+from abrun.launch.cluster import cancel, make_cluster, queued_jobs
 from abrun.launch.handover import hand_over
 from abrun.launch.slurm import allocation, launcher
 from abrun.launch.supervisor import _errors
@@ -63,10 +63,10 @@ def planned(*settings: str) -> Plan:
 
 
 def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
-    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, "slurm"), None)
-    assert scheduler is not None
-    asked = LaunchOptions(runs_dir=runs_dir, **options)
-    hand_over(plan, asked, scheduler=scheduler, observer=Silent())
+    settings = launcher_settings(plan.recipe.launcher, "slurm")
+    cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
+    assert cluster is not None
+    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
     return runs_dir / plan.recipe.name
 
 
@@ -93,9 +93,9 @@ def test_the_scripts_are_these(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     plan = planned(WHOLE, "cluster.nodes=2", "warm_start={steps: 2}", "controls.aa_reruns=1")
-    scheduler = make_scheduler(launcher_settings(plan.recipe.launcher, None), None)
-    assert scheduler is not None and scheduler.refusals(plan) == []
-    texts = scheduler.scripts(plan, Path("/runs/small"), compare=True)
+    cluster = make_cluster(launcher_settings(plan.recipe.launcher, None), Path("/runs/small"), None)
+    assert cluster is not None and cluster.refusals(plan) == []
+    texts = cluster.scripts(plan, compare=True)
     assert [*texts] == ["warm-start-0", "pairs", "runs", "compare"]
     text = texts[name].replace(sys.executable, "/venv/bin/python").replace(os.getcwd(), "/home/me")
     text = re.sub(r"warm-start/\w{16}", "warm-start/KEY", text)
@@ -411,7 +411,7 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
     jobs = queued_jobs(submit(planned(), tmp_path))
     assert jobs is not None
     (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n101|1|PENDING|Resources||\n")
-    monkeypatch.setattr(launcher.SlurmJobs, "ask_every_s", 0)
+    monkeypatch.setattr(launcher.SlurmCluster, "ask_every_s", 0)
 
     def updates() -> list[str]:
         assert jobs.busy == ["101"]
