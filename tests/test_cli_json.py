@@ -84,6 +84,17 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
         assert code == 2 and "no such folder" in plan["refusals"][0]
 
 
+def test_a_dry_run_exits_with_2_where_a_reference_of_the_task_is_broken(
+    answer: Answer, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"1/2 of {number}", "answer": "\\frac{1}{2"} for number in range(20)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f"task={{type: jsonl, path: {tmp_path}/task.jsonl}}"
+    code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", task)
+    assert code == 2 and len(plan["runs"]) == 4
+    assert len(plan["refusals"]) == 1 and "task.jsonl" in plan["refusals"][0]
+
+
 @pytest.mark.parametrize("options", [["--json"], ["--until-decided", "--no-compare"]])
 def test_options_that_a_launch_does_not_take_are_refused(
     answer: Answer, tmp_path: Path, options: list[str]

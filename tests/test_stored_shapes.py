@@ -115,8 +115,8 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
     run, other = directory / "baseline" / "seed-0", directory / "treatment" / "seed-0"
 
     def resumed() -> None:
-        with owned_experiment(plan, directory, resume=True):
-            pass
+        with owned_experiment(plan, directory, resume=True) as lease:
+            lease.refresh()
 
     def shown() -> None:
         watch.render(directory.name, watch.ExperimentReader(directory).read(), 100)

@@ -216,7 +216,7 @@ def launch(
     console = terminal(cast(TextIO, UnfailingOutput(sys.stdout)))
     console.quiet = quiet
     launched = launch_recipe(loaded, options, console)
-    return _opened(_read([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code())
+    return _opened(_read([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code)
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import Plan, RunName, make_draft
 from abrun.launch import stages
 from abrun.launch.auto import closed_plan
 from abrun.launch.cluster import Cluster, make_cluster, queued_jobs
@@ -51,20 +51,11 @@ class Launched:
 
     experiment_dir: Path
     outcome: Outcome | None  # None: its jobs are in the queue of a cluster, which needs no launcher
+    exit_code: int = 0  # 1 where a run did not finish or nothing could be compared, 128 + signal
     comparison: "Comparison | None" = None  # made here
     compared: str | None = None  # printed by the job that compares, on a cluster
     verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
     problem: str | None = None  # why the comparison could not be made
-
-    def exit_code(self, *, heeds_verdict: bool = True) -> int:
-        """Return the runs' where one did not finish, 1 without a comparison, or else the verdict's."""
-        if self.outcome is None:
-            return 0
-        if self.outcome.exit_code:
-            return self.outcome.exit_code
-        if self.problem is not None:
-            return 1
-        return self.verdict_exit_code if heeds_verdict else 0
 
 
 def plan_launch(
@@ -80,6 +71,7 @@ def plan_launch(
     """
     if options.until_decided or options.max_seeds is not None:
         recipe = _in_stages(recipe, options)
+    draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(recipe.name, options)
     settings = launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
@@ -88,7 +80,7 @@ def plan_launch(
     else:
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
         refusals = engine.refusals
-    plan = closed_plan(recipe, options, refusals, here=cluster is None, dry_run=dry_run, say=say)
+    plan = closed_plan(recipe, draft, options, refusals, here=cluster is None, dry_run=dry_run, say=say)
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 
@@ -105,12 +97,13 @@ def launch_recipe(
     planned = plan_launch(recipe, options, say=console.say)
     run = _run_in_stages if options.until_decided else _run
     outcome = run(planned, options, console)
-    launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome)
+    exit_code = outcome.exit_code if outcome else 0
+    launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
     if compared := planned.cluster.compared() if planned.cluster else None:
         return _with_verdict_of_job(launched, compared)
-    return _with_comparison(launched, outcome, command)
+    return _with_comparison(launched, command)
 
 
 def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
@@ -194,7 +187,7 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
     return outcome
 
 
-def _with_comparison(launched: Launched, outcome: Outcome, command: str | None) -> Launched:
+def _with_comparison(launched: Launched, command: str | None) -> Launched:
     """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
     try:
         from abrun.recorded.sources import Reading
@@ -202,9 +195,10 @@ def _with_comparison(launched: Launched, outcome: Outcome, command: str | None) 
 
         comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
     except AbrunError as error:
-        return replace(launched, problem=str(error))
+        return _not_compared(launched, str(error))
     except KeyboardInterrupt:
-        return replace(launched, outcome=replace(outcome, stopped_by=signal.SIGINT))
+        outcome = launched.outcome and replace(launched.outcome, stopped_by=signal.SIGINT)
+        return replace(launched, outcome=outcome, exit_code=128 + signal.SIGINT)
     return replace(launched, comparison=comparison, verdict_exit_code=comparison.exit_code)
 
 
@@ -216,8 +210,12 @@ def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     try:
         verdict = verdict_in(launched.experiment_dir)
     except AbrunError as error:
-        return replace(launched, compared=compared, problem=str(error))
+        return _not_compared(replace(launched, compared=compared), str(error))
     if verdict is None:
         problem = NO_VERDICT.format(launched.experiment_dir)
-        return replace(launched, compared=compared, problem=problem)
+        return _not_compared(replace(launched, compared=compared), problem)
     return replace(launched, compared=compared, verdict_exit_code=EXIT_CODES[verdict])
+
+
+def _not_compared(launched: Launched, problem: str) -> Launched:
+    return replace(launched, problem=problem, exit_code=launched.exit_code or 1)

@@ -134,7 +134,7 @@ def sensitivity(
     say_how_to_continue(screen, launched)
     if not (launched.outcome and launched.outcome.stopped_by):
         _say_what_was_caught(screen, faulty, launched.experiment_dir, not_planted)
-    raise typer.Exit(launched.exit_code())
+    raise typer.Exit(launched.exit_code)
 
 
 def _say_what_was_caught(

@@ -110,7 +110,7 @@ def launch(
         screen.print(launched.comparison.summary())
     if launched.problem:
         complain(f"the comparison could not be made: {launched.problem}")
-    raise typer.Exit(launched.exit_code(heeds_verdict=not exit_zero))
+    raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
 @app.command(rich_help_panel=RUN)

@@ -15,7 +15,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, make_draft, make_plan
+from abrun.experiment.plan import Plan, make_plan
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
 from abrun.memory.cells import Point
@@ -49,6 +49,7 @@ Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps
 
 def closed_plan(
     recipe: Recipe | CommandRecipe,
+    draft: Plan,
     options: LaunchOptions,
     refusals: Callable[[Plan], list[Reason]],
     *,
@@ -56,7 +57,9 @@ def closed_plan(
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Plan:
-    """Return the plan of a recipe, with what it leaves open decided; `here`: it runs on this machine.
+    """Return a recipe's plan with what it leaves open decided: its `draft`, if that is nothing.
+
+    `here`: it runs on this machine.
 
     To resume, it is what the first launch decided. Raises RecipeError or LaunchError where nothing can be
     decided or fits; but for a dry run also, before that takes minutes, by `refusals` and for what is in the
@@ -68,8 +71,7 @@ def closed_plan(
     if not recipe.open_keys:
         if asked_memory is not None and not dry_run:
             raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
-        return make_plan(recipe)
-    draft = make_draft(recipe)
+        return draft
     experiment_dir = experiment_dir_of(recipe.name, options)
     if options.resume:
         return make_plan(recipe.closed(_decided_before(experiment_dir, recipe.open_keys)))

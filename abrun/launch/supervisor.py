@@ -110,10 +110,11 @@ def run_plan(
     `only`: these runs alone, and the outcome is theirs; the directory is that of the whole plan. Raises
     LaunchError or StoreError, before anything has started, where the plan cannot run there.
     """
-    with prepared(plan, options, engine.refusals(plan), observer.say) as place:
+    refusals, untested = engine.refusals(plan), untested_packages(plan)
+    with prepared(plan, options, refusals, observer.say) as place:
         experiment_dir = place.experiment_dir
         observer.follow(experiment_dir)
-        for reason in untested_packages(plan):
+        for reason in untested:
             _Quiet(observer).say(sentence(reason))
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)

@@ -14,6 +14,7 @@ import pytest
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import make_draft
 from abrun.launch import auto
 from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
 from abrun.memory import predict
@@ -121,7 +122,7 @@ def test_an_arm_with_a_value_of_its_own_keeps_it_and_is_not_asked(predicts: Call
     asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
     with_value = recipe(f"arms.treatment={{{CHECKPOINTING}: none}}")
     options = LaunchOptions(device_memory="80GiB")
-    plan = closed_plan(with_value, options, lambda plan: [], here=True, dry_run=True)
+    plan = closed_plan(with_value, make_draft(with_value), options, lambda plan: [], here=True, dry_run=True)
     assert asked == [("none", "baseline"), ("full", "baseline")]
     assert plan.treatment_diff["treatment"] == {CHECKPOINTING: ("full", "none")}
 
