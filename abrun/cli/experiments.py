@@ -67,10 +67,9 @@ def launch(
 ) -> None:
     """Run an experiment: all arms and seeds, watched live, then compared.
 
-    Exit code: of the verdict, once every run has finished: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also where
-    nothing is claimed), 5 INVALID; 0 with --exit-zero or --no-compare. 1 when a run did not finish, or the
-    comparison could not be made, 2 for bad input (of a dry run also where model.path is a folder that does
-    not load, or the cluster would refuse the jobs), 130 after Ctrl-C.
+    Exit code of the verdict, once every run has finished: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without
+    a claim), 5 INVALID; 0 with --exit-zero or --no-compare. 1 if a run did not finish or nothing could be
+    compared, 2 for bad input (in a dry run also for what no machine could run), 130 after Ctrl-C.
 
     Examples:
         abrun launch quickstart
@@ -103,13 +102,7 @@ def launch(
     if dry_run:
         raise typer.Exit(_dry_run(screen, loaded, options, as_json))
     launched = launch_recipe(loaded, options, screen, typed_command())
-    say_how_to_continue(screen, launched)
-    if launched.compared:
-        screen.say(launched.compared)
-    if launched.comparison:
-        screen.print(launched.comparison.summary())
-    if launched.problem:
-        complain(f"the comparison could not be made: {launched.problem}")
+    _show_end(screen, launched)
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
@@ -254,6 +247,16 @@ def _dry_run(
         )
         _warn_of_memory(screen, plan, options.device_memory, here=cluster is None)
     return 2 if feasible.is_refused else 0
+
+
+def _show_end(screen: "Terminal", launched: "Launched") -> None:
+    say_how_to_continue(screen, launched)
+    if launched.compared:
+        screen.say(launched.compared)
+    if launched.comparison:
+        screen.print(launched.comparison.summary())
+    if launched.problem:
+        complain(f"the comparison could not be made: {launched.problem}")
 
 
 def say_how_to_continue(screen: "Terminal", launched: "Launched") -> None:

@@ -4,6 +4,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,9 @@ from abrun.reasons import Code
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
+    from abrun.recipe.claims import Primary
     from abrun.recorded.experiment import Experiment
+    from abrun.recorded.sources import Reading
     from abrun.report.comparing import Comparison
 
 
@@ -85,28 +88,17 @@ def compare(
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare nightly --reference reference.json --format json --json
     """
-    from abrun.recipe.claims import parse_primary
-    from abrun.recorded.sources import Reading
     from abrun.report.comparing import compare_sources
 
     wanted = parse_formats(formats)
-    _refuse_nothing_to_upload(wandb and wanted == ["terminal"], formats)
+    if wandb and wanted == ["terminal"]:
+        raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
+    reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    at = () if looks is None else parse_looks(looks)
     comparison = compare_sources(
         sources,
-        Reading(
-            runs_dir=runs_dir,
-            baseline=baseline,
-            pattern=pattern,
-            group=group,
-            aliases=tuple(alias or ()),
-            step_column=step_column,
-            seeds=_seeds(seeds),
-            exclude=tuple(exclude or ()),
-            versions_differ=versions_differ,
-            unpaired=unpaired,
-            looks=() if looks is None else parse_looks(looks),
-        ),
-        primaries=[parse_primary(text) for text in primary] if primary else None,
+        replace(reading, versions_differ=versions_differ, unpaired=unpaired, looks=at),
+        primaries=_claims(primary),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
@@ -124,16 +116,28 @@ def compare(
     raise typer.Exit(0 if tolerated else comparison.exit_code)
 
 
-def _refuse_nothing_to_upload(nothing: bool, formats: str | None) -> None:
-    if nothing:
-        raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
-
-
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
     from abrun.recorded.sources import stored_in
     from abrun.wandb_sync.report import upload
 
     print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
+
+
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Begin a ledger: how far accepted changes may drift from these runs in all, as 0.05 or "
+        "METRIC=0.05."
+    ),
+]
+ChainAlone = Annotated[
+    bool,
+    typer.Option(
+        "--chain-alone",
+        help="With --budget: the sum of the changes' bounds counts; else the smaller of it and of a "
+        "direct comparison with these runs, at half the level each.",
+    ),
+]
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -151,21 +155,8 @@ def freeze(
     seeds: Seeds = None,
     exclude: Exclude = None,
     runs_dir: RunsDir = Path("runs"),
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Begin a ledger: how far accepted changes may drift from these runs in all, as 0.05 or "
-            "METRIC=0.05."
-        ),
-    ] = None,
-    chain_alone: Annotated[
-        bool,
-        typer.Option(
-            "--chain-alone",
-            help="With --budget: the sum of the changes' bounds counts; else the smaller of it and of a "
-            "direct comparison with these runs, at half the level each.",
-        ),
-    ] = False,
+    budget: Budget = None,
+    chain_alone: ChainAlone = False,
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with.
 
@@ -178,36 +169,51 @@ def freeze(
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
     from abrun.diagnose.ledger.command import ledger_begun_by
-    from abrun.recipe.claims import parse_primary
-    from abrun.recorded.sources import Reading, open_sources, stored_in
+    from abrun.recorded.sources import open_sources, stored_in
     from abrun.report.comparing import freeze_arm
 
-    reading = Reading(
+    reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    experiment = open_sources(sources, replace(reading, alone=True), _claims(primary))
+    directory = stored_in(sources, runs_dir)
+    frozen = arm or experiment.baseline
+    begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
+    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
+    said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
+    typed = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
+    console().say(
+        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{typed}"
+    )
+
+
+def _reading(
+    runs_dir: Path,
+    baseline: str | None,
+    pattern: str | None,
+    group: str | None,
+    alias: list[str] | None,
+    step_column: str | None,
+    seeds: str | None,
+    exclude: list[str] | None,
+) -> "Reading":
+    """Return how sources are read, by the options that `compare` and `freeze` share."""
+    from abrun.recorded.sources import Reading
+
+    return Reading(
         runs_dir=runs_dir,
         baseline=baseline,
         pattern=pattern,
         group=group,
         aliases=tuple(alias or ()),
         step_column=step_column,
-        seeds=_seeds(seeds),
+        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
         exclude=tuple(exclude or ()),
-        alone=True,
-    )
-    primaries = [parse_primary(text) for text in primary] if primary else None
-    experiment = open_sources(sources, reading, primaries)
-    directory = stored_in(sources, runs_dir)
-    frozen = arm or experiment.baseline
-    begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
-    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
-    said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
-    reading = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
-    console().say(
-        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading}"
     )
 
 
-def _seeds(text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else tuple(parse_seeds(text))
+def _claims(primary: list[str] | None) -> "list[Primary] | None":
+    from abrun.recipe.claims import parse_primary
+
+    return [parse_primary(text) for text in primary] if primary else None
 
 
 def _frozen(
@@ -274,17 +280,20 @@ def ledger(
     raise typer.Exit(EXCEEDED if exceeded(found) else 0)
 
 
+PlannedRecipe = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A recipe: a YAML file, the name of one that ships, or an experiment's folder; default: what "
+        "the experiment of --from was launched with.",
+        callback=recipe_file,
+        autocompletion=names_of_recipes,
+    ),
+]
+
+
 @app.command(rich_help_panel=JUDGE)
 def plan(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A recipe: a YAML file, the name of one that ships, or an experiment's folder; default: "
-            "what the experiment of --from was launched with.",
-            callback=recipe_file,
-            autocompletion=names_of_recipes,
-        ),
-    ] = None,
+    recipe: PlannedRecipe = None,
     overrides: Overrides = None,
     earlier: Annotated[
         str | None, typer.Option("--from", help="Measure spread and correlation in this earlier experiment.")

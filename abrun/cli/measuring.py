@@ -128,13 +128,10 @@ def memory_profile(
         given = [option for option, value in of_recipes.items() if value]
         head, folder = head_of(hidden, vocab, given), output or runs_dir / "head-memory"
         plan = Plan(name=head.name, variants=(), **options)
-        if predict:
-            return _predict_head(head, plan, folder, device_memory)
-        return _measure_head(head, plan, folder)
+        return _profile_head(head, plan, folder, device_memory, predict=predict)
     for option, value in (("--hidden", hidden), ("--vocab", vocab)):
-        if value is None:
-            continue
-        raise RecipeError(Code.OPTION_OF_HEAD(option=option, got=value))
+        if value is not None:
+            raise RecipeError(Code.OPTION_OF_HEAD(option=option, got=value))
     variants = variants_of(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
@@ -158,16 +155,14 @@ def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str
         )
 
 
-def _measure_head(head: "Head", plan: "Plan", folder: Path) -> None:
+def _profile_head(head: "Head", plan: "Plan", folder: Path, device: str | None, *, predict: bool) -> None:
+    from abrun.memory.predict import device_memory, predict_head
     from abrun.memory.profile import measure_head
 
-    _show(measure_head(head, plan, folder, console().say), folder)
-
-
-def _predict_head(head: "Head", plan: "Plan", folder: Path, device: str | None) -> None:
-    from abrun.memory.predict import device_memory, predict_head
-
-    _show_prediction(predict_head(head, plan, folder, device_bytes=device_memory(device)), folder)
+    if predict:
+        _show_prediction(predict_head(head, plan, folder, device_bytes=device_memory(device)), folder)
+    else:
+        _show(measure_head(head, plan, folder, console().say), folder)
 
 
 def _show(profile: "MemoryProfile", folder: Path) -> None:
