@@ -6,13 +6,13 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from abrun import extras, redaction
+from abrun import cli, extras, redaction
 from abrun.reasons import Reason
 from tests.snapshot import Snapshot
 
@@ -52,6 +52,23 @@ def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Snapshot:
     replaced = {str(tmp_path): "<tmp>", root: "<repository>", sys.executable: "<python>"}
     update = bool(request.config.getoption("--update-snapshots"))
     return Snapshot(request.path, request.node.name, replaced, update)
+
+
+@pytest.fixture
+def abrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`abrun ARGUMENTS` in this process: exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        output, errors = capsys.readouterr()
+        return int(str(exited.value.code or 0)), output, errors
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from abrun.cli import main
 from abrun.errors import StoreError
 from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
@@ -25,7 +23,6 @@ from tests.reasons import only
 from tests.verdict.simulate import write_experiment
 
 SMALL = Path(__file__).parent / "launch" / "small.yaml"
-FILES = ("config.json", "launch.json", "environment.json", "result.json", "metrics.jsonl")
 
 
 def corrupt(path: Path) -> None:
@@ -71,8 +68,17 @@ def experiment_dir(sound: Path, tmp_path: Path) -> Path:
     return tmp_path / "runs" / "demo"
 
 
-@pytest.mark.parametrize("damage", [corrupt, newer, folder, other_kind, deep, pipe])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("config.json", newer),
+        ("launch.json", other_kind),
+        ("environment.json", corrupt),
+        ("result.json", folder),
+        ("metrics.jsonl", pipe),
+        ("metrics.jsonl", deep),
+    ],
+)
 def test_the_other_runs_are_shown_and_compared(
     experiment_dir: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -92,35 +98,25 @@ def test_the_other_runs_are_shown_and_compared(
 
 @pytest.mark.parametrize("damage", [corrupt, newer, other_kind])
 def test_an_unreadable_run_is_said_with_its_reason(
-    experiment_dir: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str], monkeypatch
+    experiment_dir: Path, damage: Callable[[Path], None], abrun
 ) -> None:
     damage(experiment_dir / "baseline" / "seed-0" / "config.json")
-    monkeypatch.setenv("COLUMNS", "300")
-    for arguments, code in ((["status", str(experiment_dir)], 0), (["compare", str(experiment_dir)], 5)):
-        monkeypatch.setattr(sys, "argv", ["abrun", *arguments, *(["--format", "terminal"] if code else [])])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert (ended.value.code or 0) == code and said.err == ""
-        assert "baseline/seed-0" in said.out and "config.json: " in said.out
-        if code:
-            assert "baseline/seed-0 cannot be read (" in said.out.replace("\n", " ")
+    code, output, errors = abrun("status", experiment_dir)
+    assert (code, errors) == (0, "") and "baseline/seed-0" in output and "config.json: " in output
+    code, output, errors = abrun("compare", experiment_dir, "--format", "terminal")
+    assert (code, errors) == (5, "") and "config.json: " in output
+    assert "baseline/seed-0 cannot be read (" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("damage", [pipe, endless])
 @pytest.mark.parametrize("name", ["launcher.lock", "experiment.json"])
-def test_files_of_an_experiment_that_never_end(
-    experiment_dir: Path, name: str, damage, monkeypatch, capsys
-) -> None:
+def test_files_of_an_experiment_that_never_end(experiment_dir: Path, name: str, damage, abrun) -> None:
     damage(experiment_dir / name)
-    for command in (["status", "--runs-dir", str(experiment_dir.parent)], ["watch", str(experiment_dir)]):
-        monkeypatch.setattr(sys, "argv", ["abrun", *command])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        refused = command[0] == "watch" and name == "experiment.json"
-        assert (ended.value.code or 0) == (2 if refused else 0)
-        assert ("experiment.json: not a file" in said.out + said.err) == (name == "experiment.json")
+    is_named = name == "experiment.json"
+    for command in (("status", "--runs-dir", experiment_dir.parent), ("watch", experiment_dir)):
+        code, output, errors = abrun(*command)
+        assert code == (2 if command[0] == "watch" and is_named else 0)
+        assert ("experiment.json: not a file" in output + errors) == is_named
 
 
 def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
@@ -140,19 +136,14 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
         ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs.0.arm: got"),
     ],
 )
-def test_a_list_of_runs_that_is_none_is_one_line(
-    experiment_dir: Path, runs, words: str, capsys, monkeypatch
-) -> None:
+def test_a_list_of_runs_that_is_none_is_one_line(experiment_dir: Path, runs, words: str, abrun) -> None:
     path = experiment_dir / "experiment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "runs": runs}))
     with pytest.raises(StoreError, match=words):
         planned_runs(experiment_dir)
     write_experiment(experiment_dir.parent / "other", steps=3, seeds=[0, 1])
-    monkeypatch.setattr(sys, "argv", ["abrun", "status", "--runs-dir", str(experiment_dir.parent)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().out
-    assert not ended.value.code and "other" in said and "experiment.json: runs" in said
+    code, output, _ = abrun("status", "--runs-dir", experiment_dir.parent)
+    assert code == 0 and "other" in output and "experiment.json: runs" in output
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from abrun import cli
 from abrun.errors import ComparisonError
 from abrun.experiment.preflight import machine
 from abrun.memory import profile
@@ -33,20 +32,11 @@ SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotli
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, stdout, stderr."""
+def run(abrun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`abrun ARGUMENTS` in an empty folder, with the fake trainer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output, errors = capsys.readouterr()
-        return int(str(exited.value.code)), output, errors
-
-    return run
+    return abrun
 
 
 class Verdict:

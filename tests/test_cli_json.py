@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-import abrun
-from abrun import cli
+from abrun import __version__
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.verdict.verdict_file import SCHEMA_VERSION
 from tests.launch.fakes import FAKE
@@ -22,17 +21,16 @@ Answer = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
-def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answer:
+def answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Callable[..., tuple[int, str, str]]
+) -> Answer:
     """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, and the JSON it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
 
     def run(*arguments: str | Path) -> tuple[int, Any]:
-        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output = capsys.readouterr().out
-        return int(str(exited.value.code)), json.loads(output) if output and "--json" in arguments else output
+        code, output, _ = abrun(*arguments)
+        return code, json.loads(output) if output and "--json" in arguments else output
 
     return run
 
@@ -103,7 +101,7 @@ def test_options_that_a_launch_does_not_take_are_refused(
 
 
 def test_the_version_is_the_package_s(answer: Answer) -> None:
-    assert answer("--version") == (0, f"abrun {abrun.__version__}\n")
+    assert answer("--version") == (0, f"abrun {__version__}\n")
 
 
 def test_a_shell_completes_commands_recipes_and_experiments(tmp_path: Path) -> None:

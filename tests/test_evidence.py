@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from typer.testing import CliRunner
 
-from abrun.cli import app
 from abrun.recipe.experiment import load_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
-from tests.verdict.simulate import RECIPE, edit, edit_rows, write, write_experiment
+from tests.verdict.simulate import RECIPE, edit, write, write_experiment
 
 ROOT = Path(__file__).parents[1]
 LATE = "fault-late_half_batch-0.25"
@@ -154,74 +152,6 @@ def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: Modu
     assert all(len(content) < 150_000 and b"node-" not in content for content in files.values())
     assert b"host-2" in files["verdict.json"]  # of a pair that was placed differently
     assert "      - demo: evidence/demo.md\n" in generator.pages(site)[".mkdocs.yml"]
-
-
-def test_whoever_repeats_a_run_can_compare_with_its_reference(generator: ModuleType, site: Path) -> None:
-    run(site)
-    assert "\nabrun compare demo --reference docs/evidence/demo/reference.json " in page_of(generator, site)
-    for name, shift, exit_code in (("alike", 0.0, 0), ("shifted", 0.1, 3)):
-        repeated = write_experiment(site.parent / name, shift=shift)
-        words = ["compare", str(repeated), "--reference", str(site / "docs/evidence/demo/reference.json")]
-        done = CliRunner().invoke(app, [*words, "--arm", "treatment", "--format", "terminal"])
-        assert done.exit_code == exit_code, done.output
-
-
-def test_a_match_says_what_it_leaves_open(generator: ModuleType, site: Path) -> None:
-    directory = run(site)
-    error = "train/token_mult_prob_error"
-    for path in directory.glob("treatment/*"):
-        edit_rows(path, lambda row: row.update({error: row[error] + 0.012 * (row["step"] > 1)}))
-    edit_rows(
-        directory / "treatment/seed-3",
-        lambda row: row.update({"train/reward": row["train/reward"] + 0.015 * (row["step"] > 1)}),
-    )
-    compare(load_experiment(directory), output=directory / "report", formats=("json",))
-    page = page_of(generator, site)
-    assert page.startswith("# demo: MATCH\n")
-    left = page.split(LEFT_OPEN)[1].split("\n## ")[0]
-    apart = r"- (\S+): no claim; (\S+) times .*; at step 1, in seed \d, 1\.0"
-    ((metric, times),) = re.findall(apart, left)
-    assert (
-        metric == error and 3 < float(times) < 8
-    )  # of a sd of .3 x .008, and of some noise between the arms
-    assert re.search(r"- train/reward: .*, \+0\.02 in seed 3, .* in seed 4\n", left)
-    assert left.count(" fault was planted") == 1 and page.count(" fault was planted") > 1
-    assert "| none |" in index_of(generator, site)
-
-
-def test_an_open_verdict_says_why_and_how_many_seeds_it_takes(generator: ModuleType, site: Path) -> None:
-    run(site, f"# Claimed elsewhere: {SAME}", noise=0.03, seeds=[0, 1, 2])
-    page = page_of(generator, site)
-    assert page.startswith("# demo: INCONCLUSIVE\n")
-    assert f"treatment: INCONCLUSIVE, {REASONS}. {ADVICE}:\n" in page
-    (needed,) = re.findall(r"- (\d+) pairs decide it ", page)
-    assert "`abrun launch recipes/evidence/demo.yaml --seeds 3-" in page
-    index = index_of(generator, site)
-    assert "| the same | INCONCLUSIVE |" in index and f"| 3; {needed} decide it " in index
-
-
-def test_every_arm_is_held_to_what_was_claimed_of_it(generator: ModuleType, site: Path) -> None:
-    comment = (
-        f"# Claimed elsewhere of off: ten\n# points, {OTHERWISE}\n#\n# Claimed elsewhere of half: {SAME}"
-    )
-    arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
-    run(site, comment, arms={"baseline": {}, **arms}, shift={"off": -0.2, "half": -0.2})
-    page = page_of(generator, site)
-    assert page.startswith("# demo: off: MISMATCH, half: MISMATCH\n")
-    assert "half: MISMATCH, not as claimed" in page and page.count(REASONS) == 1
-    assert page.count(ADVICE) == 1
-    assert re.search("^- See whether .*: `abrun launch ", page, re.M)
-    (row,) = (line for line in index_of(generator, site).splitlines() if "[demo]" in line)
-    assert "| off: ten points<br>half: the same | off: MISMATCH, as claimed elsewhere<br>half: MISM" in row
-
-
-def test_an_open_arm_has_advice_of_its_own_beside_a_decided_one(generator: ModuleType, site: Path) -> None:
-    arms = {"off": {"policy.logprobs.impl": "chunked"}, "half": {"policy.micro_batch_size": 2}}
-    run(site, arms={"baseline": {}, **arms}, shift={"off": -0.5}, noise=0.03, seeds=[0, 1, 2])
-    page = page_of(generator, site)
-    assert page.startswith("# demo: off: MISMATCH, half: INCONCLUSIVE\n")
-    assert f"half: INCONCLUSIVE, {REASONS}." in page and page.count(REASONS) == 1
-    assert " pairs decide it " in page and "`abrun samples" not in page
 
 
 def test_what_was_run_otherwise_than_written_is_in_its_command(generator: ModuleType, site: Path) -> None:

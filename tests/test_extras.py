@@ -4,11 +4,8 @@ import email.message
 import html
 import importlib.metadata
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-import time
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -16,8 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import abrun
-from abrun import cli, extras
+from abrun import extras
+from abrun.api import compare
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
@@ -29,7 +26,6 @@ from tests.verdict.simulate import write_experiment
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CORE_MIB = 300  # installed, without pip; most of it is scipy and numpy
 
 
 @pytest.fixture
@@ -45,15 +41,6 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(importlib.util, "find_spec", find)
 
     return hide
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
-    with pytest.raises(SystemExit) as exited:
-        cli.main()
-    return int(str(exited.value.code)), capsys.readouterr().err
 
 
 def test_every_extra_that_is_named_brings_what_is_looked_for() -> None:
@@ -74,31 +61,27 @@ def test_what_a_trainer_imports_is_what_its_configuration_uses() -> None:
 
 
 @pytest.mark.parametrize("command", ["launch", "memory-profile", "sensitivity"])
-def test_training_without_torch_is_one_line(without, monkeypatch, capsys, command: str) -> None:
+def test_training_without_torch_is_one_line(without, abrun, command: str) -> None:
     without("torch")
-    code, said = run(monkeypatch, capsys, command, str(SMALL))
+    code, _, said = abrun(command, SMALL)
     assert code == 2 and len(said.strip().splitlines()) == 1
     assert said.rstrip().endswith("needs torch: pip install 'abrun[train]'")
 
 
-def test_figures_are_left_out_or_refused(without, monkeypatch, capsys, tmp_path: Path) -> None:
+def test_figures_are_left_out_or_refused(without, abrun, tmp_path: Path) -> None:
     sources = LAYOUTS["two CSV files"](tmp_path / "runs")
     without("matplotlib")
-    report = ["--output", str(tmp_path / "report")]
-    monkeypatch.setattr(sys, "argv", ["abrun", "compare", *sources, *report])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "PNG and SVG: needs matplotlib: pip install 'abrun[figures]'" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    report = ["--output", tmp_path / "report"]
+    _, printed, _ = abrun("compare", *sources, *report)
+    assert "PNG and SVG: needs matplotlib: pip install 'abrun[figures]'" in " ".join(printed.split())
     assert sorted(path.suffix for path in (tmp_path / "report").glob("[!.]*")) == [".html", ".json", ".md"]
-    code, said = run(monkeypatch, capsys, "compare", *sources, *report, "--format", "terminal,png")
+    code, _, said = abrun("compare", *sources, *report, "--format", "terminal,png")
     assert code == 2 and "--format: png and svg: needs matplotlib: pip install 'abrun[figures]'" in said
 
 
 def test_data_frames_without_pandas_are_one_line(without, tmp_path: Path) -> None:
     write_experiment(tmp_path / "apart", shift=0.2)
-    result = abrun.compare("apart", runs_dir=tmp_path, formats=[])
+    result = compare("apart", runs_dir=tmp_path, formats=[])
     without("pandas")
     missing = Code.PACKAGE_MISSING(package="pandas", extra="frames")
     for table in (lambda: result.claims, lambda: result.metrics, lambda: result.experiment.runs):
@@ -132,46 +115,6 @@ def test_a_package_that_a_python_lacks_is_left_out_and_named(
 
 def missing_distribution(package: str) -> str:
     raise importlib.metadata.PackageNotFoundError(package)
-
-
-@pytest.mark.slow
-def test_the_wheel_alone_compares_and_with_train_it_launches(tmp_path: Path) -> None:
-    """A new environment elsewhere than the checkout, of the wheel and what it asks for."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
-
-    def called(*command: str | Path, expected: int = 0) -> str:
-        done = subprocess.run(
-            [*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == expected, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    called(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, ROOT)
-    (wheel,) = tmp_path.glob("abrun-*.whl")
-    called(sys.executable, "-m", "venv", "light")
-    bin = tmp_path / "light/bin"
-    called(bin / "pip", "install", wheel)
-    packages = next((tmp_path / "light/lib").glob("python3.*/site-packages"))
-    assert not (packages / "torch").exists()
-    own = [
-        path for path in packages.rglob("*") if path.is_file() and path.parts[len(packages.parts)] != "pip"
-    ]
-    num_mib = sum(path.stat().st_size for path in own) / 2**20
-    for name in ("two CSV files", "SkyRL"):  # tables, and TensorBoard's files without TensorBoard
-        sources = LAYOUTS[name](tmp_path / name.replace(" ", "-"))
-        called(bin / "abrun", "compare", *sources, expected=4)
-        started = time.perf_counter()
-        text = called(bin / "abrun", "compare", *sources, expected=4)
-        print(f"{name}: {time.perf_counter() - started:.2f} s")
-        assert "train/reward" in text
-    print(f"{num_mib:.0f} MiB installed")
-    assert num_mib < CORE_MIB
-    called(bin / "abrun", "launch", ROOT / "recipes/quickstart.yaml", expected=2)
-    called(bin / "pip", "install", f"{wheel}[train]")
-    shown = called(bin / "abrun", "launch", ROOT / "recipes/quickstart.yaml")
-    assert "MATCH" in shown
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 import abrun
-from abrun import cli
 from abrun.api import launching
 from abrun.api.launching import Launched
 from abrun.experiment.plan import RunName
@@ -53,24 +51,15 @@ SHIFTED = {"trainer.parameters.shift": 0.06}
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Command) -> Command:
     """`abrun ARGUMENTS` beside curves.yaml: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
     monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
     (tmp_path / "arm.py").write_text(ARM)
     content = json.dumps(RECIPE).replace("SCRIPT", str(tmp_path / "arm.py"))
     (tmp_path / "curves.yaml").write_text(content)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["abrun", *arguments])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output, errors = capsys.readouterr()
-        return int(str(exited.value.code)), output, errors
-
-    return run
+    return abrun
 
 
 def settings(changes: dict[str, Any]) -> list[str]:

@@ -262,13 +262,6 @@ def test_engines_of_their_own_take_further_devices(tmp_path: Path) -> None:
     assert environment(tmp_path, ("3", "1", "2"), on_gpus)["CUDA_VISIBLE_DEVICES"] == "3,1,2"
 
 
-def test_jobs_cap_the_runs_and_may_share_cores() -> None:
-    slots = Slots(machine(cores=1), 2)
-    assert taken(slots, run_on()) and taken(slots, run_on()) and taken(slots, run_on()) is None
-    slots.give_back(("cpu",))
-    assert taken(slots, run_on())
-
-
 def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     missing = f"trainer.python={python}"

@@ -23,7 +23,6 @@ from abrun.external.follower import Follower
 from abrun.launch import supervisor
 from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
-from abrun.memory.sweep import Variant
 from abrun.messages import sentence
 from abrun.processes import Awake, below, processes_of
 from abrun.reasons import Code, Reason
@@ -41,7 +40,6 @@ from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.verdict.code import code_notes
 from abrun.verdict.validity import invalid_reasons
-from abrun.watch import ExperimentReader
 from tests.launch.fakes import FAKE, run_to_end
 from tests.snapshot import Snapshot
 
@@ -136,24 +134,6 @@ def test_the_store_holds_what_the_command_logged_under_our_names(tmp_path: Path,
     assert len(environment["devices"]) == 1 and environment["prompts_sha256"] is None
 
 
-def test_status_and_watch_see_it_as_one_of_ours(tmp_path: Path) -> None:
-    launch(tmp_path, "seeds=[0, 1]")
-    views = ExperimentReader(tmp_path / "foreign").read()
-    found = [(view.state.status, view.step, len(view.curves["train/reward"])) for view in views]
-    assert found == [("finished", 5, 5)] * 4
-
-
-def test_steps_are_shown_while_the_command_runs(tmp_path: Path) -> None:
-    directory = prepared(tmp_path, "steps=2000", "trainer.parameters.step_s=0.05")
-    process = start(directory)
-    until(lambda: len(rows(directory)) > 2 and (directory / "heartbeat.json").exists())
-    assert process.poll() is None and not (directory / "result.json").exists()
-    heartbeat = read_json(directory / "heartbeat.json")
-    assert heartbeat["pid"] == process.pid and heartbeat["step"] >= 0
-    process.terminate()
-    assert process.wait(30) == 3
-
-
 def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
     slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.7", "steps=5")
     directory = prepared(tmp_path, *slow)
@@ -162,12 +142,6 @@ def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
     metrics = RunDir(directory).metrics()
     assert metrics["train/loss"].values[:3].tolist() == [-1.0] * 3
     assert (metrics["train/reward"].values[1:] > 0.3).all() and len(metrics["train/reward"]) == 5
-
-
-def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
-    assert launch(tmp_path, "trainer.aliases={train/entropy: entropie}", "seeds=[0, 1]").exit_code == 0
-    last = events(tmp_path / "foreign" / "baseline" / "seed-0")[-1]
-    assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -233,11 +207,6 @@ def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> N
         run_to_end(other, tmp_path, resume=True)
 
 
-def test_memory_profile_refuses_a_command() -> None:
-    with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
-        Variant(recipe=load_recipe(FOREIGN, [SCRIPT])).configs()
-
-
 def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:
     arms = ("arms.treatment={trainer.parameters.behaviour: torn}", "trainer.parameters.behaviour=nan")
     assert launch(tmp_path, *arms, "seeds=[0, 1]").exit_code == 0
@@ -292,13 +261,6 @@ def test_a_failure_says_why_in_one_line(
     last = events(state.directory)[-1]
     assert last["event"] == "failed" and last["message"] == state.message
     assert not (state.directory / "result.json").exists()
-
-
-def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
-    launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
-    reason = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
-    assert reason and (reason.code, reason["format"]) == (Code.NO_METRICS, "parquet")
-    assert reason["problem"] and len(sentence(reason).splitlines()) == 1
 
 
 def test_a_command_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
@@ -183,21 +182,19 @@ def test_on_cpu_cores_nothing_is_computed_again(predicts: Callable[[Peaks], Any]
     assert not asked
 
 
+Command = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture
-def abrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Command) -> Command:
     """A command in an empty folder, on two pretended GPUs, by the fake trainer: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["abrun", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        said = capsys.readouterr()
-        return int(str(exited.value.code)), " ".join(said.out.split()), " ".join(said.err.split())
+        code, output, errors = abrun(*arguments)
+        return code, " ".join(output.split()), " ".join(errors.split())
 
     return run
 
@@ -207,14 +204,14 @@ def sets(*values: str) -> list[str]:
 
 
 def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
-    abrun: Callable[..., tuple[int, str, str]],
+    command: Command,
     predicts: Callable[[Peaks], Any],
     tmp_path: Path,
     snapshot: Snapshot,
 ) -> None:
     predicts({"none": of(95, 50), "full": of(60, 30)})
-    command = ("launch", SMALL, *sets(*ON_GPUS), "--device-memory", "80GiB", "--no-compare")
-    code, said, _ = abrun(*command, "--seeds", "0,1")
+    words = ("launch", SMALL, *sets(*ON_GPUS), "--device-memory", "80GiB", "--no-compare")
+    code, said, _ = command(*words, "--seeds", "0,1")
     experiment_dir = tmp_path / "runs" / "small"
     kept = open_experiment(experiment_dir)
     decided = kept["decided"][CHECKPOINTING]
@@ -237,53 +234,40 @@ def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
     assert comparison.as_json()["notes"][0] == f"{CHECKPOINTING}: {why}"
 
     asked = predicts({})  # resumed with a seed more, it is what it was, whatever the memory is now
-    code, said, _ = abrun(
-        *command[:-3], "--device-memory", "1GiB", "--no-compare", "--seeds", "0-2", "--resume"
+    code, said, _ = command(
+        *words[:-3], "--device-memory", "1GiB", "--no-compare", "--seeds", "0-2", "--resume"
     )
     assert code == 0 and not asked
     resumed = open_experiment(experiment_dir)
     assert resumed["decided"] == kept["decided"] and len(resumed["runs"]) == 6
     assert resumed["recipe"]["policy"]["activation_checkpointing"] == "full"
 
-    code, _, said = abrun(*command)  # refused before anything is predicted
+    code, _, said = command(*words)  # refused before anything is predicted
     assert code == 2 and "is here already" in said and not asked
 
 
 def test_what_a_launch_would_refuse_is_said_before_minutes_of_predictions(
-    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any], tmp_path: Path
+    command: Command, predicts: Callable[[Peaks], Any], tmp_path: Path
 ) -> None:
     asked = predicts(PEAKS)
     three = ("cluster={gpus_per_node: 4}", "algorithm.prompts_per_step=32")
-    code, _, said = abrun("launch", SMALL, *sets(AUTO, *three), "--device-memory", "80GiB")
+    code, _, said = command("launch", SMALL, *sets(AUTO, *three), "--device-memory", "80GiB")
     assert code == 2 and "this machine has 2 visible GPUs" in said and not asked
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_shows_what_it_would_be(
-    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any]
-) -> None:
+def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[Peaks], Any]) -> None:
     asked = predicts(PEAKS)
-    command = ("launch", SMALL, *sets(*ON_GPUS), "--dry-run", "--device-memory", "120GiB")
-    code, said, _ = abrun(*command)
+    words = ("launch", SMALL, *sets(*ON_GPUS), "--dry-run", "--device-memory", "120GiB")
+    code, said, _ = command(*words)
     assert code == 0 and "auto is none: predicted peaks 95.0 GiB (baseline)" in said
     assert len(asked) == 2  # nothing is predicted twice
-    code, said, _ = abrun(*command, "--json")
+    code, said, _ = command(*words, "--json")
     assert code == 0 and json.loads(said)["decided"][CHECKPOINTING]["value"] == "none"
 
 
-def test_sensitivity_decides_for_the_baseline(
-    abrun: Callable[..., tuple[int, str, str]], predicts: Callable[[Peaks], Any], tmp_path: Path
-) -> None:
-    asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
-    faulty = ("--faults", "flipped_advantages", "--device-memory", "80GiB")
-    assert abrun("sensitivity", SMALL, *sets(*ON_GPUS), *faulty)[0] == 0
-    assert asked == [("none", "baseline"), ("full", "baseline")]
-    runs = planned_runs(tmp_path / "runs" / "small-sensitivity")
-    assert {name.arm for name in runs} > {"baseline"}
-
-
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("words", "said"),
     [
         (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
@@ -306,15 +290,9 @@ def test_sensitivity_decides_for_the_baseline(
         ),
     ],
 )
-def test_other_commands_say_what_to_write(
-    abrun: Callable[..., tuple[int, str, str]], command: list[Any], said: str
-) -> None:
-    code, _, error = abrun(*command)
+def test_other_commands_say_what_to_write(command: Command, words: list[Any], said: str) -> None:
+    code, _, error = command(*words)
     assert code == 2 and said in error
-
-
-def test_a_plan_of_seeds_needs_no_memory(abrun: Callable[..., tuple[int, str, str]]) -> None:
-    assert abrun("plan", SMALL, *sets(*ON_GPUS), "--sigma", "0.02")[0] == 0
 
 
 def test_no_run_is_ever_told_auto(snapshot: Snapshot) -> None:
@@ -428,39 +406,10 @@ def test_a_budget_is_no_more_than_an_update_has_and_no_less_than_a_sequence(
     assert one.keys() == {MICRO_BATCH_TOKENS} and one[MICRO_BATCH_TOKENS]["value"] == tokens
 
 
-def test_what_was_decided_together_is_said_once_and_resumed(
-    abrun: Callable[..., tuple[int, str, str]],
-    made_up: list[dict[str, Any]],
-    tmp_path: Path,
-    snapshot: Snapshot,
-) -> None:
-    command = ("launch", SMALL, *sets(*ON_GPUS, *ALL), "--device-memory", "100GiB", "--no-compare")
-    code, said, _ = abrun(*command)
-    keys = ", ".join(OPEN)
-    experiment_dir = tmp_path / "runs" / "small"
-    kept = open_experiment(experiment_dir)
-    (why,) = {one["why"] for one in kept["decided"].values()}
-    snapshot(why)
-    assert code == 0 and said.count(f"{keys}: {why}") == 1
-    assert {key: one["value"] for key, one in kept["decided"].items()} == {
-        CHECKPOINTING: "none",
-        KEEP_GATHERED: False,
-        MICRO_BATCH_TOKENS: 8192,
-    }
-    (note, *_) = compare_sources([str(experiment_dir)], Reading(), formats=[]).as_json()["notes"]
-    assert note == f"{keys}: {why}"
-    made_up.clear()
-    assert abrun(*command, "--seeds", "0-2", "--resume")[0] == 0 and not made_up
-    resumed = open_experiment(experiment_dir)["recipe"]["policy"]
-    assert (resumed["micro_batch_tokens"], resumed["backend"]["keep_gathered"]) == (8192, False)
-
-
-def test_what_was_never_decided_is_not_resumed(
-    abrun: Callable[..., tuple[int, str, str]], made_up: list[dict[str, Any]]
-) -> None:
-    command = ("launch", SMALL, "--no-compare", *sets("cluster={gpus_per_node: 1}", "policy.packing=true"))
-    assert abrun(*command)[0] == 0
-    code, _, said = abrun(*command, *sets(f"{MICRO_BATCH_TOKENS}=auto"), "--resume")
+def test_what_was_never_decided_is_not_resumed(command: Command, made_up: list[dict[str, Any]]) -> None:
+    words = ("launch", SMALL, "--no-compare", *sets("cluster={gpus_per_node: 1}", "policy.packing=true"))
+    assert command(*words)[0] == 0
+    code, _, said = command(*words, *sets(f"{MICRO_BATCH_TOKENS}=auto"), "--resume")
     assert code == 2 and f"no {MICRO_BATCH_TOKENS} (got None)" in said
 
 
@@ -673,29 +622,13 @@ def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: 
 
 
 @pytest.mark.slow
-def test_a_real_prediction_decides(abrun: Callable[..., tuple[int, str, str]]) -> None:
-    """A step of a tiny model, 128 sequences of 506 tokens, traced three times of each arm."""
-    larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 1024}")
-    command = ("launch", SMALL, *sets(*ON_GPUS, *larger), "--dry-run", "--json", "--device-memory")
-    decided = {}
-    for memory in ("80GiB", "1GiB"):
-        code, said, _ = abrun(*command, memory)
-        assert code == 0
-        decided[memory] = json.loads(said)["decided"][CHECKPOINTING]
-    assert [one["value"] for one in decided.values()] == ["none", "full"]
-    none, full = (one["peaks"]["baseline"] for one in decided["1GiB"]["candidates"])
-    assert none == decided["80GiB"]["candidates"][0]["peaks"]["baseline"]
-    assert none["length"] == full["length"] == 506 and none["peak_bytes"] > 2 * full["peak_bytes"]
-
-
-@pytest.mark.slow
-def test_real_tasks_and_predictions_decide_all(abrun: Callable[..., tuple[int, str, str]]) -> None:
+def test_real_tasks_and_predictions_decide_all(command: Command) -> None:
     """With positions for 506 tokens: a microbatch is many sequences, of the 32 that a rank has an update."""
     larger = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600}")
     values = (AUTO, f"{KEEP_GATHERED}=auto", f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true")
     both = ("cluster={gpus_per_node: 2}", "algorithm.minibatches_per_step=2")
-    command = ("launch", SMALL, *sets(*values, *larger, *both), "--dry-run", "--json", "--device-memory")
-    code, said, _ = abrun(*command, "80GiB")
+    words = ("launch", SMALL, *sets(*values, *larger, *both), "--dry-run", "--json", "--device-memory")
+    code, said, _ = command(*words, "80GiB")
     assert code == 0, said
     of = json.loads(said)["decided"]
     assert [one["value"] for one in of.values()] == ["none", True, 16192]  # 32 x 506
@@ -731,9 +664,9 @@ def test_a_real_measurement_is_that_of_the_prediction(
 @pytest.mark.slow
 @pytest.mark.usefixtures("heard_signals")
 def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
-    command = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
+    words = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
     launched = subprocess.Popen(
-        [*command, "--device-memory", "80GiB"],
+        [*words, "--device-memory", "80GiB"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -137,27 +137,6 @@ def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES=''" in (tmp_path / "small" / names[0] / "stdout.log").read_text()
 
 
-def test_the_experiment_is_described_as_agreed(tmp_path: Path) -> None:
-    launch(tmp_path, name="mine")
-    described = open_experiment(tmp_path / "mine")
-    plan = plan_of()
-    assert described["experiment"] == "mine"
-    assert described["recipe"] == plan.recipe.model_dump(mode="json")
-    assert described["runs"][1] == {"arm": "treatment", "seed": 0, "rerun": 0}
-    assert described["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
-    config = read_json(tmp_path / "mine" / "treatment" / "seed-1" / "config.json")
-    assert config.pop("config") == plan.runs[1].config.model_dump(mode="json")
-    described = {"schema_version": 1, "experiment": "mine", "arm": "treatment", "seed": 1, "rerun": 0}
-    assert config == {**described, "initial_weights": None}
-
-
-def test_slots_run_in_parallel(tmp_path: Path, behave: Callable[..., None]) -> None:
-    behave(step_s=0.15)
-    assert launch(tmp_path, jobs=4).exit_code == 0
-    attempts = [launches_of(tmp_path / "small", str(run.name))[0] for run in plan_of().runs]
-    assert max(each.started_s for each in attempts) < min(ended(each) for each in attempts)
-
-
 def test_a_warm_start_comes_first_is_shared_and_is_cached(tmp_path: Path) -> None:
     warm = ("warm_start={steps: 2}", "arms.cold={warm_start: null}")
     assert launch(tmp_path, *warm).exit_code == 0
@@ -401,31 +380,6 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        (
-            "cluster={cpu_ranks: 512}",
-            ["arms baseline, treatment", "cluster.cpu_ranks: got 512; this", "usable CPU core"],
-        ),
-        (
-            "cluster={gpus_per_node: 8}",
-            ["cluster.gpus_per_node: got 8; this", "no visible GPUs"],
-        ),
-        ("cluster={nodes: 2}", ["cluster.nodes: got 2", "one machine"]),
-        ("arms.treatment.cluster={nodes: 2}", ["arm treatment", "cluster.nodes: got 2"]),
-    ],
-)
-def test_more_than_the_machine_has_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: list[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(LaunchError) as caught:
-        launch(tmp_path / "runs", "algorithm.prompts_per_step=1024", override)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_gpus_are_assigned_and_not_shared(
@@ -809,16 +763,6 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
 def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(LaunchError, match="--name: got"):
         launch(tmp_path, name=name)
-
-
-def test_a_corrupt_file_of_a_run_is_that_run_s_failure(tmp_path: Path) -> None:
-    launch(tmp_path)
-    (tmp_path / "small" / "baseline" / "seed-0" / "config.json").write_text("{")
-    outcome = launch(tmp_path, resume=True)
-    assert outcome.exit_code == 1
-    assert list(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
-    message = run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).message
-    assert message and "config.json: not readable as JSON" in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from abrun import cli
 from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
@@ -58,25 +56,16 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Run) -> Run:
     """`abrun launch` of the recipe in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
     monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
     (tmp_path / "arm.py").write_text(ARM)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("SCRIPT", str(tmp_path / "arm.py")))
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        argv = ["abrun", "launch", "recipe.yaml", "--jobs", "4", *arguments]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output, errors = capsys.readouterr()
-        return int(str(exited.value.code)), output, errors
-
-    return run
+    return lambda *arguments: abrun("launch", "recipe.yaml", "--jobs", "4", *arguments)
 
 
 STAGED = ("--until-decided", "--max-seeds", "5")

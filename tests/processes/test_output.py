@@ -317,15 +317,6 @@ def test_text_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "output").read_text() == "\\u2500 \\udcff\n"
 
 
-def test_lines_are_written_whole_and_the_rest_at_a_flush(tmp_path: Path) -> None:
-    path = tmp_path / "output"
-    with path.open("wb") as file, stream_to(file.fileno()) as (output, _):
-        print("a", "b", end="", file=output)  # type: ignore[arg-type]
-        assert path.read_text() == ""
-        output.flush()
-        assert path.read_text() == "a b"
-
-
 def test_a_stream_of_somebody_elses_is_written_to_by_its_own_method(tmp_path: Path) -> None:
     own = io.StringIO()
     output = UnfailingOutput(own)

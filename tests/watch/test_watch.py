@@ -24,7 +24,6 @@ from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch import overview
 from abrun.watch.reading import time_left_s
-from abrun.watch.showing import memory, sparkline
 from tests.snapshot import Snapshot
 
 
@@ -172,12 +171,6 @@ def test_a_run_that_failed_again_before_a_step_has_no_elapsed_time(tmp_path: Pat
     assert "failed" in row and not re.search(r"-\d+:", row)
 
 
-def test_the_runs_of_a_seed_stand_together_whatever_their_order(tmp_path: Path) -> None:
-    runs = {"baseline_0": 1, "baseline_1": 1, "treatment_0": 1, "treatment_1": 1}
-    rows = [line.split()[:2] for line in drawn(make_experiment(tmp_path, **runs), 120).splitlines()[3:-1]]
-    assert rows == [["0", "baseline"], ["treatment", "running"], ["1", "baseline"], ["treatment", "running"]]
-
-
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_path: Path, width: int) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=1)
@@ -250,16 +243,6 @@ def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
     assert "warm-start" not in drawn(experiment_dir, 120)
 
 
-def test_a_deleted_warm_start_is_shown_while_a_run_waits_for_it(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=60)
-    config = {"initial_weights": "../../../warm-starts/gone/checkpoints/final", "config": {"steps": 60}}
-    write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
-    assert "warm-start" not in drawn(experiment_dir, 120)
-    write_json(experiment_dir / "baseline" / "seed-0" / "attempts/0001.json", {"status": "pending"})
-    (experiment_dir / "baseline" / "seed-0" / "result.json").unlink(missing_ok=True)
-    assert "warm-start" in drawn(experiment_dir, 120)
-
-
 def test_a_run_whose_directory_was_removed_is_still_to_do(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=60)
     content = read_json(experiment_dir / "experiment.json")
@@ -267,16 +250,6 @@ def test_a_run_whose_directory_was_removed_is_still_to_do(tmp_path: Path) -> Non
     shutil.rmtree(experiment_dir / "treatment")
     text = drawn(experiment_dir, 120)
     assert "0/60" in text and "60/120 steps" in text
-
-
-def test_one_corrupt_experiment_does_not_hide_the_others(tmp_path: Path) -> None:
-    make_experiment(tmp_path, baseline_0=60)
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "experiment.json").write_text("{")
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(watch.status_of_experiments(tmp_path))
-    text = console.export_text()
-    assert "60/60" in text and "torn/experiment.json: not readable as JSON" in text
 
 
 class SlowQueue:
@@ -357,19 +330,6 @@ def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapsh
         list(watch.log_of(arm, lambda experiment_dir: None, follow=False))
     assert refused.value.code is Code.LOG_OF_ARM and str(failed.path) in str(refused.value)
     snapshot(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("steps", "named"), [((60, 60, 60), 2), ((60, 12, 0), 1), ((0, 0, 0), -1)], ids=("done", "now", "soon")
-)
-def test_where_no_run_failed_the_log_of_the_newest_is_named(
-    tmp_path: Path, steps: tuple[int, ...], named: int
-) -> None:
-    experiment_dir = make_experiment(tmp_path, **{f"baseline_{i}": done for i, done in enumerate(steps)})
-    warm_start = with_warm_start(experiment_dir / "baseline/seed-2")
-    *_, last = watch.log_of(experiment_dir, lambda experiment_dir: None, follow=False)
-    path = warm_start if named < 0 else experiment_dir / f"baseline/seed-{named}"
-    assert last.endswith(f": abrun logs {path}\n")
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,22 +450,6 @@ def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path
     assert "finished" in output.getvalue() and "--resume" not in output.getvalue()
     watch.watch(make_experiment(tmp_path / "left", baseline_0=60, treatment_0=0), Console(file=output))
     snapshot(output.getvalue())
-
-
-def test_sparklines_share_one_scale_and_average_what_does_not_fit() -> None:
-    assert sparkline([0, 1], 10, (0, 1)) == "▁█"
-    assert sparkline([0, 0, 1, 1], 2, (0, 1)) == "▁█"
-    assert sparkline([0.5], 10, (0.5, 0.5)) == "▅"
-    assert sparkline([], 10, (0, 1)) == ""
-    assert len(sparkline(list(range(1000)), 30, (0, 999))) == 30
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(None, ""), (2048, "2 KiB"), (84_000_000, "80.1 MiB"), (1023 * 2**20, "1023 MiB"), (2**30, "1 GiB")],
-)
-def test_memory_is_for_people(num_bytes: float | None, text: str) -> None:
-    assert memory(num_bytes) == text
 
 
 def test_of_a_long_run_a_few_rows_are_read_and_then_what_is_new(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import requests
 
-from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
@@ -331,19 +330,8 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["abrun", *map(str, arguments), "--runs-dir", str(tmp_path / "runs")]
-        )
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output, errors = capsys.readouterr()
-        return int(str(exited.value.code)), output, errors
-
-    return run
+def run(tmp_path: Path, abrun: Cli) -> Cli:
+    return lambda *arguments: abrun(*arguments, "--runs-dir", tmp_path / "runs")
 
 
 def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> None:

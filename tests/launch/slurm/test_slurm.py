@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
@@ -21,7 +20,6 @@ from abrun.launch import node, prepare
 from abrun.launch.cluster import cancel, make_cluster, queued_jobs
 from abrun.launch.handover import hand_over
 from abrun.launch.slurm import allocation, launcher
-from abrun.launch.supervisor import _errors
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
@@ -116,18 +114,6 @@ def test_arms_that_fill_a_node_have_jobs_of_their_own(slurm: Path, tmp_path: Pat
     record = json.loads((tmp_path / "small" / "_slurm" / "jobs.json").read_text())
     names = [["baseline/seed-0"], ["treatment/seed-0"], ["baseline/seed-1"], ["treatment/seed-1"]]
     assert record["jobs"] == {"101": names}
-
-
-def test_arms_of_other_sizes_are_side_by_side_where_the_nodes_are_as_many(
-    slurm: Path, tmp_path: Path
-) -> None:
-    wider = planned("arms.treatment={cluster.cpu_ranks: 4}")
-    text = submit(wider, tmp_path).joinpath("_slurm", "pairs.sh").read_text()
-    assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=4\n" in text
-    more_nodes = planned("name=other", "arms.treatment={cluster.nodes: 2}")
-    folder = submit(more_nodes, tmp_path) / "_slurm"
-    assert "--nodes=1\n" in (folder / "runs.sh").read_text()
-    assert "--nodes=2\n" in (folder / "runs-2.sh").read_text()
 
 
 # --- submission and refusals ---
@@ -423,18 +409,6 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
     assert updates() == ["scontrol update JobId=101_0 StartTime=now"]
 
 
-def test_of_what_the_nodes_said_the_cause_comes_first() -> None:
-    lost = Code.RANKS_LOST(waited_s=None, doing="logprobs", error="Connection closed")
-    causes = (Code.EXCEPTION(kind="LaunchError", error=lost, origin=None), Code.KILLED(signal="SIGKILL"))
-    effect, cause = (
-        Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=reason)
-        for rank, reason in enumerate(causes)
-    )
-    printed = "step 3\nerror: of a program\nno error: here\n"
-    assert _errors(printed, [effect, cause]) == [cause, effect]
-    assert _errors(printed, []) == [Code.FOREIGN_TEXT(text="of a program")]
-
-
 # --- in a job ---
 
 
@@ -569,20 +543,9 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.setenv("COLUMNS", "200")
+def run(tmp_path: Path, abrun: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["abrun", *map(str, arguments), "--runs-dir", str(tmp_path / "runs")]
-        )
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        output, errors = capsys.readouterr()
-        return int(str(exited.value.code)), output, errors
-
-    return run
+    return lambda *arguments: abrun(*arguments, "--runs-dir", tmp_path / "runs")
 
 
 def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Path, run: Cli) -> None:
