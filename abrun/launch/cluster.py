@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
+from abrun.recipe.exported import Exported
 from abrun.recipe.implementations import SCHEDULERS, load
 from abrun.recipe.launcher import LauncherSettings
 from abrun.regular_files import read_tail
@@ -150,6 +151,8 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> Cluster | None:
     """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
+    if isinstance(settings, Exported):
+        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
         return None
     return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
+from abrun.recipe.exported import VARIABLE, JobSet, SkyPilot
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, validated
 from abrun.recipe.secrets import refuse_secrets
@@ -49,7 +50,6 @@ TAKEN = [
     "wait",
     "wrap",
 ]
-VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 MOST_PROFILE = 1 << 16  # bytes
 
 
@@ -182,11 +182,13 @@ class Ray(Section):
         return resources
 
 
-LauncherSettings = Local | Slurm | Ray
+LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
 LAUNCHERS: dict[str, type[LauncherSettings]] = {
     "local": Local,
     "slurm": Slurm,
     "ray": Ray,
+    "jobset": JobSet,
+    "skypilot": SkyPilot,
 }
 
 

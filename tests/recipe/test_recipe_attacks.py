@@ -27,7 +27,10 @@ COMMANDS = (
     ("launch", "--dry-run", "--json"),
     ("plan",),
     ("plan", "--sigma", "0.02", "--json"),
+    ("export", "--to", "jobset"),
+    ("export", "--to", "skypilot"),
 )
+LAUNCHERS = ("launcher={type: jobset, image: x, claim: y}", "launcher={type: skypilot, accelerator: H100}")
 TEXTS = (  # what YAML, markup, terminals, templates and file systems have of their own
     *(
         "!!python/object/apply:os.system ['touch EXECUTED']",
@@ -204,7 +207,9 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(path.parent, "recipes", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         Path("recipes", path.name).write_bytes(content)
         command = draw.choice(COMMANDS)
-        argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in overrides)]
+        more = [*(LAUNCHERS[command[-1] == "skypilot"],), *overrides] if command[0] == "export" else overrides
+        argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in more)]
+        argv += ["-o", f"out-{round_}"] if command[0] == "export" else []
         try:
             code, _, error = answer(argv, monkeypatch)
             codes[code] = codes.get(code, 0) + 1
