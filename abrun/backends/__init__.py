@@ -18,6 +18,7 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
+from abrun.rl.losses import TokenLosses
 from abrun.rl.metrics import MetricParts
 
 B = TypeVar("B", bound=Sequences)
@@ -32,28 +33,31 @@ class Objective(Protocol[B_contra]):
         """Whether its losses or metrics need entropies: without, they are given None."""
         ...
 
-    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Each token's share of the global loss [...], 0 where masked.
+    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
+        """Compute each token's share of the global loss [...], 0 where masked.
 
         All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
         log-probs at once asks for them. A token's loss is the same in both.
         """
         ...
 
-    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
-        """A microbatch's contributions, from log-probs and entropies [B, S] without gradient."""
+    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None, losses: Any) -> MetricParts:
+        """Return a microbatch's contributions, from log-probs and entropies [B, S] without gradient.
+
+        `losses` is what `losses` returned for the microbatch; the caller has disabled gradients.
+        """
         ...
 
 
 class ValueObjective(Protocol[B_contra]):
     """What a step's value model minimises: the sum of a loss over all tokens of the global batch."""
 
-    def losses(self, batch: B_contra, values: Tensor) -> Tensor:
-        """Each token's share of the global loss [B, S], 0 where masked."""
+    def losses(self, batch: B_contra, values: Tensor) -> TokenLosses:
+        """Compute each token's share of the global loss [B, S], 0 where masked."""
         ...
 
-    def metrics(self, batch: B_contra, values: Tensor) -> MetricParts:
-        """A microbatch's contributions, from values [B, S] without gradient."""
+    def metrics(self, batch: B_contra, values: Tensor, losses: Any) -> MetricParts:
+        """Return a microbatch's contributions, from values [B, S] without gradient; `losses` as above."""
         ...
 
 

@@ -155,7 +155,7 @@ class _Route:
 def _route(own: _Rows, rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
     """Collective, as every rank deals out the samples of all."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
-    of_all = _Rows(ranks.gather(own.lengths), ranks.gather(own.shared)) if size > 1 else own
+    of_all = _Rows(ranks.all_gather_data(own.lengths), ranks.all_gather_data(own.shared)) if size > 1 else own
     by_rank = _dealt_rows(of_all, rows_together, max_tokens, size)
     own_rows = len(own.lengths)
 

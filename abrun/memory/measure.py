@@ -169,7 +169,7 @@ class Cell:
         )
         batch: Any = source.collect(1)[0]
         if isinstance(algorithm_settings, Sft | Dpo):
-            batch = batch.at(Sequences)
+            batch = batch.with_fields(Sequences)
         algorithm.update(batch, step=1)
 
     def _sample(self, setup: Setup) -> None:

@@ -86,7 +86,7 @@ def trace(
         setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
-        reference = getattr(algorithm, "_reference", None)
+        reference = getattr(algorithm, "reference", None)
         if reference is not None:
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         rows, device = num_rows(config, num_sequences), setup.ranks.device
@@ -96,7 +96,7 @@ def trace(
             source = RandomBatches(rows, length, 100, device, rows_together=together)
             batch = source.collect(1)[0]
             if isinstance(config.algorithm, Sft | Dpo):
-                batch = batch.at(Sequences)
+                batch = batch.with_fields(Sequences)
             algorithm.update(batch, step=1)
             size = {"length": length, "num_sequences": num_sequences}
             yield {**size, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}

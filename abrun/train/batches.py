@@ -4,13 +4,13 @@ from typing import Protocol
 
 import torch
 
-from abrun.rl.batch import Sampled
+from abrun.rl.batch import RolloutBatch
 
 
 class BatchSource(Protocol):
     """Gives a step its completions with their rewards."""
 
-    def collect(self, step: int) -> tuple[Sampled, dict[str, float]]:
+    def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """This rank's sequences of a step, and metrics of how they came about. Collective."""
         ...
 
@@ -30,12 +30,12 @@ class RandomBatches:
         self._shape, self._vocab_size, self._device = (num_sequences, length), vocab_size, device
         self._rows_together = rows_together
 
-    def collect(self, step: int) -> tuple[Sampled, dict[str, float]]:
+    def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """The same at every step: one token of prompt, and completions up to the end."""
         generator = torch.Generator().manual_seed(self._shape[1])
         token_mask = torch.ones(self._shape, dtype=torch.bool)
         token_mask[:, 0] = False
-        batch = Sampled(
+        batch = RolloutBatch(
             token_ids=torch.randint(self._vocab_size, self._shape, generator=generator),
             token_mask=token_mask,
             inference_logprobs=torch.full(self._shape, -1.0),

@@ -116,7 +116,7 @@ class Watch:
     def _tell(self) -> None:
         """Of all ranks together; collective."""
         ranks = self._setup.ranks
-        tokens, through = ranks.total(self._tokens, self._through)
+        tokens, through = ranks.all_reduce_sum_data(self._tokens, self._through)
         row = self.steps.row() | {
             "tokens": tokens,
             "through": through,

@@ -126,8 +126,10 @@ class PlainBackend:
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         logprobs, entropy = self._judged(batch)
-        objective.losses(batch, logprobs, entropy).sum().backward()
-        return objective.metrics(batch, logprobs.detach(), entropy.detach())
+        losses = objective.losses(batch, logprobs, entropy)
+        losses.shares.sum().backward()
+        with torch.no_grad():
+            return objective.metrics(batch, logprobs.detach(), entropy.detach(), losses)
 
     def optimizer_step(self, learning_rate: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._max_grad_norm)

@@ -100,8 +100,10 @@ class DtensorValueModel:
             each = gathered_once(self._hidden_states, each)
         for microbatch, packing in each:
             values = self._values(microbatch, packing)
-            objective.losses(microbatch, values).sum().backward()
-            parts.append(objective.metrics(microbatch, values.detach()))
+            losses = objective.losses(microbatch, values)
+            losses.shares.sum().backward()
+            with torch.no_grad():
+                parts.append(objective.metrics(microbatch, values.detach(), losses))
         return merge(parts)
 
     def optimizer_step(self, learning_rate: float) -> float:

@@ -113,8 +113,10 @@ class MegatronValueModel:
             if hidden.requires_grad and self._coefficient != 1:
                 hidden.register_hook(lambda gradient: gradient * self._coefficient)
             values = self._values(microbatch, packing, hidden)
-            found.append(objective.metrics(microbatch, values.detach()))
-            return objective.losses(microbatch, values).sum()
+            losses = objective.losses(microbatch, values)
+            with torch.no_grad():
+                found.append(objective.metrics(microbatch, values.detach(), losses))
+            return losses.shares.sum()
 
         each = Microbatches(batch, self._policy, self._ranks)
         self._stages.run(self._backbone, each, forward, backward=True)
