@@ -14,6 +14,7 @@ from torch import Tensor
 from abrun.backends.head import Entropies
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
+from abrun.models import open_network
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load
 from abrun.recipe.run import OwnRunConfig
@@ -163,10 +164,27 @@ class Backend(Trained, Protocol):
 def make_backend(
     config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
 ) -> Backend:
-    """The policy of a run, on the backend that its recipe names.
+    """Make the policy of a run, on the backend that its recipe names.
 
     `weights`, a checkpoint folder, replaces the recipe's own initial ones; a preset without is initialised
-    from `seed`. Raises RecipeError where the model does not fit the backend.
+    from `seed`. Raises RecipeError if the model does not fit the backend.
+
+    A backend gets `load_initial`, which makes a network with the run's initial weights, on the CPU and alike
+    on every rank, or on the meta device with a `checkpoint` to read them from: the policy's, and that of a
+    value model with a backbone of its own. Its log-probs are of the distribution that a sampler at
+    `temperature` with `filters` draws from; the sampler's own LM head runs in `engine_dtype`.
     """
-    make = load(BACKENDS[config.policy.backend.type])
-    return make(config, ranks, weights=weights, seed=seed, trainable=trainable)
+    temperature, filters = config.trained_distribution
+
+    def load_initial() -> Any:
+        return open_network(config.model, weights=weights, seed=seed, decodes=trainable and config.decodes)
+
+    return load(BACKENDS[config.policy.backend.type])(
+        load_initial,
+        config.policy,
+        ranks,
+        temperature=temperature,
+        filters=filters,
+        engine_dtype=config.rollout.head_dtype,
+        trainable=trainable,
+    )

@@ -1,6 +1,6 @@
-"""What the backends share of a policy: the passes over a batch's microbatches, and what is made of them.
+"""What the backends share of a policy and its value model: the loop over a batch's micro-batches.
 
-Letters: B sequences, S positions, b and s those of a microbatch, R = layers * experts a token.
+Letters: B sequences, S positions, b and s those of a micro-batch, R = layers * experts a token.
 """
 
 import contextlib
@@ -8,60 +8,107 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from abrun.backends import B, Objective
+from abrun.backends import B, Objective, ValueObjective
 from abrun.backends.head import Entropies, HeadOutput
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load
 from abrun.kernels import TokenLoss
-from abrun.models import open_network, save_network
+from abrun.models import save_network
 from abrun.recipe.policy import Policy
-from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, merge_keys
+from abrun.rl.values import right_shifted
 
-Routed = TypeVar("Routed")  # what the routers of a mixture of experts did with a microbatch
+Routed = TypeVar("Routed")  # what the routers of a mixture of experts did with a micro-batch
 Balance = tuple[float, Load]  # the auxiliary loss's coefficient, and the global batch's load
 
 
-class PolicyBackend(ABC, Generic[Routed]):
-    """A policy whose passes are the same on every backend; see abrun.backends.Backend.
-
-    A backend says how one microbatch goes forward (`_forward`), and in which order microbatches go forward
-    and backward (`_run`).
-    """
+class MicrobatchLoop(ABC):
+    """Passes over the micro-batches of a batch, without gradient or with."""
 
     settings: Policy
     ranks: Ranks
-    around_forward: Callable[[], AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
 
-    @classmethod
-    def of_run(
-        cls, config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
-    ) -> Self:
-        """See abrun.backends.make_backend."""
-        temperature, filters = config.trained_distribution
+    @property
+    def is_last_stage(self) -> bool:
+        """False on a stage of a pipeline that computes neither log-probs nor losses."""
+        return True
 
-        def load() -> Any:
-            decodes = trainable and config.decodes
-            return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
+    @abstractmethod
+    def _run(
+        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
+    ) -> None:
+        """Call `forward` on each micro-batch; with `backward`, go back from the loss [] that it returns."""
 
-        make: Any = cls
-        return make(
-            load,
-            config.policy,
-            ranks,
-            temperature=temperature,
-            filters=filters,
-            engine_dtype=config.rollout.head_dtype,
-            trainable=trainable,
-        )
+    def _infer(self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor]) -> Tensor:
+        """Return as rows [B, S] what `forward` computes of each micro-batch [b, s], without gradient.
+
+        On earlier stages `forward` returns the hidden states for the next one.
+        """
+        outputs: list[Tensor] = []
+
+        def step(microbatch: Microbatch[B]) -> Tensor:
+            output = forward(microbatch)
+            if self.is_last_stage:
+                outputs.append(output)
+            return output
+
+        with torch.no_grad():
+            self._run(microbatches, step, backward=False)
+        rows = microbatches.in_rows(outputs) if outputs else None
+        return self._tensor_from_last_stage(rows, microbatches.shape)
+
+    def _accumulate(
+        self,
+        microbatches: Microbatches[B],
+        forward: Callable[[Microbatch[B]], tuple[Tensor, MetricParts | None]],
+    ) -> MetricParts:
+        """Accumulate gradients of the loss [] that `forward` returns, and merge its metrics.
+
+        On earlier stages `forward` returns the hidden states for the next one, and no metrics.
+        """
+        parts: list[MetricParts] = []
+
+        def step(microbatch: Microbatch[B]) -> Tensor:
+            loss, metrics = forward(microbatch)
+            if metrics is not None:
+                parts.append(metrics)
+            return loss
+
+        self._run(microbatches, step, backward=True)
+        return self._metrics_from_last_stage(merge(parts) if parts else None)
+
+    def _microbatches(self, batch: B) -> Microbatches[B]:
+        return Microbatches(batch, self.settings, self.ranks)
+
+    def _tensor_from_last_stage(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
+        assert tensor is not None
+        return tensor
+
+    def _metrics_from_last_stage(self, parts: MetricParts | None) -> MetricParts:
+        assert parts is not None
+        return parts
+
+
+class PolicyBackend(MicrobatchLoop, Generic[Routed]):
+    """A policy whose passes are the same on every backend; see abrun.backends.Backend.
+
+    A backend says how one micro-batch goes forward (`_forward`), and in which order micro-batches go forward
+    and backward (`_run`).
+    """
+
+    around_forward: Callable[[], AbstractContextManager[None]]
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self.settings, self.ranks = policy, ranks
+        self.around_forward = contextlib.nullcontext
 
     def logprobs(self, batch: Sequences) -> Tensor:
         return self._pass(batch)[0]
@@ -73,30 +120,25 @@ class PolicyBackend(ABC, Generic[Routed]):
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         coefficient = self.settings.router_aux_loss_coefficient
-        # The load of the global batch takes a pass of its own: no microbatch knows the others.
+        # The load of the global batch takes a pass of its own: no micro-batch knows the others.
         balance = (coefficient, self._total_load(self._pass(batch)[1])) if coefficient else None
-        parts: list[MetricParts] = []
         routed: list[Routed] = []
 
-        def forward(microbatch: Microbatch[B]) -> Tensor:
+        def forward(microbatch: Microbatch[B]) -> tuple[Tensor, MetricParts | None]:
             token_loss = self._token_loss(microbatch, objective)
             with self.around_forward():
                 output = self._forward(*microbatch, objective.entropies, token_loss, routed, balance)
                 if not isinstance(output, HeadOutput):
-                    return output  # of a pipeline's stage that is not the last
+                    return output, None
                 losses = objective.losses(microbatch.batch, output.logprobs, output.entropies)
                 loss = losses.shares.sum() if output.loss is None else output.loss
                 if output.balance is not None:
                     loss = loss + output.balance
-            detached = output.mapped(Tensor.detach)
+            output = output.mapped(Tensor.detach)
             with torch.no_grad():
-                parts.append(
-                    objective.metrics(microbatch.batch, detached.logprobs, detached.entropies, losses)
-                )
-            return loss
+                return loss, objective.metrics(microbatch.batch, output.logprobs, output.entropies, losses)
 
-        self._run(Microbatches(batch, self.settings, self.ranks), forward, backward=True)
-        metrics = self._from_last_stage(merge(parts) if parts else None)
+        metrics = self._accumulate(self._microbatches(batch), forward)
         return merge_keys(metrics, self._total_load(routed).metrics()) if routed else metrics
 
     def save(self, directory: Path) -> None:
@@ -128,14 +170,8 @@ class PolicyBackend(ABC, Generic[Routed]):
     ) -> HeadOutput | Tensor:
         """Return log-probs and entropies [b, s]; on other stages than the last, the hidden states.
 
-        With experts, what routers did with the microbatch is appended to `routed`.
+        With experts, what routers did with the micro-batch is appended to `routed`.
         """
-
-    @abstractmethod
-    def _run(
-        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
-    ) -> None:
-        """Call `forward` on each microbatch; with `backward`, go back from the loss [] that it returns."""
 
     @abstractmethod
     def _total_load(self, routed: list[Routed]) -> Load:
@@ -143,33 +179,18 @@ class PolicyBackend(ABC, Generic[Routed]):
 
     @abstractmethod
     def _routes(self, routed: list[Routed]) -> list[Tensor]:
-        """Return where the tokens of each microbatch went [b, s, R]; empty without experts. Collective."""
-
-    def _from_last_stage(self, parts: MetricParts | None) -> MetricParts:
-        assert parts is not None
-        return parts
-
-    def _logprobs_of_last_stage(self, logprobs: Tensor | None, shape: torch.Size) -> Tensor:
-        assert logprobs is not None
-        return logprobs
+        """Return where the tokens of each micro-batch went [b, s, R]; empty without experts. Collective."""
 
     def _pass(self, batch: B) -> tuple[Tensor, list[Routed], Microbatches[B]]:
-        """Return log-probs [B, S] without gradient, and what routers did with these microbatches."""
-        found: list[Tensor] = []
+        """Return log-probs [B, S] without gradient, and what routers did with these micro-batches."""
         routed: list[Routed] = []
 
         def forward(microbatch: Microbatch[B]) -> Tensor:
             output = self._forward(*microbatch, "none", None, routed, None)
-            if not isinstance(output, HeadOutput):
-                return output
-            found.append(output.logprobs)
-            return output.logprobs.new_zeros(())
+            return output.logprobs if isinstance(output, HeadOutput) else output
 
-        microbatches = Microbatches(batch, self.settings, self.ranks)
-        with torch.no_grad():
-            self._run(microbatches, forward, backward=False)
-        logprobs = microbatches.in_rows(found) if found else None
-        return self._logprobs_of_last_stage(logprobs, batch.token_ids.shape), routed, microbatches
+        microbatches = self._microbatches(batch)
+        return self._infer(microbatches, forward), routed, microbatches
 
     def _token_loss(self, microbatch: Microbatch[B], objective: Objective[B]) -> TokenLoss | None:
         """Return the loss of some tokens, for a head that never has all log-probs at once."""
@@ -184,3 +205,33 @@ class PolicyBackend(ABC, Generic[Routed]):
             return objective.losses(tokens[part], logprobs, entropy).shares
 
         return losses
+
+
+class ValueBackend(MicrobatchLoop):
+    """A value model whose passes are the same on every backend; see abrun.backends.ValueModel."""
+
+    right_shift: bool
+
+    def values(self, batch: Sequences) -> Tensor:
+        return self._infer(self._microbatches(batch), lambda microbatch: self._forward(*microbatch))
+
+    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
+        def forward(microbatch: Microbatch[B]) -> tuple[Tensor, MetricParts | None]:
+            values = self._forward(*microbatch)
+            if not self.is_last_stage:
+                return values, None
+            losses = objective.losses(microbatch.batch, values)
+            loss = losses.shares.sum()
+            with torch.no_grad():
+                return loss, objective.metrics(microbatch.batch, values.detach(), losses)
+
+        return self._accumulate(self._microbatches(batch), forward)
+
+    @abstractmethod
+    def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
+        """Return values [b, s] float32; on other stages than the last, the hidden states."""
+
+    def _in_rows(self, values: Tensor, packing: Packing | None) -> Tensor:
+        """Return a stream's values as rows [b, s], shifted as rows, so that no sequence sees another's."""
+        values = packing.unpack(packing.whole(values)) if packing else values
+        return right_shifted(values) if self.right_shift else values

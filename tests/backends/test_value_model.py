@@ -107,12 +107,12 @@ def test_gradients_are_those_of_plain_autograd(
     batch = some_batch()
     parts = critic.forward_backward(batch, objective(batch))
     plain = Plain(critic, kind, ppo.get("value_coefficient", 1.0))
-    loss = objective(batch).losses(batch, plain(batch, right_shift=critic._settings.right_shift)).shares.sum()
+    loss = objective(batch).losses(batch, plain(batch, right_shift=critic.right_shift)).shares.sum()
     loss.backward()
     assert float(parts.sums["loss"]) == pytest.approx(loss.item(), rel=1e-5)
     heads = {name: p.grad for name, p in plain.head.named_parameters() if p.grad is not None}
     assert_same(head_gradients(critic), heads, rtol=1e-4, atol=1e-6)
-    if critic._settings.value_backbone == "own":
+    if ppo.get("value_backbone") != "shared":
         sharded: Any = critic._hidden_states
         prefix = "base_model."
         assert all(parameter.grad is None for parameter in backend.module.parameters())

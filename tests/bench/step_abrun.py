@@ -85,7 +85,7 @@ class Watch:
         loop.make_setup, loop.make_algorithm = set_up, algorithm_made
         of_all: Any = phases.Phases
         of_all.__call__, of_all.collect = phase, collected
-        steps.follow(Head, "judge", "head", inner=True, when=lambda: steps.runs == "forward")
+        steps.follow(Head, "logprobs", "head", inner=True, when=lambda: steps.runs == "forward")
         steps.follow(torch.Tensor, "backward", "backward", inner=True)
 
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:

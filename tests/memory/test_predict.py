@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
-from abrun.backends import dtensor
+from abrun import backends
 from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
@@ -109,10 +109,10 @@ def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyP
     ]
     assert floors[0] and floors[1] and floors[1]["weights"] * 2 == floors[0]["weights"]
 
-    opened: Any = dtensor.open_network
+    opened: Any = backends.open_network
     policy: Any = fsdp.MixedPrecisionPolicy
     monkeypatch.setattr(
-        dtensor, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
+        backends, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
     )
     monkeypatch.setattr(
         fsdp,

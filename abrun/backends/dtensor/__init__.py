@@ -9,7 +9,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,6 @@ from abrun.models import (
 )
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
-from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, sequence_lengths
 
 
@@ -94,13 +92,6 @@ class PolicyModule(nn.Module):
         return self.head.decode(self.base, weight, token_ids, attention_mask, position_ids, cache)
 
 
-def make_backend(
-    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
-) -> "DtensorBackend":
-    """See abrun.backends.make_backend."""
-    return DtensorBackend.of_run(config, ranks, weights=weights, seed=seed, trainable=trainable)
-
-
 class Routed(NamedTuple):
     """What routers did with a microbatch."""
 
@@ -109,13 +100,7 @@ class Routed(NamedTuple):
 
 
 class DtensorBackend(PolicyBackend[Routed]):
-    """See abrun.backends.Backend.
-
-    `load` makes a network with the run's initial weights, on the CPU and alike on every rank, or on the meta
-    device with a `checkpoint` to read them from: the policy's, and that of a value model with a backbone of
-    its own. Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from;
-    the sampler's own LM head runs in `engine_dtype`.
-    """
+    """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
     def __init__(
         self,
@@ -129,7 +114,7 @@ class DtensorBackend(PolicyBackend[Routed]):
         trainable: bool = True,
     ) -> None:
         check_available(policy.logprobs, ranks.device)
-        self.settings, self.ranks = policy, ranks
+        super().__init__(policy, ranks)
         self._load = load
         network = load()
         enable_streams(network, policy)

@@ -2,26 +2,23 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from abrun.backends import B, Decoder, ValueModel
+from abrun.backends import Decoder, ValueModel
 from abrun.backends.head import Entropies, Head, HeadOutput, check_available, logprobs_of_tokens
 from abrun.backends.megatron.cpu import standing_in
 from abrun.backends.megatron.decoding import Skeleton, decoder_of
-from abrun.backends.megatron.groups import is_last_stage, join
+from abrun.backends.megatron.groups import join
 from abrun.backends.megatron.library import dtype_of, quiet
 from abrun.backends.megatron.names import Names
 from abrun.backends.megatron.network import make_network
 from abrun.backends.megatron.routing import Routed, Routing
 from abrun.backends.megatron.sharded import Sharded
-from abrun.backends.megatron.stages import Stages
+from abrun.backends.megatron.stages import StagedLoop, Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
-from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
 from abrun.backends.policy import Balance, PolicyBackend
@@ -31,27 +28,11 @@ from abrun.kernels import TokenLoss
 from abrun.models import facts_of, published
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
-from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
-from abrun.rl.metrics import MetricParts
 
 
-def make_backend(
-    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
-) -> "MegatronBackend":
-    """See abrun.backends.make_backend."""
-    return MegatronBackend.of_run(config, ranks, weights=weights, seed=seed, trainable=trainable)
-
-
-class MegatronBackend(PolicyBackend[Routed]):
-    """See abrun.backends.Backend.
-
-    `load` makes a transformers network with the run's initial weights, on the CPU and alike on every rank, or
-    on the meta device with a `checkpoint` to read them from: the policy's, and that of a value model with a
-    backbone of its own.
-    Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from; the sampler's
-    own LM head runs in `engine_dtype`.
-    """
+class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
+    """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
     def __init__(
         self,
@@ -66,7 +47,7 @@ class MegatronBackend(PolicyBackend[Routed]):
     ) -> None:
         assert isinstance(policy.backend, Megatron)
         check_available(policy.logprobs, ranks.device)
-        self.settings, self.ranks = policy, ranks
+        super().__init__(policy, ranks)
         with standing_in(ranks.device), quiet():
             join(ranks, policy.backend)
         network = load()
@@ -93,7 +74,7 @@ class MegatronBackend(PolicyBackend[Routed]):
         self._whole_head = Head(policy.logprobs, engine_dtype=engine_dtype, **settings)
         self._load = load
         self._skeleton = Skeleton(network)
-        self._stages = Stages(policy.backend, ranks)
+        self._stages, self._module = Stages(policy.backend, ranks), self._sharded.module
 
     def optimizer_step(self, learning_rate: float) -> float:
         return self._sharded.step(learning_rate)
@@ -112,7 +93,7 @@ class MegatronBackend(PolicyBackend[Routed]):
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
         parts = settings, self.settings, self.ranks, self._stages
         if settings.value_backbone == "shared":
-            return MegatronValueModel(*parts, self._sharded.module, None, seed=seed)
+            return MegatronValueModel(*parts, self._module, None, seed=seed)
         network = self._load()
         return MegatronValueModel(*parts, self._make_module(network, head=False), network, seed=seed)
 
@@ -145,11 +126,6 @@ class MegatronBackend(PolicyBackend[Routed]):
     def _network(self) -> Any:
         return self._skeleton.network
 
-    def _run(
-        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
-    ) -> None:
-        self._stages.run(self._sharded.module, microbatches, forward, backward=backward)
-
     def _forward(
         self,
         batch: Sequences,
@@ -163,8 +139,8 @@ class MegatronBackend(PolicyBackend[Routed]):
         if self._routing.num_layers:
             of_routers = self._routing.of(batch, self._stages.places(batch.token_mask, packing), balance)
             routed.append(of_routers)
-        hidden = self._stages.hidden_states(self._sharded.module, batch.token_ids, packing, of_routers)
-        if not is_last_stage():
+        hidden = self._stages.hidden_states(self._module, batch.token_ids, packing, of_routers)
+        if not self.is_last_stage:
             return hidden
         pack: Callable[[Tensor], Tensor] = packing.pack if packing else lambda rows: rows
         hidden = self._stages.for_vocabulary(hidden, packing.num_own if packing else batch.token_ids.shape[1])
@@ -180,13 +156,6 @@ class MegatronBackend(PolicyBackend[Routed]):
 
     def _routes(self, routed: list[Routed]) -> list[Tensor]:
         return self._routing.record(routed)
-
-    def _from_last_stage(self, parts: MetricParts | None) -> MetricParts:
-        return self._stages.metrics_from_last(parts)
-
-    def _logprobs_of_last_stage(self, logprobs: Tensor | None, shape: torch.Size) -> Tensor:
-        zeros = torch.zeros(shape, device=self.ranks.device)
-        return self._stages.tensor_from_last(zeros if logprobs is None else logprobs)
 
     def _weight(self) -> Tensor:
         """This rank's rows of the head's weight, on the last stage."""

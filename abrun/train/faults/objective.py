@@ -8,7 +8,7 @@ from torch import Tensor
 
 from abrun.backends.head import Entropies
 from abrun.rl.batch import TrainBatch
-from abrun.rl.losses import PolicyLoss
+from abrun.rl.losses import PolicyLoss, TokenLosses
 from abrun.rl.metrics import MetricParts
 from abrun.train.faults.site import Site, Updates, around, partly_detached
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
@@ -61,18 +61,21 @@ class _LastOnly:
     def entropies(self) -> Entropies:
         return self._inner.entropies
 
-    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
-        factor, losses = (
-            1.0 if self._left == 1 else 1 - self._share,
-            self._inner.losses(batch, logprobs, entropy),
-        )
-        return replace(losses, shares=losses.shares * factor)
+    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> "_Scaled":
+        losses = self._inner.losses(batch, logprobs, entropy)
+        factor = 1.0 if self._left == 1 else 1 - self._share
+        return _Scaled(shares=losses.shares * factor, inner=losses)
 
     def metrics(
-        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: "_Scaled"
     ) -> MetricParts:
         self._left -= 1
-        return self._inner.metrics(batch, logprobs, entropy, losses)
+        return self._inner.metrics(batch, logprobs, entropy, losses.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaled(TokenLosses):
+    inner: PolicyLosses  # what metrics report
 
 
 @dataclass(frozen=True, kw_only=True)
