@@ -1,6 +1,8 @@
 """GRPO steps: every metric is there, and each term of the loss does what it says."""
 
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.models import content_of, load_network, sketch_of, weights_hash
 from abrun.recipe.algorithms import Grpo
 from abrun.recipe.policy import Model
-from abrun.rl.batch import TrainBatch
+from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.rl.losses import loss_weights
 from abrun.rl.sampling import filtered_logprobs
 from abrun.runs.files import read_json
@@ -63,6 +65,20 @@ TIMED_PHASES = (
     "total_step_time",
 )
 MEMORY_PHASES = ("generation", "logprobs", "reference_logprobs", "forward_backward", "optimizer")
+
+
+def test_the_documented_step_has_the_fields_of_each_stage() -> None:
+    """And no file of its table is missing."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "step.md").read_text()
+    files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
+    assert len(files) == 6 and all((root / file).is_file() for file in files)
+    drawn: set[str] = {"rows_together", "routes", "support"}  # of samples, experts and filters, where used
+    for stage in (RolloutBatch, ScoredBatch, TrainBatch):
+        _, _, picture = page.partition(f"▼ {stage.__name__}")
+        drawn |= set(re.findall(r"^│   (\w+) +\[", picture.partition("│\n")[0], re.MULTILINE))
+        drawn -= {"rewards"} if stage is TrainBatch else set()
+        assert drawn == {field.name for field in fields(stage)}
 
 
 def train_with(directory: Path, weights: Path, *overrides: str) -> dict[int, dict[str, float]]:
