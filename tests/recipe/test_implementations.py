@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from abrun.kernels import linear_logprobs
 from abrun.models import Text, cache_name, load_network, save_network
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, ENGINES
+from abrun.recipe.policy import Policy
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts
@@ -85,20 +85,16 @@ class PlainEngine:
         self._network = None
 
 
-def make_plain_backend(
-    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
-) -> "PlainBackend":
-    return PlainBackend(partial(load_network, config.model, weights=weights, seed=seed), config, ranks)
-
-
 class PlainBackend:
     """One rank, one microbatch, torch's own AdamW."""
 
-    def __init__(self, load: Any, config: OwnRunConfig, ranks: Ranks) -> None:
-        self.ranks, self._network = ranks, load()
+    def __init__(
+        self, load_initial: Any, policy: Policy, ranks: Ranks, *, temperature: float, **_: Any
+    ) -> None:
+        self.ranks, self._network = ranks, load_initial()
         self.around_forward = contextlib.nullcontext
-        settings = config.policy.optimizer
-        self._max_grad_norm, self._temperature = settings.max_grad_norm, config.trained_distribution[0]
+        settings = policy.optimizer
+        self._max_grad_norm, self._temperature = settings.max_grad_norm, temperature
         self._optimizer = torch.optim.AdamW(
             self._network.parameters(),
             betas=(settings.beta1, settings.beta2),
@@ -126,8 +122,10 @@ class PlainBackend:
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         logprobs, entropy = self._judged(batch)
-        objective.losses(batch, logprobs, entropy).sum().backward()
-        return objective.metrics(batch, logprobs.detach(), entropy.detach())
+        losses = objective.losses(batch, logprobs, entropy)
+        losses.shares.sum().backward()
+        with torch.no_grad():
+            return objective.metrics(batch, logprobs.detach(), entropy.detach(), losses)
 
     def optimizer_step(self, learning_rate: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._max_grad_norm)
@@ -175,7 +173,7 @@ IMPLEMENTATIONS = {
     "backend": (
         BACKENDS,
         "megatron",
-        "tests.recipe.test_implementations:make_plain_backend",
+        "tests.recipe.test_implementations:PlainBackend",
         "policy.backend.type=megatron",
     ),
 }

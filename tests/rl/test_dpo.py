@@ -108,7 +108,7 @@ def test_gradients_by_finite_differences(reduction: Any) -> None:
     objective = objective_of(tensors["mask"], logprob_reduction=reduction, sft_coefficient=0.3, beta=0.4)
 
     def loss(trainer: Tensor) -> Tensor:
-        return objective.losses(batch_of(tensors), trainer, None).sum()
+        return objective.losses(batch_of(tensors), trainer, None).shares.sum()
 
     assert torch.autograd.gradcheck(loss, tensors["trainer"].clone().requires_grad_())
 
@@ -122,9 +122,11 @@ def test_garbage_under_the_mask_changes_nothing() -> None:
         trainer = here["trainer"].requires_grad_()
         objective = objective_of(tensors["mask"], sft_coefficient=0.5)
         losses = objective.losses(batch_of(here), trainer, None)
-        (gradient,) = torch.autograd.grad(losses.sum(), trainer)
-        sums = objective.metrics(batch_of(here), trainer.detach(), None).sums
-        found.append((losses.tolist(), gradient.tolist(), {key: value.item() for key, value in sums.items()}))
+        (gradient,) = torch.autograd.grad(losses.shares.sum(), trainer)
+        sums = objective.metrics(batch_of(here), trainer.detach(), None, losses).sums
+        found.append(
+            (losses.shares.tolist(), gradient.tolist(), {key: value.item() for key, value in sums.items()})
+        )
     assert all(one == found[0] for one in found[1:])
     assert math.isfinite(sum(found[0][2].values()))
 
@@ -144,7 +146,9 @@ def test_metrics_and_loss_against_plain_loops() -> None:
         losses.append(math.log1p(math.exp(-margins[-1])))
     imitation = -sum(total("trainer", row) for row in range(0, 10, 2)) / sum(map(sum, mask[::2]))
     objective = objective_of(tensors["mask"], beta=beta, sft_coefficient=coefficient)
-    found = objective.metrics(batch_of(tensors), tensors["trainer"], None).sums
+    batch = batch_of(tensors)
+    of_tokens = objective.losses(batch, tensors["trainer"], None)
+    found = objective.metrics(batch, tensors["trainer"], None, of_tokens).sums
     expected = {
         "train/loss": sum(losses) / 5 + coefficient * imitation,
         "train/rewards/chosen": sum(chosen) / 5,
@@ -178,8 +182,10 @@ def test_any_cut_into_whole_pairs_gives_the_same_loss_gradient_and_metrics(
         for index in range(len(sizes)):
             piece = {key: values[index] for key, values in pieces.items()}
             batch = batch_of(piece)
-            objective.losses(batch, piece["trainer"], None).sum().backward()
-            parts.append(objective.metrics(batch, piece["trainer"].detach(), None))
+            of_tokens = objective.losses(batch, piece["trainer"], None)
+            of_tokens.shares.sum().backward()
+            with torch.no_grad():
+                parts.append(objective.metrics(batch, piece["trainer"].detach(), None, of_tokens))
         assert trainer.grad is not None
         results.append(
             [*trainer.grad.flatten().tolist(), *(float(value) for value in merge(parts).sums.values())]

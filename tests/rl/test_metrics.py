@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.rl.batch import PolicyBatch
+from abrun.rl.batch import TrainBatch
 from abrun.rl.losses import clipped_policy_loss, gspo_loss
-from abrun.rl.metrics import MetricParts, document_metrics, merge, policy_metrics, together
+from abrun.rl.metrics import MetricParts, document_metrics, merge, merge_keys, policy_metrics
 from tests.snapshot import Snapshot
 
 Tensors = dict[str, Tensor]
@@ -38,8 +38,8 @@ def random_batch(num_sequences: int = 6, length: int = 7) -> Tensors:
     }
 
 
-def policy_batch(tensors: Tensors, importance_weights: Tensor | None = None) -> PolicyBatch:
-    return PolicyBatch(
+def policy_batch(tensors: Tensors, importance_weights: Tensor | None = None) -> TrainBatch:
+    return TrainBatch(
         token_ids=torch.zeros_like(tensors["mask"], dtype=torch.int64),
         token_mask=tensors["mask"],
         advantages=tensors["advantages"],
@@ -283,7 +283,7 @@ def full_parts_of(
         policy_loss,
         num_documents=float(mask.any(1).sum()) if num_sequences is None else num_sequences,
     )
-    return together(parts_of(tensors, num_tokens, num_sequences), full)
+    return merge_keys(parts_of(tensors, num_tokens, num_sequences), full)
 
 
 def full(tensors: Tensors) -> dict[str, float]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from abrun.rl.losses import loss_weights
 from abrun.rl.metrics import merge
 from abrun.rl.values import (
+    AllReduceSum,
     TokenStatistics,
-    Total,
     generalized_advantages,
     reward_to_go_advantages,
     right_shifted,
@@ -62,7 +62,7 @@ def alone(*values: float) -> list[float]:
     return list(values)
 
 
-def on_ranks(function: Callable[[Any, Total], T], pieces: Sequence[Any]) -> list[T]:
+def on_ranks(function: Callable[[Any, AllReduceSum], T], pieces: Sequence[Any]) -> list[T]:
     """`function(piece, total)` of a rank a piece, at once; `total` sums over them, as an all-reduce does."""
     barrier = threading.Barrier(len(pieces), timeout=30)
     given: list[tuple[float, ...]] = [()] * len(pieces)
@@ -291,7 +291,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
 def test_equal_advantages_are_exactly_zero(value: float, counts: list[int], dtype: torch.dtype) -> None:
     """0.1 and 0.7 have no exact sum, and ranks add up theirs in another order."""
 
-    def of_rank(count: int, total: Total) -> tuple[TokenStatistics, list[Tensor]]:
+    def of_rank(count: int, total: AllReduceSum) -> tuple[TokenStatistics, list[Tensor]]:
         values, mask = torch.full((1, count), value, dtype=dtype), torch.ones(1, count, dtype=torch.bool)
         found = token_statistics(values, mask, total)
         means = [found.mean] * 2 + [0.0]  # a baseline and a scale, either alone
@@ -329,7 +329,7 @@ def test_how_the_batch_is_spread_changes_no_statistic(
     bounds = [0, *sorted(cuts), 7]
     rows = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
-    def of_rank(part: slice, total: Total) -> tuple[TokenStatistics, dict[str, float]]:
+    def of_rank(part: slice, total: AllReduceSum) -> tuple[TokenStatistics, dict[str, float]]:
         pieces = old_values[part], returns[part], mask[part]
         return token_statistics(pieces[1], pieces[2], total), value_statistics(*pieces, total)
 
@@ -365,7 +365,7 @@ def test_reward_to_go_by_hand() -> None:
         ("batch_mean", True, (to_go - mean) / (std + 1e-6)),
     ):
         choices: Any = {"baseline": baseline, "normalize": normalize}
-        found = reward_to_go_advantages(rewards, mask, penalties, **choices, total=alone)
+        found = reward_to_go_advantages(rewards, mask, penalties, **choices, all_reduce_sum=alone)
         torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-14)
 
 
@@ -374,9 +374,14 @@ def test_reward_to_go_counts_tokens_of_all_ranks(baseline: Any) -> None:
     """A mean over sequences, or over each rank's tokens, would be another: lengths differ."""
     mask, penalties, rewards = random_mask(7, 6), 0.1 * normal(7, 6, seed=1), normal(7, seed=2)
 
-    def of_rank(rows: slice, total: Total) -> Tensor:
+    def of_rank(rows: slice, total: AllReduceSum) -> Tensor:
         return reward_to_go_advantages(
-            rewards[rows], mask[rows], penalties[rows], baseline=baseline, normalize=True, total=total
+            rewards[rows],
+            mask[rows],
+            penalties[rows],
+            baseline=baseline,
+            normalize=True,
+            all_reduce_sum=total,
         )
 
     (whole,) = on_ranks(of_rank, [slice(None)])
@@ -396,7 +401,9 @@ def test_without_penalties_equal_rewards_say_nothing_when_normalised() -> None:
     mask, penalties = random_mask(5, 4), torch.zeros(5, 4)
     for baseline, normalize in (("batch_mean", True), ("batch_mean", False), ("none", True)):
         choices: Any = {"baseline": baseline, "normalize": normalize}
-        found = reward_to_go_advantages(torch.full((5,), 0.7), mask, penalties, **choices, total=alone)
+        found = reward_to_go_advantages(
+            torch.full((5,), 0.7), mask, penalties, **choices, all_reduce_sum=alone
+        )
         assert not found.any()
 
 

@@ -12,7 +12,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
+from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
 from abrun.rl.sampling import keep, unpacked
 from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
@@ -79,14 +79,16 @@ def draws(count: int) -> Draws:
     return Draws(seed=6, stream="sampling", step=1, rows=range(count))
 
 
-def batch_of(completions: list[Completion]) -> Sampled:
+def batch_of(completions: list[Completion]) -> RolloutBatch:
     sequences = collate(
         TEXT.encode_prompts(PROMPTS),
         [completion.token_ids for completion in completions],
         pad_id=TEXT.pad_id,
     )
     logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
-    return sequences.at(Sampled, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences)))
+    return sequences.with_fields(
+        RolloutBatch, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences))
+    )
 
 
 def plainly(
