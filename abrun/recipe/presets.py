@@ -2,58 +2,27 @@
 
 from typing import Any
 
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 # Every preset reads with one tokenizer, of characters; a larger vocabulary has tokens that no text contains.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2-tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
+    "qwen2-tiny": TINY | {"model_type": "qwen2", "hidden_size": 96, "intermediate_size": 256},
     # Heads of 32, which vLLM has attention for, on CPU cores and GPUs.
-    "qwen2-tiny-128": {
-        "model_type": "qwen2",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-moe-tiny": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 64,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
-    # And with experts.
-    "qwen3-moe-tiny-128": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 128,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
+    "qwen2-tiny-128": TINY | {"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 256},
+    "qwen3-moe-tiny": TINY | EXPERTS | {"hidden_size": 64, "head_dim": 16},
+    "qwen3-moe-tiny-128": TINY | EXPERTS | {"hidden_size": 128, "head_dim": 32},
     # As much LM head for its body as a real small model has: what memory-profile can show on a laptop.
     "qwen2-wide-vocab": {
         "model_type": "qwen2",
