@@ -538,7 +538,7 @@ def test_any_layout_in_memory(impl: str, dtypes: str) -> None:
 @pytest.mark.parametrize("tiled", TILED)
 def test_tiles_of_one_token_with_any_stride(tiled: str) -> None:
     """One row is contiguous to torch whatever its stride, but not to a kernel that addresses rows."""
-    problem = replace(make_problem(7, 130, "bfloat16", hidden_size=16), head_dtype=torch.float16)
+    problem = replace(make_problem(3, 40, "bfloat16", hidden_size=16), head_dtype=torch.float16)
     apart = {name: getattr(problem, name).t().contiguous().t() for name in ("hidden", "weight")}
     small = {"memory_budget_bytes": 1, "chunk_size": 7}
     answer, plain = (kernel_answer(each, tiled, **small) for each in (replace(problem, **apart), problem))
@@ -769,7 +769,7 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
         linear_logprobs(**{**arguments, **change})
 
 
-# Vocabulary shards: one set of four processes computes everything, as 4 shards, as 2 x 2 and as 4 x 1
+# Vocabulary shards: one set of four processes computes everything, as 4 shards and as 2 x 2
 
 SHARD_CASES: dict[str, Callable[[], Problem]] = {
     "float32": lambda: make_problem(7, 152, "float32", **SETTINGS["all"]),
@@ -783,7 +783,7 @@ SHARD_CASES: dict[str, Callable[[], Problem]] = {
 
 def _shard_answers(rank: int, world_size: int) -> dict[tuple[str, str, int], Answer]:
     answers = {}
-    for num_shards in (1, 2, 4):
+    for num_shards in (2, 4):
         groups = [
             dist.new_group(list(range(start, start + num_shards)))
             for start in range(0, world_size, num_shards)
@@ -843,7 +843,7 @@ def _joined(answers: list[Answer], *, reduce_d_hidden: bool = True) -> Answer:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [2, 4])
 @pytest.mark.parametrize("name", SHARD_CASES)
 def test_shards_agree_with_the_oracle(shard_answers: Any, impl: str, num_shards: int, name: str) -> None:
     problem = SHARD_CASES[name]()
@@ -854,9 +854,8 @@ def test_shards_agree_with_the_oracle(shard_answers: Any, impl: str, num_shards:
         # Each rank's partial sum is rounded to the dtype of the projection, as that of any sharded linear is.
         unit = torch.finfo(problem.weight.dtype).eps / 2
         slack = rounding(impl, problem, oracle)
-        if num_shards > 1:
-            partial_sums = sum(unit * largest(shard.d_hidden) for shard in shards)
-            slack["d_hidden"] = slack.get("d_hidden", 0.0) + partial_sums
+        partial_sums = sum(unit * largest(shard.d_hidden) for shard in shards)
+        slack["d_hidden"] = slack.get("d_hidden", 0.0) + partial_sums
         check(_joined(shards), oracle, naive, slack)
     assert all(torch.equal(answer.logprobs, answers[0].logprobs) for answer in answers)
     assert all(torch.equal(answer.entropies, answers[0].entropies) for answer in answers)

@@ -183,7 +183,7 @@ def test_a_second_implementation_trains_as_ours_does(
     registry, name, implementation, override = IMPLEMENTATIONS[seam]
     monkeypatch.setitem(registry, name, implementation)
     settings = (
-        "steps=3",
+        "steps=2",
         "policy.optimizer={learning_rate: 1.0e-2, warmup_steps: 0}",
         "validation={every: 2}",
     )
@@ -192,7 +192,7 @@ def test_a_second_implementation_trains_as_ours_does(
         train_here(make_run(tmp_path / each, run_config(*overrides, *more, "task=" + verifier(tmp_path))))
         for each, more in (("ours", ()), ("second", (override,)))
     ]
-    assert rows[0].keys() == rows[1].keys() == {0, 1, 2, 3}
+    assert rows[0].keys() == rows[1].keys() == {0, 1, 2}
     for ours, second in zip(*(each.values() for each in rows), strict=True):
         assert ours.keys() == second.keys()
         for key, value in ours.items():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from abrun.kernels import linear_logprobs
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import kl_penalty, loss_weights, weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge
@@ -139,30 +138,3 @@ def test_spread_over_two_ranks() -> None:
             same(expected, found)
     assert math.isnan(extremes.pop("none")) and math.isnan(extremes.pop("no_minimum"))
     assert extremes == {"sum": 1.0, "one": 1.0, "overflow": math.inf, "one_minimum": 0.0}
-
-
-def _shards_of_the_vocabulary(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Both levels' metrics, from log-probs and entropies of the whole vocabulary and of its shards."""
-    draw = torch.Generator().manual_seed(29)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-    batch, hidden, weight = random_batch(NUM_SEQUENCES), normal(NUM_SEQUENCES, 7, 5), normal(22, 5)
-    target = torch.randint(22, (NUM_SEQUENCES, 7), generator=draw)
-    found = {}
-    for name, rows, group in (("whole", weight, None), ("shards", weight.chunk(2)[rank], dist.group.WORLD)):
-        for impl in ("logits", "chunked"):
-            logprobs, entropy = linear_logprobs(hidden, rows, target, impl=impl, entropy=True, group=group)
-            assert entropy is not None
-            tensors = batch | {"trainer": logprobs, "old": logprobs - 0.1, "entropy": entropy}
-            found[f"{name} {impl}"] = values_of(full_parts_of(tensors))
-    return found
-
-
-def test_the_vocabulary_in_shards() -> None:
-    """The entropy is a sum over the vocabulary, so each rank alone would have a part of it."""
-    first, second = run_ranks(_shards_of_the_vocabulary, 2)
-    for found in (*first.values(), *second.values()):
-        same(first["whole logits"], found)
-    assert 0 < first["whole logits"]["train/entropy"] < math.log(22)

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from abrun.rl.losses import loss_weights
-from abrun.rl.metrics import merge
 from abrun.rl.values import (
     TokenStatistics,
     Total,
@@ -248,25 +246,6 @@ def test_how_the_batch_is_spread_changes_no_statistic(
 # --- REINFORCE++ ---
 
 
-def test_reward_to_go_by_hand() -> None:
-    # Rewards 1 and 0; penalties 0.5 and 0.25 before 1, and -1 alone: 0.25, 0.75 and 1 to go.
-    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
-    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    penalties = torch.tensor([[9.0, 0.5, math.nan, 0.25], [-1.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
-    to_go = torch.tensor([[0, 0.25, 0, 0.75], [1, 0, 0, 0]], dtype=torch.float64)
-    # Three tokens: mean 2 / 3; squares (25 + 1 + 16) / 144 over n - 1 = 2.
-    mean, std = 2 / 3, (42 / 144 / 2) ** 0.5
-    for baseline, normalize, expected in (
-        ("none", False, to_go),
-        ("none", True, to_go / (std + 1e-6)),
-        ("batch_mean", False, to_go - mean),
-        ("batch_mean", True, (to_go - mean) / (std + 1e-6)),
-    ):
-        choices: Any = {"baseline": baseline, "normalize": normalize}
-        found = reward_to_go_advantages(rewards, mask, penalties, **choices, total=alone)
-        torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("baseline", ["batch_mean", "none"])
 def test_reward_to_go_counts_tokens_of_all_ranks(baseline: Any) -> None:
     """A mean over sequences, or over each rank's tokens, would be another: lengths differ."""
@@ -367,34 +346,6 @@ def test_what_is_masked_reaches_no_value_and_no_gradient() -> None:
     for garbage, index in itertools.product(GARBAGE, range(3)):
         dirty = [each.masked_fill(~mask, garbage) if index == i else each for i, each in enumerate(clean)]
         assert found(dirty) == expected
-
-
-def test_metrics_of_microbatches_add_up() -> None:
-    values, old, returns = (normal(6, 9, seed=seed) for seed in (1, 2, 3))
-    mask = random_mask(6, 9)
-    weights = loss_weights(
-        mask,
-        loss_reduction="sequence_mean",
-        num_tokens=float(mask.sum()),
-        num_sequences=float(mask.any(1).sum()),
-        max_completion_tokens=9,
-    )
-    parts = []
-    for rows in (slice(None), slice(0, 2), slice(2, 2), slice(2, 6)):
-        loss = value_loss(values[rows], old[rows], returns[rows], mask[rows], clip_range=0.3)
-        num_tokens = float(mask.sum())
-        parts.append(
-            value_loss_metrics(loss, mask[rows], weights[rows], num_tokens=num_tokens, num_updates=1)
-        )
-    whole, together = parts[0].sums, merge(parts[1:]).sums
-    loss = value_loss(values, old, returns, mask, clip_range=0.3)
-    means = [loss.loss[row][mask[row]].mean().item() for row in range(6) if mask[row].any()]
-    assert whole["train/critic/loss"].item() == pytest.approx(sum(means) / len(means), rel=1e-12)
-    assert whole["train/critic/clip_fraction"].item() == pytest.approx(
-        loss.clipped[mask].double().mean().item(), rel=1e-12
-    )
-    for key, value in whole.items():
-        assert together[key].item() == pytest.approx(value.item(), rel=1e-12)
 
 
 def test_explained_variance_by_hand() -> None:
