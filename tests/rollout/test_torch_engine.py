@@ -1,22 +1,19 @@
 """The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
-from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
+from abrun.models import Text, character_tokenizer, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
-from tests.rollout.test_sampling import plain_top_p
 
 PROMPTS = ["1+1=", "a rather long prompt, to pad the others for: 12345+67890=", "x", "30+12=", "Q: why?"] * 2
 MAX_NEW_TOKENS = 9
@@ -34,23 +31,6 @@ def make_model() -> Any:
         for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
-    return network
-
-
-def make_growing() -> Any:
-    """The same, from a cache that grows, as of families whose attention cannot use one filled in place."""
-    network = make_model()
-    network.decodes_in_place = False
-    return network
-
-
-def make_gpt2() -> Any:
-    """A model with learned absolute positions, for which a prompt's padding must not shift its positions."""
-    torch.manual_seed(2)
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3)
-    network: Any = GPT2LMHeadModel(config).eval()
-    network.decodes_in_place = check_decoding(network, facts_of(network))
-    assert network.decodes_in_place
     return network
 
 
@@ -86,48 +66,6 @@ def batch_of(completions: list[Completion]) -> Sampled:
     )
     logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
     return sequences.at(Sampled, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences)))
-
-
-def plainly(
-    model: Any, prompt: list[int], uniform: list[float], temperature: float, top_p: float
-) -> tuple[list[int], list[float]]:
-    """One completion, a whole forward pass a token."""
-    tokens, logprobs = [], []
-    for number in uniform:
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double() / temperature
-        probabilities = plain_top_p(logits.tolist(), top_p)
-        token, reached = 0, probabilities[0]
-        while reached <= number:
-            token += 1
-            reached += probabilities[token]
-        tokens.append(token)
-        logprobs.append(float(torch.tensor(probabilities[token]).log()))
-        if token in TEXT.end_ids:
-            break
-    return tokens, logprobs
-
-
-@pytest.mark.parametrize(
-    ("make", "temperature", "top_p"),
-    [(make_model, 0.7, 0.8), (make_gpt2, 1.0, 1.0), (make_growing, 1.0, 0.8)],
-)
-def test_completions_are_those_of_a_plain_loop(
-    make: Callable[[], Any], temperature: float, top_p: float, group: None
-) -> None:
-    model = make()
-    expected = [
-        plainly(model, prompt, row, temperature, top_p)
-        for prompt, row in zip(
-            TEXT.encode_prompts(PROMPTS), draws(len(PROMPTS)).uniforms(MAX_NEW_TOKENS).tolist(), strict=True
-        )
-    ]
-    rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
-    _, completions = generate(model, rollout)
-    for completion, (tokens, logprobs) in zip(completions, expected, strict=True):
-        assert completion.token_ids == tokens
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert len({len(tokens) for tokens, _ in expected}) > 2  # the example should have several lengths
 
 
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
