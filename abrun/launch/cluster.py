@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe.exported import Exported
 from abrun.recipe.implementations import SCHEDULERS, load
-from abrun.recipe.launcher import LauncherSettings
+from abrun.recipe.launcher import Exported, LauncherSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import owner_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from abrun.launch.export.parts import RECIPE, Export, dns_label
 from abrun.reasons import Code, Reason
-from abrun.recipe.exported import JobSet
+from abrun.recipe.launcher import JobSet
 from abrun.recipe.run import RunConfig
 
 MOST_NAME, MOST_ARM = 30, 16  # of 63 characters that a pod's name has, with indices and a suffix of 6

@@ -17,7 +17,7 @@ from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.processes import MODULE
 from abrun.reasons import Code
 from abrun.recipe.experiment import Declared, stored_recipe
-from abrun.recipe.exported import Exported
+from abrun.recipe.launcher import Exported
 from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
 

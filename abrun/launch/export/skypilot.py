@@ -9,7 +9,7 @@ from typing import Any
 
 from abrun.launch.export.parts import RECIPE, Export, dns_label
 from abrun.reasons import Code, Reason
-from abrun.recipe.exported import SkyPilot
+from abrun.recipe.launcher import SkyPilot
 from abrun.recipe.run import RunConfig
 
 MOST_NAME = 50
