@@ -345,6 +345,22 @@ def test_no_template_of_a_command_names_a_file_of_abrun(snapshot: Snapshot) -> N
     snapshot(refused(FOREIGN, "trainer.env.OUT='{run_dir}/checkpoints'"))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(echo >{run_dir}/result.json)",
+        "echo >{run_dir}/result.json&&true",
+        'echo > "{run_dir}"/result.json',
+        "echo > $ABRUN_RUN_DIR/result.json",
+        "echo > ${{ABRUN_RUN_DIR}}/logs/../result.json",
+        "cp x {run_dir}/../seed-1/result.json",
+    ],
+)
+def test_a_line_of_shell_names_no_file_of_abrun(line: str) -> None:
+    assert "a command's files in {run_dir}" in refused(FOREIGN, f"trainer.env.LINE='{line}'")
+    load_recipe(FOREIGN, ["trainer.env.LINE='" + line.replace("result", "results") + "'"])
+
+
 def test_an_arm_named_like_a_file_of_abrun_does_not_write_it(snapshot: Snapshot) -> None:
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='{run_dir}/{arm}'", "trainer.parameters.format=csv"])
     run = {"experiment": "e", "seed": 0, "rerun": 0, "run_dir": "/runs/x"}
