@@ -23,7 +23,7 @@ from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
 from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.peak import SNAPSHOT, PeakHistory
-from abrun.memory.step import num_rows, of_size
+from abrun.memory.sweep import num_rows, of_size
 from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
 from abrun.processes import progress

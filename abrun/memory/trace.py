@@ -20,7 +20,7 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.account import Account
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
-from abrun.memory.step import num_rows, of_size, own_sequences
+from abrun.memory.sweep import microbatch_size, num_rows, of_size
 from abrun.models import config_of, load_text, positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Ppo, Sft
@@ -149,7 +149,7 @@ def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
 
     What fills a budget of tokens are few sequences, as long as the model takes.
     """
-    num_sequences, budget = own_sequences(config), config.policy.micro_batch_tokens
+    num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
     if not budget:
         return num_sequences, longest(config)
     # A sequence that is longer than the budget has a microbatch of its own
