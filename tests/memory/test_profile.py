@@ -38,12 +38,12 @@ def measured_here(
     module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
-    from abrun.memory import measure as measure_module
+    from abrun.memory.measure import Measurement
 
     assert config.cluster.ranks == 1
     cpu = torch.device("cpu")
     with single_rank():
-        row = measure_module.Cell(config, cpu, directory, **job).measured()
+        row = Measurement(config, cpu, directory, **job).row()
     return [json.loads(json.dumps(row))]
 
 
@@ -223,6 +223,7 @@ def test_a_rollout_is_measured_as_the_recipe_says_it(tmp_path: Path) -> None:
     assert cell.by_phase.keys() == {"generation", "forward", "backward", "optimizer"}
 
 
+@pytest.mark.usefixtures("here")
 def test_what_random_sequences_do_not_show_is_said(tmp_path: Path) -> None:
     assert not Plan(name="x", variants=variants_of(SMALL, (), ())).note()
     shared = ("policy.packing=true", "arms.treatment.policy.share_prompts=true")
