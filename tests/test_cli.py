@@ -25,7 +25,6 @@ from tests.launch.test_local import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
 CLAIM = ["--set", "compare.primary.0.metric=train/rewrad"]
-HEAD = ["--hidden", "8", "--vocab", "9"]
 TO_COME = ["--set", "cluster.nodes=2", "--set", "rollout={engine: vllm, devices: 1}"]
 WINDOW = ["--set", "compare.primary.0.window=steps 2-4"]
 SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
@@ -153,27 +152,18 @@ def test_every_command_has_help(run: Run) -> None:
         (["memory-profile", SMALL, "--sequences", "0"], "--sequences: got '0'; allowed: numbers of at"),
         (["memory-profile", SMALL, "--sequences", "0"], "at least 1, such as 1,2,4"),
         (["memory-profile", SMALL, "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep: got steps twice"),
-        (["memory-profile", SMALL, "--hidden", "64"], "--hidden: got 64 with a recipe"),
         (["memory-profile", SMALL, "--sweep", "stepz=1,2"], "mean 'steps'"),
         (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: got none"),
         (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len: got it with --predict"),
         (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib: got it with --predict"),
         (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts: got it with --predict"),
         (["memory-profile", SMALL, "--budget-gib", "inf"], "'--budget-gib': got 'inf'; allowed: less"),
-        (["memory-profile", *HEAD, "--device-memory", "h100"], "--device-memory requires --predict; add it"),
+        (["memory-profile", SMALL, "--device-memory", "h100"], "--device-memory requires --predict; add it"),
         (["memory-profile", SMALL, "--master-dtype", "bfloat16"], "--master-dtype requires --predict"),
         (
             ["memory-profile", SMALL, "--predict", "--master-dtype", "fp8"],
             "--master-dtype: got 'fp8'; use float32 or bfloat16",
         ),
-        (
-            ["memory-profile", *HEAD, "--predict", "--master-dtype", "bfloat16"],
-            "--master-dtype: got no recipe",
-        ),
-        (["memory-profile", *HEAD, "--predict", "--budget-gib", "1"], "--budget-gib: got it with --predict"),
-        (["memory-profile", *HEAD, "--no-rollouts"], "--no-rollouts: got no recipe"),
-        (["memory-profile"], "memory-profile: got no recipe; give one, or --hidden and --vocab"),
-        (["memory-profile", "--predict"], "memory-profile: got no recipe; give one, or --hidden and --vocab"),
         (["status", "x" * 5000], "name too long"),
         (["launch", SMALL, "--set", "=1"], "--set: got '=1'; allowed: key=value"),
         (["launch", SMALL, "--set", "steps="], "steps: got null; allowed: a whole number"),

@@ -233,21 +233,19 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     send(find_experiment(experiment, runs_dir), print)
 
 
-def _warn_of_memory(screen: "Terminal", plan: "Plan", asked: str | None, *, here: bool) -> None:
-    """Say what arms take of a device `asked`, as predicted; of this machine's, which cannot fit.
+def _show_memory(screen: "Terminal", plan: "Plan", asked: str | None) -> None:
+    """Print the predicted peak of each arm beside the memory of a device `asked`.
 
-    Of arms that were predicted to decide what the recipe leaves open, the decision tells.
+    Arms that were predicted to decide the recipe's values of `auto` are in the decision.
     """
     from rich.text import Text
 
-    from abrun.memory.predict import device_memory, fit_of
+    from abrun.memory.predict import device_memory, memory_lines
 
-    if asked is None and not here:
-        return
-    device_bytes = device_memory(asked)
+    device_bytes = device_memory(asked) if asked is not None else None
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
-        for line in fit_of(plan.recipe, device_bytes, traced=asked is not None, besides=told):
+        for line in memory_lines(plan.recipe, device_bytes, besides=told):
             screen.print(Text.assemble(("Memory: ", "bold"), shown(line)), soft_wrap=True)
 
 
@@ -274,7 +272,7 @@ def _dry_run(
         screen.print(
             preview_of_jobs(plan, feasible, cluster) if cluster else preview(plan, feasible, options.jobs)
         )
-        _warn_of_memory(screen, plan, options.device_memory, here=cluster is None)
+        _show_memory(screen, plan, options.device_memory)
     return 2 if feasible.is_refused else 0
 
 

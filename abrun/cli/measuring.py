@@ -11,22 +11,12 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
-    from abrun.memory.cells import MemoryProfile
-    from abrun.memory.predict import Prediction
-    from abrun.memory.sweep import Head, Plan
+    from abrun.memory.sweep import Plan
 
 Measured = Annotated[
-    Path | None,
-    typer.Argument(
-        help="A recipe; without one --hidden and --vocab say which log-prob head is measured.",
-        callback=recipe_file,
-        autocompletion=names_of_recipes,
-    ),
+    Path, typer.Argument(help="A recipe.", callback=recipe_file, autocompletion=names_of_recipes)
 ]
-Lengths = Annotated[
-    str,
-    typer.Option("--lengths", "--tokens", help="Tokens of a sequence; of a head alone, of a batch."),
-]
+Lengths = Annotated[str, typer.Option(help="Tokens of a sequence.")]
 Microbatches = Annotated[
     str | None,
     typer.Option(
@@ -54,12 +44,9 @@ Budget = Annotated[
 Sampling = Annotated[
     bool, typer.Option("--rollouts/--no-rollouts", help="Whether to sample once, as the recipe says.")
 ]
-
-Hidden = Annotated[int | None, typer.Option(min=1, help="Without a recipe: the size of hidden states.")]
-Vocab = Annotated[int | None, typer.Option(min=2, help="Without a recipe: the size of the vocabulary.")]
 Folder = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Where tables and pictures go; default: <runs-dir>/<recipe>-memory."),
+    typer.Option("--output", "-o", help="Where peaks.json goes; default: <runs-dir>/<recipe>-memory."),
 ]
 
 Predict = Annotated[
@@ -82,7 +69,7 @@ MasterDtype = Annotated[
 @app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
 @outlives_output
 def memory_profile(
-    recipe: Measured = None,
+    recipe: Measured,
     overrides: Overrides = None,
     lengths: Lengths = "128,256,512,1024",
     sequences: Microbatches = None,
@@ -91,8 +78,6 @@ def memory_profile(
     max_sequences: MaxSequences = False,
     budget_gib: Budget = None,
     rollouts: Sampling = True,
-    hidden: Hidden = None,
-    vocab: Vocab = None,
     runs_dir: RunsDir = Path("runs"),
     output: Folder = None,
     predict: Predict = False,
@@ -104,43 +89,32 @@ def memory_profile(
     Examples:
         abrun memory-profile fused-logprobs-memory --lengths 128,256
         abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
-        abrun memory-profile --hidden 512 --vocab 32768 --tokens 256,1024
-        abrun memory-profile --hidden 2048 --vocab 248320 --tokens 16384 --predict
     """
-    from abrun.memory.profile import measure_recipe
-    from abrun.memory.sweep import MASTER_DTYPE, Plan, head_of, variants_of
+    from abrun.memory.sweep import MASTER_DTYPE, Plan, variants_of
 
     if max_seq_len and max_sequences:
         raise RecipeError(Code.SEARCHES_TWO())
-    options: dict[str, Any] = {
-        "lengths": parse_lengths(lengths),
-        "budget_bytes": None if budget_gib is None else int(budget_gib * 2**30),
-        "longest": "length" if max_seq_len else "num_sequences" if max_sequences else None,
-    }
     measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
     measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
     predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
     _refuse_options(predict, measured, predicted)
-    if recipe is None:
-        of_recipes = {"--set": overrides, "--sequences": sequences, "--sweep": sweep}
-        of_recipes |= {"--max-sequences": max_sequences, "--no-rollouts": not rollouts}
-        of_recipes |= {"--master-dtype": master_dtype}
-        given = [option for option, value in of_recipes.items() if value]
-        head, folder = head_of(hidden, vocab, given), output or runs_dir / "head-memory"
-        plan = Plan(name=head.name, variants=(), **options)
-        return _profile_head(head, plan, folder, device_memory, predict=predict)
-    for option, value in (("--hidden", hidden), ("--vocab", vocab)):
-        if value is not None:
-            raise RecipeError(Code.OPTION_OF_HEAD(option=option, got=value))
     variants = variants_of(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
-    numbers = parse_lengths(sequences, "--sequences", 1) if sequences else ()
-    options["master_dtype"] = master_dtype or MASTER_DTYPE
-    plan = Plan(name=name, variants=variants, sequences=numbers, rollouts=rollouts, **options)
+    plan = Plan(
+        name=name,
+        variants=variants,
+        lengths=parse_lengths(lengths),
+        sequences=parse_lengths(sequences, "--sequences", 1) if sequences else (),
+        rollouts=rollouts,
+        budget_bytes=None if budget_gib is None else int(budget_gib * 2**30),
+        longest="length" if max_seq_len else "num_sequences" if max_sequences else None,
+        master_dtype=master_dtype or MASTER_DTYPE,
+    )
     if predict:
-        return _predict(plan, folder, device_memory)
-    _show(measure_recipe(plan, folder, console().say), folder)
+        _predict(plan, folder, device_memory)
+    else:
+        _measure(plan, folder)
 
 
 def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str, Any]) -> None:
@@ -155,35 +129,23 @@ def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str
         )
 
 
-def _profile_head(head: "Head", plan: "Plan", folder: Path, device: str | None, *, predict: bool) -> None:
-    from abrun.memory.predict import device_memory, predict_head
-    from abrun.memory.profile import measure_head
-
-    if predict:
-        _show_prediction(predict_head(head, plan, folder, device_bytes=device_memory(device)), folder)
-    else:
-        _show(measure_head(head, plan, folder, console().say), folder)
-
-
-def _show(profile: "MemoryProfile", folder: Path) -> None:
+def _measure(plan: "Plan", folder: Path) -> None:
+    from abrun.memory.profile import measure_recipe
     from abrun.memory.show import hints, tables
 
+    profile = measure_recipe(plan, folder, console().say)
     for table in tables(profile):
         console().print(table)
-    if profile.note:
-        console().say(profile.note)
-    for line in hints(profile, folder):
+    for line in filter(None, (profile.note, *hints(profile, folder))):
         console().say(line)
 
 
 def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
     from abrun.memory.predict import device_memory, predict_recipe
+    from abrun.memory.show import prediction_table
 
-    _show_prediction(predict_recipe(plan, folder, device_bytes=device_memory(device)), folder)
-
-
-def _show_prediction(prediction: "Prediction", folder: Path) -> None:
-    console().print(prediction.table())
+    prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
+    console().print(prediction_table(prediction))
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         console().say(line)
     if missing := prediction.not_predicted:

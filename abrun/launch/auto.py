@@ -18,18 +18,17 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
-from abrun.memory.cells import Point
+from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import (
     ERROR,
-    GIB,
     Predicted,
     device_memory,
     longest_sequences,
     predict_steps,
     scratch,
 )
-from abrun.memory.profile import MODULE, measured_cell
-from abrun.memory.step import own_sequences
+from abrun.memory.profile import measured_cell
+from abrun.memory.sweep import microbatch_size
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, OPEN, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
@@ -206,8 +205,8 @@ def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]
         return [size]
     say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(whole)}")
     lengths = longest_sequences(whole)
-    least = max(own_sequences(configs[arm]) * length for arm, length in lengths.items())
-    most = max(own_sequences(whole[arm]) * length for arm, length in lengths.items())
+    least = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
+    most = max(microbatch_size(whole[arm]) * length for arm, length in lengths.items())
     while size >= LEAST_TOKENS:
         sizes.append(min(max(size, least), most))
         size //= 2
@@ -319,20 +318,20 @@ class _Trials:
         size = {key: trial.peaks[arm][key] for key in ("length", "num_sequences")}
         job = {**size, "rollouts": False, "budget_bytes": self._device_bytes}
         self._tell(f"measuring a step of {arm} with {name}")
-        with scratch() as folder:
-            config = _open_configs(self._recipe, trial.values)[arm]
-            try:
-                cell, _ = measured_cell(MODULE, folder / arm, arm, Point(**size), config, job)
-            except LaunchError as error:
-                raise LaunchError(
-                    Code.AUTO_NOT_MEASURED(
-                        asked=self._asked,
-                        arm=arm,
-                        values=name,
-                        error=error.reason,
-                        instead=_instead(self._recipe.open_keys),
-                    )
-                ) from None
+        config = _open_configs(self._recipe, trial.values)[arm]
+        try:
+            with scratch() as folder:
+                cell, _ = measured_cell(folder / arm, arm, Point(**size), config, job)
+        except LaunchError as error:
+            raise LaunchError(
+                Code.AUTO_NOT_MEASURED(
+                    asked=self._asked,
+                    arm=arm,
+                    values=name,
+                    error=error.reason,
+                    instead=_instead(self._recipe.open_keys),
+                )
+            ) from None
         found = {
             "arm": arm,
             "phase": cell.out_of_memory or cell.reached[0],

@@ -1,4 +1,4 @@
-"""Which bytes are alive on a device, of what kind, and how many at most: what an allocator would count."""
+"""The bytes that an allocator would count on a device, by kind, and their peak."""
 
 import contextlib
 import weakref
@@ -14,7 +14,7 @@ ACTIVATIONS = "activations"
 
 
 class Successor(NamedTuple):
-    """A storage that takes the place of another one, if that is freed before anything else is seen."""
+    """A storage that takes the place of another one, if that is freed before the next storage is seen."""
 
     predecessor: int  # its key
     storage: weakref.ref[UntypedStorage]
@@ -38,7 +38,7 @@ class Account:
 
     @contextlib.contextmanager
     def kind(self, name: str) -> Iterator[None]:
-        """What is made inside is of this kind."""
+        """Count what is made inside as this kind."""
         before, self.now = self.now, name
         try:
             yield
@@ -46,7 +46,7 @@ class Account:
             self.now = before
 
     def see(self, storage: UntypedStorage, *, beside: int = 0) -> None:
-        """A storage that may be new, or of another size; `beside`: bytes that its maker held meanwhile."""
+        """Count a storage that may be new, or resized; `beside`: bytes that its maker held meanwhile."""
         self.settle()
         self._see(storage, beside)
 
@@ -56,7 +56,7 @@ class Account:
         self._successor = Successor(predecessor._cdata, weakref.ref(storage), self.now, dict(self._alive))
 
     def settle(self) -> None:
-        """Count a storage of which it was not yet known whether it takes another one's place."""
+        """Count a storage that may have taken another one's place."""
         successor, self._successor = self._successor, None
         storage = successor.storage() if successor else None
         if successor is None or storage is None:
@@ -66,7 +66,7 @@ class Account:
         self._note_peak(successor.alive, successor.kind, num_bytes)
 
     def _see(self, storage: UntypedStorage, beside: int = 0) -> int:
-        """Count a storage; returns by how many bytes it has grown."""
+        """Count a storage; return by how many bytes it has grown."""
         key, num_bytes = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
         entry = self._entries.get(key)
         reference, counted, kind = entry or (weakref.ref(storage, lambda _: self._forget(key)), 0, self.now)
@@ -78,7 +78,7 @@ class Account:
         return num_bytes - counted
 
     def _note_peak(self, alive: Mapping[str, int], kind: str, more: int) -> None:
-        """Keep what is alive, with `more` bytes of `kind`, if it is the most so far."""
+        """Make the live bytes, with `more` of `kind`, the peak if they are the most so far."""
         if (live_bytes := sum(alive.values()) + more) > self.peak_bytes:
             self.peak_bytes, self.peak = live_bytes, {**alive, kind: alive.get(kind, 0) + more}
 
@@ -93,7 +93,7 @@ class Account:
             self._add(kind, num_bytes)
 
     def start(self) -> None:
-        """Look for a new peak, from what is alive now."""
+        """Begin a new peak, from the bytes alive now."""
         self.settle()
         self.peak_bytes, self.peak = sum(self._alive.values()), dict(self._alive)
 
@@ -109,5 +109,5 @@ class Account:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

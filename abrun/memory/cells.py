@@ -1,27 +1,32 @@
-"""What memory-profile measures: cells, each an arm at one size, and the profile that they make up."""
+"""The cells of memory-profile, each an arm at one size, and the profile that they make up."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from abrun.metric_names import PEAK_MEMORY, is_peak_memory
 from abrun.recipe.experiment import BASELINE
 
+GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A size of the sweep, at which every arm is measured."""
+    """A size of the sweep, at which every arm is measured or predicted."""
 
-    length: int  # tokens of a sequence; of a head alone, its tokens
+    length: int  # tokens of a sequence
     num_sequences: int = 1  # a rank's microbatch
     swept: tuple[tuple[str, Any], ...] = ()  # further keys of the recipe, with their values
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "swept": dict(self.swept)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One arm at one point, the largest of any rank.
 
-    Where memory ran out, `out_of_memory` is the phase in which it did, and the peaks are how far it came.
+    If memory ran out, `out_of_memory` is the phase in which it did, and the peaks are those before that.
     """
 
     arm: str
@@ -29,13 +34,12 @@ class Cell:
     by_phase: dict[str, int]  # peak bytes, by `MemoryProfile.counter`
     held: dict[str, int] = field(default_factory=dict)  # bytes that live between steps
     reserved_bytes: int | None = None  # of the allocator, at most; with the three below of CUDA alone
-    inactive_bytes: int | None = None  # idle parts of split blocks, after the step
+    inactive_bytes: int | None = None  # idle in split blocks, after the step
     allocator_retries: int | None = None
-    device_used: dict[str, int] = field(default_factory=dict)  # by everybody, while sampling, while training
-    total_bytes: int | None = None  # what there was to take
+    device_used_bytes: dict[str, int] = field(default_factory=dict)  # by everybody: "sampling", "training"
+    total_bytes: int | None = None  # of the device
     out_of_memory: str | None = None
-    floor: dict[str, int] | None = None  # what has to be there, by what it is; see abrun.memory.floor
-    peak: dict[str, Any] | None = None  # whose memory it is; see abrun.memory.peak
+    peak: dict[str, Any] | None = None  # its sites; see abrun.memory.peak
 
     @property
     def reached(self) -> tuple[str, int]:
@@ -52,32 +56,17 @@ class Cell:
         return self.reached if self.out_of_memory is None else None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "arm": self.arm,
-            "length": self.point.length,
-            "num_sequences": self.point.num_sequences,
-            "swept": dict(self.point.swept),
-            "out_of_memory": self.out_of_memory,
-            "highest_phase": self.reached[0],
-            "highest_bytes": self.reached[1],
-            "by_phase": self.by_phase,
-            "held": self.held,
-            "reserved_bytes": self.reserved_bytes,
-            "inactive_bytes": self.inactive_bytes,
-            "allocator_retries": self.allocator_retries,
-            "device_used_bytes": self.device_used,
-            "total_bytes": self.total_bytes,
-            "floor": self.floor,
-            "peak": self.peak,
-        }
+        phase, num_bytes = self.reached
+        content = {**asdict(self), "highest_phase": phase, "highest_bytes": num_bytes}
+        del content["point"]
+        return content | self.point.as_json()
 
 
 def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[Cell, str]:
-    """A cell from what its ranks wrote, and the counter of its peaks (one of PEAK_MEMORY, or empty)."""
+    """Merge the rows of a cell's ranks; also return the counter of its peaks (of PEAK_MEMORY, or empty)."""
     metrics = _largest(row["metrics"] for row in rows)
-    counter = next((one for one in PEAK_MEMORY if any(key.endswith(f"/{one}") for key in metrics)), "")
+    counter = next((name for name in PEAK_MEMORY if any(key.endswith(f"/{name}") for key in metrics)), "")
     reserved = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
-    on_cuda = counter == PEAK_MEMORY[0]
     peaks = [row["peak"] for row in rows if row["peak"]]
     cell = Cell(
         arm=arm,
@@ -85,9 +74,9 @@ def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[
         by_phase={key.split("/")[1]: value for key, value in metrics.items() if is_peak_memory(key)},
         held=_largest(row["held"] for row in rows),
         reserved_bytes=max(reserved, default=None),
-        inactive_bytes=metrics.get("memory/inactive_bytes") if on_cuda else None,
-        allocator_retries=metrics.get("memory/allocator_retries") if on_cuda else None,
-        device_used=_largest(row["device_used"] for row in rows),
+        inactive_bytes=metrics.get("memory/inactive_bytes"),
+        allocator_retries=metrics.get("memory/allocator_retries"),
+        device_used_bytes=_largest(row["device_used"] for row in rows),
         total_bytes=rows[0]["total_bytes"],
         out_of_memory=next((row["out_of_memory"] for row in rows if row["out_of_memory"]), None),
         peak=max(peaks, key=lambda peak: peak["peak_bytes"], default=None),
@@ -95,22 +84,22 @@ def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[
     return cell, counter
 
 
-def _largest(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, int]:
+def _largest(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
     merged: dict[str, int] = {}
-    for one in of_ranks:
-        for key, value in one.items():
+    for row in rows:
+        for key, value in row.items():
             merged[key] = max(merged.get(key, 0), int(value))
     return merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """How far an arm trains: the largest size that fits, and the smallest that was tried and does not."""
+    """The largest size with which an arm trains, and the smallest that was tried and fails."""
 
     arm: str
     swept: tuple[tuple[str, Any], ...]
     what: str  # length, or num_sequences
-    fits: int | None  # None: nothing that was tried
+    fits: int | None  # None: no size that was tried
     fails: int | None  # None: it fits as much as the model takes
     failed_in: str | None  # the phase
 
@@ -123,11 +112,11 @@ class MemoryProfile:
     counter: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
     cells: list[Cell]  # point by point, the baseline's first
     longest: list[Longest] = field(default_factory=list)
-    note: str = ""  # on what the figures are not
+    note: str = ""  # a limit of the figures
 
     def ratio(self, cell: Cell) -> float | None:
-        """The cell's highest peak over that of the baseline (or of the first arm) at the same point."""
-        bases = (one.highest for one in self.cells if one.arm == self.arms[0] and one.point == cell.point)
+        """Return the cell's highest peak over the baseline's (or the first arm's) at the same point."""
+        bases = (base.highest for base in self.cells if (base.arm, base.point) == (self.arms[0], cell.point))
         base = next(bases, None)
         return cell.highest[1] / base[1] if base and cell.highest else None
 
@@ -138,7 +127,7 @@ class MemoryProfile:
 
     @property
     def by_size(self) -> list[Cell]:
-        """The cells as a table has them: by size, then by arm."""
+        """The cells in the order of a table: by size, then by arm."""
         swept, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
 
         def place(cell: Cell) -> tuple[int, ...]:
@@ -149,12 +138,9 @@ class MemoryProfile:
 
     @property
     def unit(self) -> tuple[str, int]:
-        """MiB, or GiB where the peaks are large, and its bytes."""
-        largest = max((cell.reached[1] for cell in self.cells), default=0)
-        return ("GiB", 2**30) if largest >= 4 * 2**30 else ("MiB", 2**20)
+        return unit_of(cell.reached[1] for cell in self.cells)
 
-    @property
-    def what(self) -> str:
-        """What the peaks are of, in words that say which device's."""
-        on_gpu = self.counter == PEAK_MEMORY[0]
-        return "peak memory allocated on a GPU" if on_gpu else "peak of live tensors' bytes on a CPU"
+
+def unit_of(peaks: Iterable[int]) -> tuple[str, int]:
+    """Return MiB, or GiB if the largest peak is large, and its bytes."""
+    return ("GiB", GIB) if max(peaks, default=0) >= 4 * GIB else ("MiB", 2**20)

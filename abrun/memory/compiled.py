@@ -1,9 +1,9 @@
-"""What a layer keeps when torch.compile has compiled it, without compiling it.
+"""The activations that a compiled layer saves, without compiling it.
 
 A compiler cuts the graph of a layer's forward and backward pass where the fewest bytes cross, and the
-backward pass computes the rest again (the min-cut partition of torch._functorch.partitioners, which is
-Inductor's, too). The same is done here, with Inductor's decompositions. The two parts then run operator by
-operator, so that inside of one layer they hold a bit more than fused kernels do.
+backward pass recomputes the rest (the min-cut partition of torch._functorch.partitioners, which Inductor
+uses). So does this module, with Inductor's decompositions. The two graphs then run operator by operator, so
+that inside of one layer they hold a bit more than fused kernels do.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 ATTENTION = ("torch_attn::_varlen_attn", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
-_TENSOR = object()  # the place of one
-_parts: dict[Any, Callable[..., Any]] = {}  # layers of one shape share theirs
+_TENSOR = object()  # the place of a tensor among a layer's arguments
+_graphs: dict[Any, Callable[..., Any]] = {}  # layers of one shape share theirs
 
 
 def partitioned(forward: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """In the place of torch.compile, for the bound `forward` of a layer."""
+    """Stand in for torch.compile, of the bound `forward` of a layer."""
     module: nn.Module = forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def run(*inputs: Any, **more: Any) -> Any:
@@ -36,19 +36,17 @@ def partitioned(forward: Callable[..., Any], **_: Any) -> Callable[..., Any]:
         leaves, spec = tree_flatten((inputs, more))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         keeps_little = functorch_config.activation_memory_budget == 0.0
-        shapes = (
-            tuple((each.shape, each.dtype) for each in each_of) for each_of in (parameters.values(), tensors)
-        )
-        key = (type(module), keeps_little, *shapes)
-        if key not in _parts:
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*parameters.values(), *tensors))
+        key = (type(module), keeps_little, shapes)
+        if key not in _graphs:
             others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            _parts[key] = _parts_of(module, forward, list(parameters), others, spec, keeps_little)
-        return _parts[key](list(parameters.values()), tensors)
+            _graphs[key] = _graph_of(module, forward, list(parameters), others, spec, keeps_little)
+        return _graphs[key](list(parameters.values()), tensors)
 
     return run
 
 
-def _parts_of(
+def _graph_of(
     module: nn.Module, forward: Any, names: list[str], leaves: list[Any], spec: Any, keeps_little: bool
 ) -> Callable[..., Any]:
     def of_tensors(weights: list[Tensor], tensors: list[Tensor]) -> Any:
@@ -72,8 +70,10 @@ def _as_it_is(gm: fx.GraphModule, example_inputs: Any) -> Any:
 
 
 def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
-    """With `selective`, attention stands between two graphs, which keep their inputs alone; see
-    abrun.backends.dtensor.layers."""
+    """With `selective`, save the inputs of the graphs before and after attention alone.
+
+    See abrun.backends.dtensor.layers.
+    """
     backward: set[fx.Node] = set()
     kept: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -82,7 +82,7 @@ def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
         ):
             backward.add(node)
         elif getattr(getattr(node.target, "_schema", None), "name", "") in ATTENTION:
-            kept |= {node, *node.users, *map(_made_by, node.all_input_nodes)}
+            kept |= {node, *node.users, *map(_owner_of, node.all_input_nodes)}
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward:
             policy = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
@@ -91,8 +91,8 @@ def _around_attention(joint: fx.GraphModule, *args: Any, **more: Any) -> Any:
         return min_cut_rematerialization_partition(joint, *args, **more)
 
 
-def _made_by(node: fx.Node) -> fx.Node:
-    """What a view is one of."""
+def _owner_of(node: fx.Node) -> fx.Node:
+    """Return the node that owns the storage of a view."""
     while node.op == "call_function" and get_default_op_list().is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,11 +1,9 @@
-"""A GPU that is not there: the trainer's own step on tensors that have shapes and lifetimes, and no values.
+"""A fake GPU: the trainer's own step on tensors that have shapes and lifetimes, and no values.
 
-Inside of `hollow_gpu` every float tensor is a fake one (torch's FakeTensor), which takes no memory, while the
-few integers and masks that a step decides by (lengths, positions, which token goes where) are computed. The
-tensors say "cpu" and take the ways that a GPU's do: what asks `is_cuda` is told yes, Triton's kernels are
-called and do nothing, and attention is that of a kernel that never holds the scores. Collectives do nothing:
-there is one rank, the first, of as many as are asked for. So the lifetimes are those of the real modules,
-FSDP's hooks, activation checkpoints and losses, whichever the recipe asks for.
+Inside of `hollow_gpu` every float tensor is torch's FakeTensor, which takes no memory, while the few integers
+and masks that decide shapes are computed. The tensors are on "cpu" and say that they are `is_cuda`. Triton's
+kernels and collectives do nothing; attention never holds the scores. So the lifetimes are those of the real
+modules, FSDP's hooks, activation checkpoints and losses, on the first rank of as many as are asked for.
 """
 
 import contextlib
@@ -39,13 +37,14 @@ from abrun.recipe.policy import Model
 from abrun.train.phases import overwritten
 
 aten: Any = torch.ops.aten
-NUM_PROCESSORS, SHARED_MEMORY_BYTES = 132, 227 * 2**10  # of a Hopper GPU, for the grids of Triton's kernels
+HOPPER = 132, 227 * 2**10  # a GPU's processors and bytes of shared memory, for the grids of Triton's kernels
 # cuBLAS asks torch's allocator for it (on Hopper; torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 WEIGHTS, GATHERED, GRADIENTS = "weights", "gathered weights", "gradients"
 OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
+FSDP_KINDS = {"unshard": GATHERED, "wait_for_unshard": GATHERED, "post_backward": GRADIENTS}
 
 MAKES_INTEGERS = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
 
@@ -61,7 +60,7 @@ class HollowTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             self._of_dtensors = func
             return NotImplemented  # they come back with the plain tensors inside
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -90,7 +89,7 @@ class HollowTensors(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         if func.namespace == "c10d":
             return _collective(func, args)
-        fake = any(isinstance(each, FakeTensor) for each in inputs)
+        fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if fake and func in UNKNOWN:
             return UNKNOWN[func](func, self._fake, *args, **kwargs)
         if fake or self._makes_floats(func, kwargs, inputs):
@@ -99,23 +98,23 @@ class HollowTensors(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _makes_floats(self, func: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        """Whether floats come out of nothing, or of a shape; those computed from integers are computed."""
+        """Return True if floats are made of no values; floats that integers give are computed."""
         if str(kwargs.get("device")) == "meta" or func.namespace != "aten":
             return False
         if inputs:
-            on_meta = all(each.is_meta for each in inputs)
+            on_meta = all(tensor.is_meta for tensor in inputs)
             return on_meta and kwargs.get("device") is not None
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return dtype.is_floating_point and func.overloadpacket not in MAKES_INTEGERS
 
 
 def _scalar(func: Any, fake: FakeTensorMode, tensor: Tensor) -> Any:
-    """A number that a step asks for, such as the gradient's norm."""
+    """Return a number in the place of one that a step reads, such as the gradient's norm."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
 def _balanced(func: Any, fake: FakeTensorMode, scores: Tensor, k: int, *args: Any) -> tuple[Tensor, Tensor]:
-    """A choice among experts: each is chosen as often as any other."""
+    """Choose each expert as often as any other."""
     with fake:
         values, _ = func(scores, k, *args)
     count = values.numel()
@@ -123,7 +122,7 @@ def _balanced(func: Any, fake: FakeTensorMode, scores: Tensor, k: int, *args: An
 
 
 def _wide_product(func: Any, fake: FakeTensorMode, *args: Any, out: Tensor | None = None, **_: Any) -> Tensor:
-    """A product in a wider dtype: torch 2.11 takes that dtype for a factor when nothing is computed."""
+    """Return a matmul's result in a wider dtype: torch 2.11 takes that dtype for a factor of fake tensors."""
     left, right, dtype = args[-3:]
     if out is not None:
         return out
@@ -140,9 +139,9 @@ def _grouped_product(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Products of experts: torch 2.11 knows their shapes in bfloat16 alone, and computes in float32, too."""
-    apart = left.ndim == right.ndim  # a product an expert, and not rows one after the other
-    experts = () if not apart else left.shape[:1] if offs is None else (len(offs),)
+    """Return the experts' matmuls, whose shapes torch 2.11 knows in bfloat16 alone."""
+    is_stacked = left.ndim == right.ndim  # a matmul an expert, and not rows one after the other
+    experts = () if not is_stacked else left.shape[:1] if offs is None else (len(offs),)
     with fake:
         return left.new_empty(*experts, left.shape[-2], right.shape[-1])
 
@@ -158,7 +157,7 @@ UNKNOWN = {
 
 
 def _collective(func: Any, args: Any) -> Any:
-    """Nothing is sent: what would have come is what is there, or what this rank has itself."""
+    """Send nothing: what would arrive is this rank's own, or what the output holds."""
     name, work = func.overloadpacket.__name__, FakeWork().boxed()
     if name == "barrier":
         return work
@@ -167,14 +166,14 @@ def _collective(func: Any, args: Any) -> Any:
             args[0].copy_(args[1])
         return work
     if name == "allgather_":
-        for outputs, own in zip(args[0], args[1], strict=True):
-            for each in outputs:
-                each.copy_(own)
+        for outputs, source in zip(args[0], args[1], strict=True):
+            for output in outputs:
+                output.copy_(source)
     return args[0], work
 
 
 def _held_inside(func: Any, inputs: list[Tensor]) -> int:
-    """Bytes that a GPU's kernels hold while they run, beside what goes in and comes out."""
+    """Return the bytes that a GPU's kernel holds while it runs, besides its inputs and outputs."""
     if func.overloadpacket.__name__ not in ATTENTION_BACKWARD:
         return 0
     # FlashAttention sums d_query in float32, and expands the keys' gradients to the queries' heads.
@@ -198,7 +197,7 @@ class NoKernel:
 
 @contextlib.contextmanager
 def hollow_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[Account]:
-    """Inside, this process is the first of so many ranks, each with a GPU without memory of its own.
+    """Make this process the first of `num_ranks`, each with a fake GPU, while entered.
 
     `master_dtype`: of weights, gradients and AdamW's moments. abrun trains with float32 ones.
     """
@@ -213,7 +212,7 @@ def hollow_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Ite
 
 
 def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
-    """What a step does otherwise on such a machine."""
+    """Yield the patches by which a step runs on such a machine."""
     for kind in (FakeTensor, FunctionalTensor):
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
@@ -223,19 +222,18 @@ def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
     yield patch.object(Head, "logprobs", _judging(account, Head.logprobs))
-    for method in ("unshard", "wait_for_unshard"):
-        yield patch.object(FSDPParamGroup, method, _gathering(account, getattr(FSDPParamGroup, method)))
-    yield patch.object(FSDPParamGroup, "post_backward", _reducing(account, FSDPParamGroup.post_backward))
+    for method, kind in FSDP_KINDS.items():
+        in_kind = account.kind(kind)(getattr(FSDPParamGroup, method))
+        yield patch.object(FSDPParamGroup, method, in_kind)
     with contextlib.suppress(ImportError):
         from abrun.kernels import triton_tiles
 
-        limits = NUM_PROCESSORS, SHARED_MEMORY_BYTES
         yield patch.object(triton_tiles, "kernels", NoKernel())
-        yield patch.object(triton_tiles, "_device_limits", lambda _: limits)
+        yield patch.object(triton_tiles, "_device_limits", lambda _: HOPPER)
 
 
 def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
-    """A recipe's network from its configuration alone: no weight is read."""
+    """Make a recipe's network from its configuration alone: no weight is read."""
     config = preset_config(model) if model.path is None else read_config(model.path)
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -249,21 +247,20 @@ def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any
 
 
 def _reducing_in(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
-    """FSDP's policy with gradients summed over ranks in `dtype`, whatever was asked for."""
-
+    """Return what makes FSDP's policy with gradients summed over ranks in `dtype`."""
     make: Any = MixedPrecisionPolicy
     return lambda **settings: make(**settings | {"reduce_dtype": dtype})
 
 
 class NoCheckpoint:
-    """Of a network without weights."""
+    """The checkpoint of a network without weights."""
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        return torch.empty([each.stop - each.start for each in part])
+        return torch.empty([bounds.stop - bounds.start for bounds in part])
 
 
 def _seen(account: Account, resize: Any) -> Any:
-    """FSDP empties and refills storages by hand."""
+    """Count the storages that FSDP empties and refills by hand."""
 
     @functools.wraps(resize)
     def run(storage: Any, size: int) -> Any:
@@ -274,26 +271,8 @@ def _seen(account: Account, resize: Any) -> Any:
     return run
 
 
-def _gathering(account: Account, unshard: Any) -> Any:
-    @functools.wraps(unshard)
-    def run(group: Any, *args: Any, **kwargs: Any) -> Any:
-        with account.kind(GATHERED):
-            return unshard(group, *args, **kwargs)
-
-    return run
-
-
-def _reducing(account: Account, post_backward: Any) -> Any:
-    @functools.wraps(post_backward)
-    def run(group: Any, *args: Any, **kwargs: Any) -> Any:
-        with account.kind(GRADIENTS):
-            return post_backward(group, *args, **kwargs)
-
-    return run
-
-
 def _judging(account: Account, judge: Any) -> Any:
-    """From the head's forward pass to the end of its backward pass, what is made is the log-probs'."""
+    """Attribute allocations during the head's forward and backward passes to the log-probs."""
 
     @functools.wraps(judge)
     def run(head: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -314,8 +293,8 @@ def _judging(account: Account, judge: Any) -> Any:
 
 
 def resident(named: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """A backend's `local_state` by kind."""
-    found: dict[str, list[Tensor]] = {WEIGHTS: [], OPTIMIZER: []}
+    """Return the tensors of a backend's `local_state` by kind."""
+    by_kind: dict[str, list[Tensor]] = {WEIGHTS: [], OPTIMIZER: []}
     for name, tensor in named.items():
-        found[WEIGHTS if "weights/" in name else OPTIMIZER].append(local(tensor))
-    return found
+        by_kind[WEIGHTS if "weights/" in name else OPTIMIZER].append(local(tensor))
+    return by_kind

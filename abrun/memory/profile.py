@@ -1,11 +1,11 @@
 """memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
 
 Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
-that nothing of another cell is in what they take. What is measured is written at once.
+that no other cell's memory is in its peaks. Results are written at once.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,61 +14,58 @@ from abrun.errors import LaunchError
 from abrun.experiment.preflight.model_files import shape_of
 from abrun.experiment.probe import probe, rows_of
 from abrun.memory.cells import Cell, MemoryProfile, Point, cell_of
-from abrun.memory.floor import floor_of
 from abrun.memory.search import search
-from abrun.memory.show import show, told
-from abrun.memory.sweep import COMMAND, Head, Plan, Variant
+from abrun.memory.show import progress_line
+from abrun.memory.sweep import COMMAND, Plan, Variant
 from abrun.recipe.algorithms import Dpo
-from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
-MODULE, HEADS = "abrun.memory.measure", "abrun.memory.heads"
+MODULE = "abrun.memory.measure"
 Say = Callable[[str], None]
 
 
 class Bench:
-    """Measure cells; keep them, say each as it is done, and write peaks.json every time."""
+    """Measures the cells of a plan, reports each, and rewrites peaks.json after each."""
 
-    def __init__(self, name: str, output: Path, say: Say, note: str = "") -> None:
-        self._output, self._say = output, say
-        self.profile = MemoryProfile(name=name, counter="", cells=[], longest=[], note=note)
+    def __init__(self, plan: Plan, output: Path, say: Say) -> None:
+        self._plan, self._output, self._say = plan, output, say
+        self.profile = MemoryProfile(name=plan.name, counter="", cells=[], longest=[], note=plan.note())
 
-    def measure(
-        self,
-        module: str,
-        arm: str,
-        point: Point,
-        config: OwnRunConfig,
-        job: Mapping[str, Any],
-        left: str = "",
-    ) -> Cell:
-        """One cell, in processes of its own. Raises LaunchError, one line, where it cannot be measured."""
+    def measure(self, arm: str, point: Point, config: OwnRunConfig, position: str = "") -> Cell:
+        """Measure one cell in processes of its own. Raises LaunchError where it cannot be measured."""
+        job = {
+            "length": point.length,
+            "num_sequences": point.num_sequences,
+            "rollouts": self._plan.rollouts,
+            "budget_bytes": self._plan.budget_bytes,
+        }
         directory = self._output / "cells" / f"{len(self.profile.cells):03d}-{arm}"
-        cell, counter = measured_cell(module, directory, arm, point, config, job)
-        if module == MODULE:
-            floor = floor_of(config, length=point.length, num_sequences=point.num_sequences)
-            cell = replace(cell, floor=floor)
-        self.profile = replace(
-            self.profile, counter=counter or self.profile.counter, cells=[*self.profile.cells, cell]
-        )
+        cell, counter = measured_cell(directory, arm, point, config, job)
+        counter = counter or self.profile.counter
+        self.profile = replace(self.profile, counter=counter, cells=[*self.profile.cells, cell])
         self._write()
-        self._say(left + told(cell, self.profile.unit))
+        self._say(position + progress_line(cell, self.profile.unit))
         return cell
 
-    def search(
-        self,
-        measured: Sequence[Cell],
-        what: str,
-        tried: Callable[[int], Cell],
-        *,
-        unit: int = 1,
-        most: int | None = None,
-    ) -> None:
-        """Look for the largest size that trains; see abrun.memory.search."""
-        longest = search(measured, what, tried, unit=unit, most=most)
+    def search(self, variant: Variant, arm: str, config: OwnRunConfig) -> None:
+        """Search the largest size of an arm that trains, from the cells at the smallest of the other size."""
+        size = self._plan.longest
+        assert size
+        other = "num_sequences" if size == "length" else "length"
+        cells = [cell for cell in self.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
+        least = min(getattr(cell.point, other) for cell in cells)
+        cells = [cell for cell in cells if getattr(cell.point, other) == least]
+        pairs = size == "num_sequences" and isinstance(config.algorithm, Dpo)
+        longest = search(
+            cells,
+            size,
+            lambda value: self.measure(arm, replace(cells[0].point, **{size: value}), config, "search: "),
+            unit=2 if pairs else 1,
+            most=shape_of(config.model).get("max_position_embeddings") if size == "length" else None,
+        )
         self.profile = replace(self.profile, longest=[*self.profile.longest, longest])
         self._write()
 
@@ -87,19 +84,14 @@ class Bench:
 
 
 def measured_cell(
-    module: str,
-    directory: Path,
-    arm: str,
-    point: Point,
-    config: OwnRunConfig,
-    job: Mapping[str, Any],
+    directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> tuple[Cell, str]:
-    """A cell, and the counter of its peaks, by processes of its own; one that runs out of memory is one, too.
+    """Return a cell and the counter of its peaks; running out of memory is a result, too.
 
     Raises LaunchError where it cannot be measured.
     """
     try:
-        rows = probe(module, directory, config, job)
+        rows = probe(MODULE, directory, config, job)
     except LaunchError:
         rows = rows_of(directory)
         if not any(row["out_of_memory"] for row in rows):
@@ -108,85 +100,26 @@ def measured_cell(
 
 
 def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
-    """Measure the cells of `plan`, then search; write peaks.json, memory.png and memory.svg into `output`.
+    """Measure the cells of `plan`, then search; write peaks.json into `output`.
 
-    Raises LaunchError where an arm cannot be measured here; what was measured before that is kept.
+    Raises LaunchError where an arm cannot be measured here; cells measured before that are kept.
     """
-    of_variants = [(variant, variant.configs()) for variant in plan.variants]
-    for _, configs in of_variants:
-        plan.refuse_endless_search(configs[BASELINE])
-    sizes = [plan.num_sequences(configs) for _, configs in of_variants]  # refused before anything is measured
-    bench = Bench(plan.name, output, say, plan.unseen())
-    total = sum(len(numbers) * len(configs) for numbers, (_, configs) in zip(sizes, of_variants, strict=True))
-    total, number = total * len(plan.lengths), 0
+    batches = plan.batches()
+    bench = Bench(plan, output, say)
+    total, number = len(plan.lengths) * sum(len(configs) for *_, configs in batches), 0
     with folder_lock(output, COMMAND):
-        for (variant, configs), numbers in zip(of_variants, sizes, strict=True):
-            for num_sequences in numbers:
-                ended = set[str]()
-                for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
-                    number += 1
-                    left = f"[{number}/{total}] "
-                    if arm in ended:
-                        say(f"{left}{arm}: left out, a shorter one ran out of memory")
-                        continue
-                    point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
-                    cell = bench.measure(MODULE, arm, point, config, _job(plan, point), left)
-                    ended |= {arm} if cell.out_of_memory else set()
-        for variant, configs in of_variants if plan.longest else ():
-            for arm, config in configs.items():
-                _search(plan, bench, variant, arm, config)
-        show(bench.profile, output)
+        for variant, num_sequences, configs in batches:
+            ended = set[str]()
+            for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
+                number += 1
+                position = f"[{number}/{total}] "
+                if arm in ended:
+                    say(f"{position}{arm}: left out, a shorter one ran out of memory")
+                    continue
+                point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
+                if bench.measure(arm, point, config, position).out_of_memory:
+                    ended.add(arm)
+        for variant in plan.variants if plan.longest else ():
+            for arm, config in variant.configs().items():
+                bench.search(variant, arm, config)
     return bench.profile
-
-
-def measure_head(head: Head, plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
-    """The same of a log-prob head alone, its kernels in the place of arms."""
-    config, bench = head.config, Bench(plan.name, output, say)
-    plan.refuse_endless_search(config)
-    kernels = head.kernels(on_gpu=config.cluster.gpus_per_node > 0)
-    total, ended = len(kernels) * len(plan.lengths), set[str]()
-
-    def measured(kernel: str, length: int, left: str) -> Cell:
-        sizes = {"hidden_size": head.hidden_size, "vocab_size": head.vocab_size, "length": length}
-        job = {**kernels[kernel], **sizes, "budget_bytes": plan.budget_bytes}
-        return bench.measure(HEADS, kernel, Point(length=length), config, job, left)
-
-    with folder_lock(output, COMMAND):
-        for number, (length, kernel) in enumerate(itertools.product(plan.lengths, kernels), 1):
-            left = f"[{number}/{total}] "
-            if kernel in ended:
-                say(f"{left}{kernel}: left out, fewer tokens ran out of memory")
-            elif measured(kernel, length, left).out_of_memory:
-                ended.add(kernel)
-        for kernel in kernels if plan.longest else ():
-            own_cells = [cell for cell in bench.profile.cells if cell.arm == kernel]
-            bench.search(own_cells, "length", lambda size, kernel=kernel: measured(kernel, size, "search: "))
-        show(bench.profile, output)
-    return bench.profile
-
-
-def _job(plan: Plan, point: Point) -> dict[str, Any]:
-    return {
-        "length": point.length,
-        "num_sequences": point.num_sequences,
-        "rollouts": plan.rollouts,
-        "budget_bytes": plan.budget_bytes,
-    }
-
-
-def _search(plan: Plan, bench: Bench, variant: Variant, arm: str, config: OwnRunConfig) -> None:
-    """Search the largest size of an arm that trains, on from the cells at the smallest of the other size."""
-    what = plan.longest
-    assert what
-    other = "num_sequences" if what == "length" else "length"
-    cells = [cell for cell in bench.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
-    least = min(getattr(cell.point, other) for cell in cells)
-    cells = [cell for cell in cells if getattr(cell.point, other) == least]
-
-    def tried(size: int) -> Cell:
-        point = replace(cells[0].point, **{what: size})
-        return bench.measure(MODULE, arm, point, config, _job(plan, point), "search: ")
-
-    pairs = what == "num_sequences" and isinstance(config.algorithm, Dpo)
-    positions = shape_of(config.model).get("max_position_embeddings") if what == "length" else None
-    bench.search(cells, what, tried, unit=2 if pairs else 1, most=positions)

@@ -1,7 +1,7 @@
 """The longest sequence, or the largest microbatch, that trains: few tries, each in processes of its own."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from abrun.memory.cells import Cell, Longest
 
@@ -18,11 +18,11 @@ def search(
     unit: int = 1,
     most: int | None = None,
 ) -> Longest:
-    """The largest size of `what` that fits; `tried` measures one more cell, `measured` are of the same line.
+    """Return the largest size of `what` that fits, a multiple of `unit`, and `most` at most.
 
-    A phase's peak is nearly a straight line over either size, so that the next size to try follows from two
-    of each phase; the highest of all phases is none, as short sequences peak in the optimizer. Each further
-    miss in the same direction doubles the step. A multiple of `unit`, and `most` at most.
+    `tried` measures one more cell; `measured` are of the same line. A phase's peak is nearly a straight line
+    over either size, so that two cells tell the next size to try. After two misses in the same direction the
+    search doubles, or bisects.
     """
     cells = {getattr(cell.point, what): cell for cell in measured}
     misses = 0
@@ -30,17 +30,10 @@ def search(
         fitting = sorted(size for size, cell in cells.items() if not cell.out_of_memory)
         low = fitting[-1] if fitting else 0
         high = min((size for size, cell in cells.items() if cell.out_of_memory), default=None)
-        size = next_size(
-            [(one, cells[one].by_phase) for one in fitting[-2:]],
-            low,
-            high,
-            capacity=cells[max(cells)].total_bytes,
-            unit=unit,
-            least=LEAST if what == "length" else unit,
-            step=2**misses,
-            most=most,
-        )
-        if size is None:
+        gap = max(unit, low // RESOLUTION)
+        least = LEAST if what == "length" else unit
+        is_known = high is not None and (high - low <= gap or (not low and high <= least))
+        if is_known or (most is not None and low >= most):
             return Longest(
                 arm=measured[0].arm,
                 swept=measured[0].point.swept,
@@ -49,50 +42,35 @@ def search(
                 fails=high,
                 failed_in=cells[high].out_of_memory if high else None,
             )
+        size = 2 * low if high is None else (low + high) // 2
+        if misses < 2:
+            share = 1.0 if misses else SPARE
+            size = _crossing([(size, cells[size]) for size in fitting[-2:]], share) or size
+        if high is None:
+            size = max(size, low + gap)
+        elif high - low < 2 * max(gap, high // RESOLUTION):
+            size = (low + high) // 2
+        else:
+            size = min(max(size, low + gap), high - high // RESOLUTION)
+        grain = unit * 2 ** int(math.log2(gap // unit))  # round numbers, as fine as the answer
+        size = size // grain * grain if size // grain * grain > low else size // unit * unit
+        size = min(size, most or size)
         cell = cells[size] = tried(size)
-        # Towards the same side as the last one: the line was wrong that way
-        same = (high is not None and cell.out_of_memory) or (high is None and not cell.out_of_memory)
-        misses = misses + 1 if same else 0
+        misses = misses + 1 if bool(cell.out_of_memory) == (high is not None) else 0
 
 
-def next_size(
-    fitting: Sequence[tuple[int, Mapping[str, int]]],  # at most two: (size, peak bytes by phase), ascending
-    low: int,  # the largest that fits, 0 where none does
-    high: int | None,  # the smallest that does not
-    *,
-    capacity: int | None,
-    unit: int,
-    least: int,
-    step: int,
-    most: int | None,
-) -> int | None:
-    """What to try next; None where the answer is known well enough."""
-    apart = max(unit, low // RESOLUTION)
-    known = high is not None and (high - low <= apart or (not low and high <= least))
-    if known or (most is not None and low >= most):
-        return None
-    guess = 2 * low if high is None else (low + high) // 2
-    by_line = _by_lines(fitting, (SPARE if step == 1 else 1.0) * capacity) if capacity else None
-    if by_line is not None:
-        guess = by_line if high is None or by_line < high else high - max(apart, high // RESOLUTION) * step
-    if high is None:
-        guess = max(guess, low + apart * step)
-        guess = min(guess, most) if most else guess
-    else:
-        guess = guess if low + apart <= guess <= high - apart else (low + high) // 2
-    grain = unit * 2 ** int(math.log2(max(1, apart // unit)))  # round numbers, as fine as the answer
-    size = guess // grain * grain
-    return size if low < size and (high is None or size < high) else guess // unit * unit
+def _crossing(fitting: Sequence[tuple[int, Cell]], share: float) -> int | None:
+    """Return the size at which the first phase fills that share of a device; None: no phase grows.
 
-
-def _by_lines(fitting: Sequence[tuple[int, Mapping[str, int]]], room: float) -> int | None:
-    """Where the first phase takes all of `room`, each on the line through its two peaks; None: none grows."""
-    if len(fitting) < 2:
+    Each phase has a line of its own: short sequences peak in the optimizer, which does not grow.
+    """
+    if len(fitting) < 2 or fitting[1][1].total_bytes is None:
         return None
     (first, less), (second, more) = fitting
+    room = share * fitting[1][1].total_bytes
     sizes = [
-        second + int((room - peak) * (second - first) / (peak - less[phase]))
-        for phase, peak in more.items()
-        if peak > less.get(phase, peak)
+        second + int((room - peak) * (second - first) / (peak - less.by_phase[phase]))
+        for phase, peak in more.by_phase.items()
+        if peak > less.by_phase.get(phase, peak)
     ]
     return min(sizes, default=None)

@@ -1,4 +1,4 @@
-"""What a memory profile is to measure: the arms of a recipe, at every combination of sizes."""
+"""The plan of a memory profile: the arms of a recipe at every combination of sizes, and their steps."""
 
 import itertools
 import json
@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.preflight.machine import this_machine
-from abrun.experiment.preflight.settings import triton_refusal
 from abrun.experiment.probe import refuse_other_machines
 from abrun.reasons import Code
-from abrun.recipe.algorithms import Dpo
+from abrun.recipe.algorithms import Dpo, Grpo
 from abrun.recipe.experiment import BASELINE, Declared, load_recipe
 from abrun.recipe.reading import parse_yaml
-from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig, not_built
 
 COMMAND = "abrun memory-profile"
@@ -35,9 +32,9 @@ class Variant:
     swept: tuple[tuple[str, Any], ...] = ()
 
     def configs(self, *, here: bool = True) -> dict[str, OwnRunConfig]:
-        """The arms' configurations, the baseline's first.
+        """Return the arms' configurations, the baseline's first.
 
-        Raises LaunchError, one line, for what cannot be measured, or (`here`) not on this machine.
+        Raises LaunchError for arms that cannot be measured, or (`here`) not on this machine.
         """
         configs: dict[str, OwnRunConfig] = {}
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
@@ -53,52 +50,8 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """The log-prob head alone, without a recipe: every kernel that this machine can run."""
-
-    hidden_size: int
-    vocab_size: int
-
-    @property
-    def name(self) -> str:
-        return f"head {self.hidden_size:,} x {self.vocab_size:,}"
-
-    def kernels(self, on_gpu: bool) -> dict[str, dict[str, Any]]:
-        """By name what `policy.logprobs` would say; the dense one first."""
-        fused = ["chunked", *(["triton"] if triton_refusal(on_gpu=on_gpu) is None else [])]
-        kernels = {"logits": {"impl": "logits", "one_pass": False}}
-        for impl in fused:
-            kernels |= {
-                impl: {"impl": impl, "one_pass": False},
-                f"{impl}-one-pass": {"impl": impl, "one_pass": True},
-            }
-        return kernels
-
-    @property
-    def config(self) -> OwnRunConfig:
-        """What its processes are started by: a run on one device."""
-        content = {
-            "algorithm": {"type": "sft"},
-            "model": {"preset": "qwen2-tiny"},
-            "task": {"type": "arithmetic"},
-            "steps": 1,
-            "cluster": {"gpus_per_node": min(len(this_machine().gpus), 1)},
-        }
-        return validated(OwnRunConfig, content, "head")
-
-
-def head_of(hidden: int | None, vocab: int | None, given: Sequence[str]) -> Head:
-    """The head that is asked for without a recipe. `given`: options that need one. Raises RecipeError."""
-    if given:
-        raise RecipeError(Code.OPTION_NEEDS_RECIPE(option=given[0]))
-    if hidden is None or vocab is None:
-        raise RecipeError(Code.MEMORY_PROFILE_NEEDS_RECIPE())
-    return Head(hidden_size=hidden, vocab_size=vocab)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which cells are measured, and how."""
+    """The cells to measure or predict, and how."""
 
     name: str
     variants: Sequence[Variant]
@@ -106,43 +59,46 @@ class Plan:
     sequences: Sequence[int] = ()  # ascending, of a rank's microbatch; none: the baseline's, or 1 (dpo: 2)
     rollouts: bool = True  # sample once, where the recipe samples
     budget_bytes: int | None = None  # as if a device had no more
-    longest: Literal["length", "num_sequences"] | None = None  # what to look for the most of
+    longest: Literal["length", "num_sequences"] | None = None  # the size to search the maximum of
     master_dtype: str = MASTER_DTYPE  # of a prediction
 
-    def unseen(self) -> str:
-        """What its arms do that sequences without a prompt in common do not show; empty: nothing."""
-        each = (config for variant in self.variants for config in variant.configs(here=False).values())
-        return SHARED if any(config.policy.share_prompts for config in each) else ""
+    def batches(self, *, here: bool = True) -> list[tuple[Variant, int, dict[str, OwnRunConfig]]]:
+        """Return each variant at each microbatch size, with its arms' configurations.
 
-    def refuse_endless_search(self, config: OwnRunConfig) -> None:
-        """Raises LaunchError where nothing would tell that memory ran out, but the machine's end."""
-        if self.longest and self.budget_bytes is None and not config.cluster.gpus_per_node:
-            raise LaunchError(Code.SEARCH_NEEDS_BUDGET())
+        Raises LaunchError for arms that cannot be measured, pairs that a microbatch would separate, and
+        (`here`) a search that only the machine's end would stop.
+        """
+        batches = []
+        for variant in self.variants:
+            configs = variant.configs(here=here)
+            endless = self.longest and self.budget_bytes is None
+            if here and endless and not configs[BASELINE].cluster.gpus_per_node:
+                raise LaunchError(Code.SEARCH_NEEDS_BUDGET())
+            pair = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
+            for number in self.sequences or (configs[BASELINE].policy.micro_batch_size or pair,):
+                if number % pair:
+                    raise LaunchError(Code.SEQUENCES_ODD(got=number))
+                batches.append((variant, number, configs))
+        return batches
 
-    def num_sequences(self, configs: dict[str, OwnRunConfig]) -> Sequence[int]:
-        """Raises LaunchError where a pair would be cut apart."""
-        together = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
-        sequences = self.sequences or (configs[BASELINE].policy.micro_batch_size or together,)
-        for number in sequences:
-            if number % together:
-                raise LaunchError(Code.SEQUENCES_ODD(got=number))
-        return sequences
+    def note(self) -> str:
+        """Name the settings that sequences without a common prompt do not show; empty: none."""
+        configs = (config for variant in self.variants for config in variant.configs(here=False).values())
+        return SHARED if any(config.policy.share_prompts for config in configs) else ""
 
 
 def variants_of(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
-    """The recipe at every combination of the values of `KEY=V1,V2,...`. Raises RecipeError, one line."""
+    """Return the recipe at every combination of the values of `KEY=V1,V2,...`. Raises RecipeError."""
     base = load_recipe(path, overrides)
     keys: dict[str, list[Any]] = {}
     for key, values in map(_swept, sweeps):
         if key in keys:
             raise RecipeError(Code.SWEEP_KEY_TWICE(key=key))
-        keys[key] = values
-    for key in keys:
         for arm, change in base.arms.items():
-            own = next((one for one in change if one == key or one.startswith(f"{key}.")), None)
-            own = own or next((one for one in change if key.startswith(f"{one}.")), None)
-            if own:
-                raise RecipeError(Code.SWEEP_KEY_OF_ARM(key=key, arm=arm, arm_key=own))
+            for arm_key in change:
+                if f"{key}.".startswith(f"{arm_key}.") or f"{arm_key}.".startswith(f"{key}."):
+                    raise RecipeError(Code.SWEEP_KEY_OF_ARM(key=key, arm=arm, arm_key=arm_key))
+        keys[key] = values
     variants = []
     for values in itertools.product(*keys.values()):
         swept = tuple(zip(keys, values, strict=True))
@@ -153,7 +109,53 @@ def variants_of(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> 
 
 def _swept(text: str) -> tuple[str, list[Any]]:
     key, equals, values = text.partition("=")
-    found = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
-    if not (key and isinstance(found, list) and found):
+    parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
+    if not (key and isinstance(parsed, list) and parsed):
         raise RecipeError(Code.SETTING_REFUSED(field="--sweep", got=repr(text)))
-    return key, list(found)
+    return key, list(parsed)
+
+
+# --- the step of a cell ---
+
+
+def of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
+    """Return `config` with microbatches of `num_sequences`, and without groups: random batches have none.
+
+    Rewards are then advantages.
+    """
+    sizes = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
+    policy = config.policy.model_copy(update=sizes if has_microbatches(config) else {})
+    config = config.model_copy(update={"policy": policy})
+    if not isinstance(config.algorithm, Grpo):
+        return config
+    ungrouped = {
+        "group_size": 1,
+        "advantage_baseline": "none",
+        "normalize_advantages": False,
+        "normalize_over": "group",
+    }
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=ungrouped)})
+
+
+def has_microbatches(config: OwnRunConfig) -> bool:
+    """Return True if an update accumulates gradients: a cell then has two microbatches.
+
+    The second one's activations meet the first one's gradients.
+    """
+    return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
+
+
+def microbatch_size(config: OwnRunConfig) -> int:
+    """Return the sequences of a rank's microbatch in the run itself; a token budget holds one long one."""
+    policy, algorithm = config.policy, config.algorithm
+    pair = 2 if isinstance(algorithm, Dpo) else 1
+    if has_microbatches(config):
+        return policy.micro_batch_size or pair
+    sequences = algorithm.batch_size * getattr(algorithm, "group_size", pair)
+    return max(sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), pair)
+
+
+def num_rows(config: OwnRunConfig, num_sequences: int) -> int:
+    """Return the sequences of a rank's step with microbatches of `num_sequences`."""
+    minibatches = getattr(config.algorithm, "minibatches_per_step", 1)
+    return num_sequences * (1 + has_microbatches(config)) * minibatches

@@ -1,7 +1,7 @@
-"""`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a GPU that is not there.
+"""`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a fake GPU.
 
 Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
-trainer's own code. A job that says `longest` is only told how long the arm's sequences become.
+trainer's own code. A job with `longest` only asks for the tokens of the arm's longest sequence.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import read_job, refuse, row_writer
 from abrun.memory.account import Account
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
-from abrun.memory.step import num_rows, of_size, own_sequences
+from abrun.memory.measure import random_batch
+from abrun.memory.sweep import microbatch_size, of_size
 from abrun.models import config_of, load_text, positions_of
 from abrun.reasons import Code
-from abrun.recipe.algorithms import Dpo, Ppo, Sft
+from abrun.recipe.algorithms import Ppo
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import Sequences, random_rollouts
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.tasks import make_task
 from abrun.train.learner import Learner
@@ -34,10 +34,11 @@ from abrun.train.loop import make_algorithm
 from abrun.train.setup import Setup
 
 MAX_EXAMPLES = 4096  # of a task, among which the longest is looked for
+NUM_TOKENS = 100  # of which random batches are made
 
 
 class HollowPhases:
-    """What `abrun.train.phases.Phases` is to a real step: the peak of each phase, by kind."""
+    """Stands in for `abrun.train.phases.Phases`: records the peak of each phase by kind."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -56,52 +57,44 @@ class HollowPhases:
             self.peaks[phase] = dict(self._account.peak)
 
     def reside(self, resident: Any) -> None:
-        """What lives between steps is filed by its kind elsewhere."""
-
-    def collect(self) -> dict[str, dict[str, int]]:
-        """Bytes at the peak by phase and kind, since the last call."""
-        found, self.peaks = self.peaks, {}
-        return found
+        """Do nothing: `trace` files tensors that live between steps by their kind."""
 
 
 def trace(
     config: OwnRunConfig, lengths: list[int], num_sequences: int, master_dtype: str = "float32"
 ) -> Iterator[dict[str, Any]]:
-    """A row a length, of the first rank: `by_phase`, the bytes at each phase's peak by kind; `experts`,
-    whether layers have them; and `vllm`, the bytes of weights and cache of an engine beside the trainer.
+    """Yield a row for each length, of the first rank.
 
-    `num_sequences`: of a rank's microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
+    It has `by_phase`, the bytes at each phase's peak by kind; `experts`, whether layers have them; and
+    `vllm`, the bytes of weights and cache of an engine on the same devices. `num_sequences`: of a rank's
+    microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
     """
     most = positions_of(config_of(config.model))
     if most and max(lengths) > most:
         raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=most))
     run, config = config, of_size(config, num_sequences)
-    together = 2 if isinstance(config.algorithm, Dpo) else 1
     with hollow_gpu(config.cluster.ranks, DTYPES[master_dtype]) as account:
-        setup = _setup(config, account)
+        setup, phases = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
-        phases: Any = setup.phases
-        # As a resumed run has it: the optimizer's state is there before the first step.
+        # A resumed run has the optimizer's state before its first step
         setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
         reference = getattr(algorithm, "reference", None)
         if reference is not None:
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
-        rows, device = num_rows(config, num_sequences), setup.ranks.device
         experts = any(".experts." in name for name in setup.learner.local_state())
-        vllm = _vllm(run, setup.policy)
+        facts = {"num_sequences": num_sequences, "experts": experts, "vllm": _vllm(run, setup.policy)}
         for length in lengths:
-            batch = random_rollouts(rows, length, 100, device, rows_together=together)
-            if isinstance(config.algorithm, Sft | Dpo):
-                batch = batch.with_fields(Sequences)
-            algorithm.update(batch, step=1)
-            size = {"length": length, "num_sequences": num_sequences}
-            yield {**size, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}
+            phases.peaks = {}
+            algorithm.update(
+                random_batch(config, length, num_sequences, NUM_TOKENS, setup.ranks.device), step=1
+            )
+            yield {**facts, "length": length, "by_phase": phases.peaks}
 
 
 def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
-    """None: there is none on the devices that train. A cache of None has no size of its own."""
+    """Return None without an engine on the devices that train. A cache of None takes a share of them."""
     if config.rollout.engine != "vllm" or config.rollout.devices:
         return None
     itemsize = getattr(torch, config.policy.dtype).itemsize
@@ -110,17 +103,18 @@ def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
     return {"weights": weights // config.rollout.tensor_parallel, "cache": cache}
 
 
-def _setup(config: OwnRunConfig, account: Account) -> Setup:
-    """As abrun.train.setup.make_setup, without task and tokenizer, which a step's memory does not need."""
+def _setup(config: OwnRunConfig, account: Account) -> tuple[Setup, HollowPhases]:
+    """Return what abrun.train.setup.make_setup does, without task and tokenizer, and its phases."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
     policy = make_backend(config, ranks, weights=None, seed=0)
     algorithm, value_model = config.algorithm, None
     if isinstance(algorithm, Ppo):
         value_model = policy.make_value_model(algorithm, 0)
-    phases: Any = HollowPhases(account)
+    recorder = HollowPhases(account)
+    phases: Any = recorder
     absent: Any = None
-    return Setup(
+    setup = Setup(
         config=config,
         seed=0,
         initial_weights=None,
@@ -132,6 +126,7 @@ def _setup(config: OwnRunConfig, account: Account) -> Setup:
         sampler=absent,
         phases=phases,
     )
+    return setup, recorder
 
 
 def longest(config: OwnRunConfig) -> int:
@@ -145,15 +140,15 @@ def longest(config: OwnRunConfig) -> int:
 def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
     """Return the sequences, and tokens of each, of a rank's largest microbatch to expect.
 
-    What fills a budget of tokens are few sequences, as long as the model takes.
+    A budget of tokens is filled by few sequences, as long as the model takes.
     """
-    num_sequences, budget = own_sequences(config), config.policy.micro_batch_tokens
+    num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
     if not budget:
         return num_sequences, longest(config)
     # A sequence that is longer than the budget has a microbatch of its own
     length = max(budget // num_sequences, longest(config))
-    parts = math.ceil(length / (positions_of(config_of(config.model)) or length))
-    return num_sequences * parts, math.ceil(length / parts)
+    cuts = math.ceil(length / (positions_of(config_of(config.model)) or length))
+    return num_sequences * cuts, math.ceil(length / cuts)
 
 
 def main() -> int:

@@ -134,9 +134,6 @@ MESSAGES: dict[Code, Message] = {
     "{cards:list}",
     Code.MEASURES_ABRUN_TRAINER: "{recipe}: arms.{arm}: trainer.type: got 'command'; memory-profile runs "
     "single steps of abrun's own trainer alone: measure a foreign one with its own tools",
-    Code.OPTION_NEEDS_RECIPE: "{option}: got no recipe to go with it; give one, or drop {option}",
-    Code.MEMORY_PROFILE_NEEDS_RECIPE: "memory-profile: got no recipe; give one, or --hidden and --vocab for "
-    "a log-prob head alone, such as --hidden 4096 --vocab 151936",
     Code.SEARCH_NEEDS_BUDGET: "--budget-gib: got none with a search on CPU cores, where nothing refuses "
     "memory before the machine has none; give one",
     Code.SEQUENCES_ODD: "--sequences: got {got} with algorithm.type 'dpo', whose pairs stay together; use "

@@ -197,8 +197,6 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_NEEDS_RECIPE: "plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then",
     Code.SEARCHES_TWO: "--max-sequences: got it with --max-seq-len; search for one at a time: drop one of "
     "them",
-    Code.OPTION_OF_HEAD: "{option}: got {got} with a recipe, whose model has its own; drop it, or use "
-    "--sweep model.shape.vocab_size=...",
     Code.OPTION_NOT_PREDICTED: "{option}: got it with --predict, which measures nothing; drop one of the "
     "two (what a device has: --device-memory)",
     Code.OPTION_NEEDS_PREDICT: "{option} requires --predict; add it, or drop {option}",

@@ -11,11 +11,5 @@ def escaped(text: str) -> str:
     return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
 
 
-def literal(text: str) -> str:
-    """Escape every mark of Markdown: for text that is no prose, such as what a model has written."""
-    entities = shown(text).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\|`*_\[\]!])", r"\\\1", entities)
-
-
 def code(text: str) -> str:
     return escaped(text) if "`" in text else f"`{shown(text)}`"

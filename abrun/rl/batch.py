@@ -136,24 +136,6 @@ def collate(prompts: list[list[int]], completions: list[list[int]], *, pad_id: i
     )
 
 
-def random_rollouts(
-    num_sequences: int, length: int, vocab_size: int, device: torch.device, *, rows_together: int = 1
-) -> RolloutBatch:
-    """Make up sequences of one length, always the same: a token of prompt, then a completion to the end."""
-    shape = (num_sequences, length)
-    generator = torch.Generator().manual_seed(length)
-    token_mask = torch.ones(shape, dtype=torch.bool)
-    token_mask[:, 0] = False
-    batch = RolloutBatch(
-        token_ids=torch.randint(vocab_size, shape, generator=generator),
-        token_mask=token_mask,
-        inference_logprobs=torch.full(shape, -1.0),
-        rewards=torch.randn(num_sequences, generator=generator),
-        rows_together=rows_together,
-    )
-    return batch.to(device)
-
-
 def on_completions(values: Sequence[Sequence[float]], token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B, S]
     """Numbers of completion tokens, sequence by sequence, at those tokens: float32, 0 elsewhere."""
     flat = torch.from_numpy(np.fromiter(chain.from_iterable(values), np.float32))

@@ -1,15 +1,15 @@
 """Where a step's memory goes on GPUs, how long a sequence fits, and what was predicted: one table.
 
-    python tests/bench/bench_memory.py --gpus 2                  # all parts, on two GPUs of one host
-    python tests/bench/bench_memory.py --only longest 1.5b,      # these parts: one GPU is enough
-    python tests/bench/bench_memory.py --gpus 2 --seconds 400    # no cell begins later than that
-    python tests/bench/bench_memory.py --predict-only            # on any machine
-    python tests/bench/bench_memory.py --device cpu              # the script's own logic, on a tiny model
+    python -m tests.bench.bench_memory --gpus 2                  # all parts, on two GPUs of one host
+    python -m tests.bench.bench_memory --only longest 1.5b,      # these parts: one GPU is enough
+    python -m tests.bench.bench_memory --gpus 2 --seconds 400    # no cell begins later than that
+    python -m tests.bench.bench_memory --predict-only            # on any machine
+    python -m tests.bench.bench_memory --device cpu              # the script's own logic, on a tiny model
 
 Cells are those of `abrun memory-profile`: processes of their own, one cell after the other, a step
 of two microbatches of one sequence, after one that made the optimizer's state. Random weights, bfloat16
 products, float32 masters and AdamW, GRPO without a reference. Predictions run on the CPU beside them. A line
-says what a cell gave as soon as it is there; table.md and peaks.json in --output have all so far.
+reports each cell; the table with the predictions is printed at the end, also after Ctrl-C.
 
     longest   the longest sequence that trains, Qwen2.5-1.5B's shape, full recompute, looked for up to 163,840
     1.5b      that shape at 8,192 tokens: four log-prob paths; no, selective (compiled) and full recompute
@@ -21,25 +21,23 @@ says what a cell gave as soon as it is there; table.md and peaks.json in --outpu
     paths     `longest` of the paths that it leaves out
 """
 
-import argparse
 import itertools
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from abrun.experiment.probe import probe_alone
-from abrun.memory.cells import Cell, Longest, Point
-from abrun.memory.profile import MODULE, Bench
+from abrun.memory.cells import GIB, Cell, Longest, Point
+from abrun.memory.profile import measured_cell
 from abrun.memory.search import SPARE, search
 from abrun.recipe.run import OwnRunConfig
+from tests.bench.common import arguments, heading, markdown_row
 
-GIB = 2**30
 PATHS: dict[str, dict[str, Any]] = {
     "dense": {"impl": "logits"},
     "chunked": {"impl": "chunked"},
@@ -149,147 +147,97 @@ def small(case: Case) -> Case | None:
     return replace(case, lengths=lengths, budget_gib=budget, sequences=1)
 
 
-class Run:
-    """Measures and predicts cases; prints each as it is there, and writes all so far."""
+Peaks = Mapping[int, int]  # highest by length
 
-    def __init__(self, output: Path, device: str, deadline_s: float) -> None:
-        self._output, self._device = output, device
-        self._started, self._deadline_s = time.monotonic(), deadline_s
-        self.bench = Bench("bench-memory", output, lambda line: None)
-        self._lines: dict[tuple[str, int], str] = {}
-        self._longest: list[tuple[str, Longest, Callable[[], int | None]]] = []
-        self._lock = threading.Lock()
-        self.left_out: list[str] = []
 
-    def predicted(self, case: Case) -> dict[int, int]:
-        """The highest peak by length; of a search beyond what is measured, too."""
-        lengths, on_gpu = list(case.lengths), self._device == "cuda"
-        if len(lengths) > 1 and on_gpu:
-            lengths += BEYOND
-            case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
-        config = case.config(self._device)
-        job = {"lengths": lengths, "num_sequences": case.sequences}
-        folder = self._output / "predicted" / case.folder
-        rows = probe_alone("abrun.memory.trace", folder, config, job)
-        return {row["length"]: max(sum(kinds.values()) for kinds in row["by_phase"].values()) for row in rows}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A case with the cells that were measured of it, and the search that they began."""
 
-    def do(self, case: Case, prediction: Future[dict[int, int]]) -> None:
-        try:
-            if not case.measured:
-                for length in (*case.lengths, *(BEYOND if len(case.lengths) > 1 else ())):
-                    self._say(case, length, None, prediction)
-                return
-            if time.monotonic() - self._started > self._deadline_s:
-                self.left_out.append(case.name)
-                return
-            cells = [self._cell(case, length, prediction) for length in case.lengths]
-            if len(cells) > 1:
-                self._search(case, cells, prediction)
-        except Exception as error:  # one case does not end the others
-            self.left_out.append(f"{case.name}: {error}")
-            print(f"{case.name}: {error}", *self._logged(f"cells/*-{case.folder}"), sep="\n   ", flush=True)
+    case: Case
+    cells: Sequence[Cell] = ()
+    longest: Longest | None = None
 
-    def _logged(self, folder: str) -> list[str]:
-        """The last lines that a cell or a prediction has printed."""
-        logs = sorted(self._output.glob(f"{folder}/output.log"))
-        return logs[-1].read_text(errors="replace").strip().splitlines()[-3:] if logs else []
 
-    def _cell(self, case: Case, length: int, prediction: Future[dict[int, int]]) -> Cell:
+def predicted(case: Case, device: str, output: Path) -> Peaks:
+    """Predict the highest peaks by length; of a search beyond what is measured, too."""
+    lengths = list(case.lengths)
+    if len(lengths) > 1 and device == "cuda":
+        lengths += BEYOND
+        case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
+    job = {"lengths": lengths, "num_sequences": case.sequences}
+    rows = probe_alone("abrun.memory.trace", output / "predicted" / case.folder, case.config(device), job)
+    return {row["length"]: max(sum(kinds.values()) for kinds in row["by_phase"].values()) for row in rows}
+
+
+def measured(case: Case, device: str, output: Path) -> Result:
+    """Measure a case, and search from its lengths if it has several."""
+    cells: list[Cell] = []
+
+    def measure(length: int) -> Cell:
         job = {
             "length": length,
             "num_sequences": case.sequences,
             "rollouts": case.engine is not None,
             "budget_bytes": None if case.budget_gib is None else int(case.budget_gib * GIB),
         }
-        point = Point(length=length, num_sequences=case.sequences, swept=(("case", case.name),))
-        cell = self.bench.measure(MODULE, case.folder, point, case.config(self._device), job)
-        self._say(case, length, cell, prediction)
+        point = Point(length=length, num_sequences=case.sequences)
+        directory = output / "cells" / f"{case.folder}-{length}"
+        cell, _ = measured_cell(directory, case.folder, point, case.config(device), job)
+        cells.append(cell)
+        print(row(case, length, cell, None), flush=True)
         return cell
 
-    def _search(self, case: Case, cells: list[Cell], prediction: Future[dict[int, int]]) -> None:
-        most = MOST if self._device == "cuda" else 4096
-        tried: Callable[[int], Cell] = lambda size: self._cell(case, size, prediction)  # noqa: E731
-        found = search(cells, "length", tried, most=most)
-        capacity = cells[0].total_bytes
-
-        def expected() -> int | None:
-            return crossing(prediction.result(), capacity) if came(prediction) else None
-
-        with self._lock:
-            self._longest.append((case.name, found, expected))
-            self.write()
-        print(self.longest()[-1], flush=True)
-
-    def _say(self, case: Case, length: int, cell: Cell | None, prediction: Future[dict[int, int]]) -> None:
-        """A row of the table now, and again once the prediction is there."""
-
-        def row(_: object = None) -> None:
-            found = None if cell is None else max(trained(cell).values(), default=0)
-            expected = at(prediction.result(), length) if came(prediction) else None
-            ended = cell.out_of_memory if cell else None
-            error = f"{expected / found - 1:+.1%}" if found and expected and not ended else "-"
-            notes = [f"out of memory in {ended}"] if ended else []
-            if cell and case.engine:
-                notes += [f"device in use, {doing}: {gib(used)}" for doing, used in cell.device_used.items()]
-            if prediction.done() and prediction.exception():
-                notes.append(f"no prediction: {' '.join(self._logged(f'predicted/{case.folder}'))}")
-            place = [case.name, f"{case.sequences} x {length:,}", str(case.gpus)]
-            line = f"| {' | '.join([*place, gib(found), gib(expected), error, '; '.join(notes)])} |"
-            with self._lock:
-                self._lines[case.name, length] = line
-                self.write()
-            print(f"{time.monotonic() - self._started:4.0f} s {line}", flush=True)
-
-        if cell and not prediction.done():
-            row()
-        prediction.add_done_callback(row)
-
-    def table(self) -> str:
-        heads = ["case", "tokens", "GPUs", "measured GiB", "predicted GiB", "error", ""]
-        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *self._lines.values(), ""]
-        return "\n".join(lines + self.longest())
-
-    def longest(self) -> list[str]:
-        base = next((found.fits for name, found, _ in self._longest if "dense" in name), None)
-        lines = []
-        for name, found, expected in self._longest:
-            said = [f"{found.fits or 0:,} tokens train"]
-            said.append(f"{found.fails:,} do not" if found.fails else "more were not tried")
-            said += [f"predicted: {expected():,}"] if expected() else []
-            said += [f"{found.fits / base:.2f} x dense"] if found.fits and base else []
-            lines.append(f"{name}: {', '.join(said)}")
-        return lines
-
-    def write(self) -> None:
-        self._output.mkdir(parents=True, exist_ok=True)
-        (self._output / "table.md").write_text(self.table() + "\n")
+    first = [measure(length) for length in case.lengths]
+    longest = None
+    if len(first) > 1:
+        longest = search(first, "length", measure, most=MOST if device == "cuda" else 4096)
+    return Result(case=case, cells=cells, longest=longest)
 
 
-def came(prediction: Future[dict[int, int]]) -> bool:
-    return prediction.done() and prediction.exception() is None
+def row(case: Case, length: int, cell: Cell | None, expected: int | None) -> str:
+    peaks = [] if cell is None else [peak for phase, peak in cell.by_phase.items() if phase != "generation"]
+    ended = cell.out_of_memory if cell else None
+    error = f"{expected / max(peaks) - 1:+.1%}" if peaks and expected and not ended else "-"
+    notes = [f"out of memory in {ended}"] if ended else []
+    if cell and case.engine:
+        notes += [f"device in use, {what}: {gib(used)}" for what, used in cell.device_used_bytes.items()]
+    size = f"{case.sequences} x {length:,}"
+    peak = gib(max(peaks, default=None))
+    return markdown_row(case.name, size, case.gpus, peak, gib(expected), error, "; ".join(notes))
 
 
-def trained(cell: Cell) -> dict[str, int]:
-    """Peaks of the phases that are predicted."""
-    return {phase: peak for phase, peak in cell.by_phase.items() if phase != "generation"}
+def table(results: Sequence[Result], predictions: Mapping[str, Future[Peaks]]) -> str:
+    """Return a row for each length, and a line for each search."""
+    lines = [heading("case", "tokens", "GPUs", "measured GiB", "predicted GiB", "error", "")]
+    searches = []
+    for result in results:
+        case, prediction = result.case, predictions[result.case.name]
+        peaks = {} if prediction.cancelled() or prediction.exception() else prediction.result()
+        cells = {cell.point.length: cell for cell in result.cells}
+        lines += [row(case, length, cells.get(length), at(peaks, length)) for length in cells or peaks]
+        if longest := result.longest:
+            failing = f"{longest.fails:,} do not" if longest.fails else "more were not tried"
+            expected = crossing(peaks, result.cells[0].total_bytes)
+            searches.append(f"{case.name}: {longest.fits or 0:,} tokens train, {failing}")
+            searches[-1] += f", predicted: {expected:,}" if expected else ""
+    return "\n".join([*lines, "", *searches])
 
 
-def at(peaks: dict[int, int], length: int) -> int | None:
-    """What is predicted there, or lies on the line between two that are."""
+def at(peaks: Peaks, length: int) -> int | None:
+    """Return the peak predicted there, or on the line between two that are."""
     for low, high in itertools.pairwise(sorted(peaks)):
         if low <= length <= high:
             return peaks[low] + (length - low) * (peaks[high] - peaks[low]) // (high - low)
     return peaks.get(length)
 
 
-def crossing(peaks: dict[int, int], capacity: int | None) -> int | None:
-    """Where the peaks reach what a search fills at first, on straight lines between them."""
-    if capacity is None:
-        return None
-    sizes = sorted(peaks)
-    for low, high in itertools.pairwise(sizes):
-        if peaks[low] <= SPARE * capacity < peaks[high]:
-            return low + int((SPARE * capacity - peaks[low]) * (high - low) / (peaks[high] - peaks[low]))
+def crossing(peaks: Peaks, capacity: int | None) -> int | None:
+    """Return the length at which the peaks reach what a search fills at first, on lines between them."""
+    room = SPARE * (capacity or 0)
+    for low, high in itertools.pairwise(sorted(peaks)):
+        if peaks[low] <= room < peaks[high]:
+            return low + int((room - peaks[low]) * (high - low) / (peaks[high] - peaks[low]))
     return None
 
 
@@ -298,37 +246,39 @@ def gib(num_bytes: int | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser = arguments(__doc__, devices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="*", help="cases whose names begin so")
     parser.add_argument("--gpus", type=int, default=1, help="parts that take more are left out")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no cell begins")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no case begins")
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-memory"))
     asked = parser.parse_args()
     chosen = [case for case in cases() if not asked.only or case.name.startswith(tuple(asked.only))]
     if asked.device == "cpu":
-        chosen = [one for case in chosen if (one := small(case))]
-    else:
-        chosen = [
-            case for case in chosen if case.gpus <= asked.gpus or not case.measured or asked.predict_only
-        ]
+        chosen = [cpu_case for case in chosen if (cpu_case := small(case))]
     if asked.predict_only:
         chosen = [replace(case, measured=False) for case in chosen]
-    run = Run(asked.output, asked.device, asked.seconds)
-    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 3, 1)) as beside:
-        predictions = [beside.submit(run.predicted, case) for case in chosen]
-        try:
-            for case, prediction in zip(chosen, predictions, strict=True):
-                run.do(case, prediction)
-        except KeyboardInterrupt:
-            run.left_out.append("what was under way")
-            beside.shutdown(wait=False, cancel_futures=True)
-    print(run.table())
-    print(f"left out: {'; '.join(run.left_out) or 'none'}; {time.monotonic() - run._started:.0f} s")
-    return len(run.left_out)
+    chosen = [case for case in chosen if case.gpus <= asked.gpus or not case.measured]
+    results, left_out, began_s = [], [], time.monotonic()
+    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 3, 1)) as pool:
+        predictions = {case.name: pool.submit(predicted, case, asked.device, asked.output) for case in chosen}
+        for case in chosen:
+            if not case.measured:
+                results.append(Result(case=case))
+            elif time.monotonic() - began_s > asked.seconds:
+                left_out.append(case.name)
+            else:
+                try:
+                    results.append(measured(case, asked.device, asked.output))
+                except Exception as error:  # a case that fails does not end the others
+                    left_out.append(f"{case.name}: {error}")
+                except KeyboardInterrupt:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    left_out.append(case.name)
+                    break
+    print(table(results, predictions))
+    print(f"left out: {'; '.join(left_out) or 'none'}; {time.monotonic() - began_s:.0f} s")
+    return len(left_out)
 
 
 if __name__ == "__main__":

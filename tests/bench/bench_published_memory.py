@@ -1,7 +1,7 @@
 """Predicted peaks beside memory figures that others have published, as a Markdown table; no GPU is needed.
 
-    python tests/bench/bench_published_memory.py                   # all cases: some minutes of CPU
-    python tests/bench/bench_published_memory.py --only torchtitan "trl 3456"
+    python -m tests.bench.bench_published_memory                   # all cases: some minutes of CPU
+    python -m tests.bench.bench_published_memory --only torchtitan "trl 3456"
 
 A case is traced as `abrun memory-profile --predict` traces it: the trainer's own step on a device without
 memory of its own. Models are written as config.json into a temporary folder: shapes alone count. States are
@@ -11,17 +11,22 @@ weights, gradients and AdamW's moments, in float32 or bfloat16. Figures are GiB;
 import argparse
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from abrun.experiment.probe import probe_alone
-from abrun.memory.sweep import Head
+from abrun.kernels import linear_logprobs
+from abrun.memory.fake_device import LOGPROBS, hollow_gpu
 from abrun.recipe.run import OwnRunConfig
 
 GIB, GB = 2**30, 10**9
+LOCK = threading.Lock()  # of the process, which is one fake device at a time
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -115,15 +120,20 @@ class HeadAlone:
     impl: str = "logits"
 
     def peaks(self, folder: Path) -> Peaks:
-        head = Head(hidden_size=self.hidden, vocab_size=self.vocab)
-        job = {
-            "kernels": {self.impl: {"impl": self.impl, "one_pass": False}},
-            "hidden_size": self.hidden,
-            "vocab_size": self.vocab,
-            "lengths": [self.tokens],
-        }
-        (row,) = probe_alone("abrun.memory.heads", Path(tempfile.mkdtemp(dir=folder)), head.config, job)
-        return row["by_phase"]
+        del folder
+        with LOCK, hollow_gpu(1) as account:
+            with account.kind("inputs"):
+                sizes = {"hidden": (self.tokens, self.hidden), "weight": (self.vocab, self.hidden)}
+                hidden, weight = (
+                    torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes.values()
+                )
+                target = torch.randint(self.vocab, (self.tokens,))
+            account.start()
+            with account.kind(LOGPROBS):
+                logprobs, _ = linear_logprobs(hidden, weight, target, impl=self.impl)
+                (-logprobs.sum()).backward()
+            account.settle()
+            return {"backward": dict(account.peak)}
 
 
 def highest(peaks: Peaks) -> int:

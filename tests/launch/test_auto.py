@@ -17,9 +17,9 @@ from abrun.experiment.plan import make_draft
 from abrun.launch import auto
 from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
 from abrun.memory import predict
-from abrun.memory.cells import Cell, Point
-from abrun.memory.predict import GIB, Predicted, _predicted
-from abrun.memory.step import own_sequences
+from abrun.memory.cells import GIB, Cell, Point
+from abrun.memory.predict import Predicted, _predicted
+from abrun.memory.sweep import microbatch_size
 from abrun.memory.trace import largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
@@ -60,10 +60,10 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
                 value = config.policy.activation_checkpointing
                 asked.append((value, arm))
                 by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
-                row = {"by_phase": by_phase, "experts": "num_experts" in config.model.architecture}
+                size = {"length": 64, "num_sequences": microbatch_size(config), "by_phase": by_phase}
+                row: dict[str, Any] = {**size, "experts": "num_experts" in config.model.architecture}
                 row["vllm"] = {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None
-                at = Point(length=64, num_sequences=own_sequences(config))
-                found.append(_predicted(arm, config, at, row, device_bytes))
+                found.append(_predicted(arm, config, row, device_bytes))
             return found
 
         monkeypatch.setattr(predict, "_smallest_here", lambda: None)  # whatever GPU the tests are run beside
@@ -337,10 +337,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             given = dotted(config.model_dump())
             values = {key: given[key] for key in OPEN}
             asked.extend([values] if values not in asked else [])
-            row = {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
-            at = Point(length=values[MICRO_BATCH_TOKENS])
+            row: dict[str, Any] = {"length": values[MICRO_BATCH_TOKENS], "num_sequences": 1}
+            row |= {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
             row |= {"experts": False, "vllm": None}
-            found.append(_predicted(arm, config, at, row, device_bytes))
+            found.append(_predicted(arm, config, row, device_bytes))
         return found
 
     monkeypatch.setattr(auto, "predict_steps", predict_steps)
@@ -494,7 +494,7 @@ def measures(made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
         asked: list[Any] = []
 
         def measured_cell(
-            module: str, directory: Path, arm: str, point: Point, config: OwnRunConfig, job: dict[str, Any]
+            directory: Path, arm: str, point: Point, config: OwnRunConfig, job: dict[str, Any]
         ) -> tuple[Cell, str]:
             tokens = config.policy.micro_batch_tokens or 0
             asked.append((arm, tokens, job))
@@ -584,8 +584,8 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
 ) -> None:
     measures({})
 
-    def broken(*arguments: Any) -> None:
-        raise LaunchError(f"{arguments[1].name}: ended; see {arguments[1] / 'output.log'}")
+    def broken(directory: Path, *_: Any) -> None:
+        raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=directory / "output.log"))
 
     monkeypatch.setattr(auto, "measured_cell", broken)
     with pytest.raises(LaunchError) as raised:
@@ -647,8 +647,8 @@ def test_a_real_measurement_is_that_of_the_prediction(
     monkeypatch.setattr("tempfile.tempdir", None)
     real = auto.measured_cell
 
-    def on_cores(module: str, directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
-        return real(module, directory, arm, point, config.model_copy(update={"cluster": Cluster()}), job)
+    def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
+        return real(directory, arm, point, config.model_copy(update={"cluster": Cluster()}), job)
 
     monkeypatch.setattr(auto, "measured_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")

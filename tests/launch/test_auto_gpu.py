@@ -7,8 +7,8 @@ import pytest
 import abrun
 from abrun.launch import auto
 from abrun.launch.auto import decide
-from abrun.memory.cells import Point
-from abrun.memory.predict import GIB, Predicted
+from abrun.memory.cells import GIB, Point
+from abrun.memory.predict import Predicted
 from abrun.metric_names import phase_of
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -62,9 +62,7 @@ def test_what_runs_out_of_memory_is_measured_and_not_chosen(monkeypatch: pytest.
         found = []
         for arm, config in configs.items():
             at = Point(length=1024, num_sequences=(config.policy.micro_batch_tokens or 0) // 1024)
-            found.append(
-                Predicted(arm=arm, point=at, by_phase={"x": {"x": 1}}, floor=None, engine_bytes=None)
-            )
+            found.append(Predicted(arm=arm, point=at, by_phase={"x": {"x": 1}}))
         return found
 
     monkeypatch.setattr(auto, "predict_steps", too_low)

@@ -4,10 +4,8 @@ import io
 import re
 from html import unescape
 
-import pytest
 from rich.text import Text
 
-from abrun.present.markdown import escaped, literal
 from abrun.present.tables import Table, columns
 from abrun.present.terminal import Terminal
 
@@ -52,15 +50,8 @@ def test_no_cell_is_markup() -> None:
     assert tuple(map(unescape, cells)) == shown * 2
 
 
-@pytest.mark.parametrize("escape", [escaped, literal])
-def test_markdown_has_one_cell_for_each_column(escape) -> None:
-    head, _, row = Table(columns(*HOSTILE), [HOSTILE]).markdown(escape)
+def test_markdown_has_one_cell_for_each_column() -> None:
+    head, _, row = Table(columns(*HOSTILE), [HOSTILE]).markdown()
     assert head == row
     assert row.replace(r"\|", "").count("|") == len(HOSTILE) + 1
     assert "\x1b" not in row
-
-
-@pytest.mark.parametrize("mark", [*"\\|`*_[]!"])
-def test_literal_text_has_no_mark_of_markdown(mark: str) -> None:
-    assert literal(f"a{mark}b") == f"a\\{mark}b"
-    assert literal("<&") == "&lt;&amp;"

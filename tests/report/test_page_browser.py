@@ -446,35 +446,8 @@ def pages_of_reports(folder):
     yield page
 
 
-def page_of_mismatch(folder):
-    from abrun.diagnose.logprob_diff.findings import Scored, budget_of
-    from abrun.diagnose.logprob_diff.report import write_report
-    from tests.diagnose.logprob_diff.test_findings import facts
-
-    one = np.array([-1.0])
-    at = {"sequence": 0, "position": 0, "inference_logprob": -2000.0, "trainer_logprob": -1.0}
-    worst = [{**at, "token": text, "context": text} for text in SCRIPTED]
-    known = facts(
-        num_sequences_sampled=1, run=SCRIPTED[0], experiment=SCRIPTED[1], engine=SCRIPTED[2], worst=worst
-    )
-    budget = budget_of(
-        known,
-        inference=one,
-        own=Scored(logprobs=one - 0.25),
-        sequences=np.array([0]),
-        prompts=np.array([0]),
-        changes=[],
-    )
-    write_report(budget, folder)
-    page = folder / "mismatch.html"
-    (source,) = folder.glob("*.md")
-    page.write_text(rendered(source.read_text()), encoding="utf-8")
-    return [page]
-
-
-@pytest.mark.parametrize("pages", [pages_of_reports, page_of_mismatch])
-def test_no_page_runs_or_loads_what_a_name_brings_in(browser, tmp_path, pages):
-    drawn = list(pages(tmp_path))
+def test_no_page_runs_or_loads_what_a_name_brings_in(browser, tmp_path):
+    drawn = list(pages_of_reports(tmp_path))
     assert drawn
     for path in drawn:
         page = browser.new_page()

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
-from abrun.diagnose.logprob_diff.report import write_report
 from abrun.diagnose.logprob_diff.variations import Scoring, changes_of, on_one_rank
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.probe import probe
@@ -23,8 +22,9 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.experiment import BASELINE, stored_run
 from abrun.recipe.run import OwnRunConfig, not_built
 from abrun.regular_files import is_directory, is_file
+from abrun.runs.access import PUBLIC
 from abrun.runs.experiment import experiments_in, find_experiment, is_experiment, planned_runs, run_dir
-from abrun.runs.files import decode, explained, readable
+from abrun.runs.files import decode, explained, readable, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import RunDir
@@ -32,7 +32,7 @@ from abrun.runs.saved import STATE as SAVED_STATE
 from abrun.runs.saved import saved_state
 
 MODULE = "abrun.diagnose.logprob_diff.measure"
-FOLDER, SCRATCH = "mismatch", ".scratch-"
+FOLDER, FILE, SCRATCH = "mismatch", "mismatch.json", ".scratch-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def measure_run(
     output: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Budget, Path]:
-    """Measure a run's mismatch budget, and write it into `output`; returns both.
+    """Measure a run's mismatch budget, and write mismatch.json into `output`; return both.
 
     Raises AbrunError, one line, where there is no such run, or it cannot go on here.
     """
@@ -65,14 +65,11 @@ def measure_run(
     config = on_one_rank(chosen.config)
     config = config.model_copy(update={"steps": max(config.steps, chosen.step + 2)})
     changes = changes_of(config, sets)
-    scorings: list[Scoring] = []
-    for each in changes:
-        if each.scoring is not None and each.scoring not in scorings:
-            scorings.append(each.scoring)
+    scorings = {change.key: change.scoring for change in changes if change.scoring is not None}
     output = output or chosen.run.path / FOLDER
     with _scratch(output) as folder:
         say(f"{chosen.run.path}: after step {chosen.step}, by {len(scorings)} scorings")
-        record, found = _score(folder, output / "jobs", chosen, config, scorings, num_sequences, say)
+        record, scored = _score(folder, output / "jobs", chosen, config, scorings, num_sequences, say)
         with np.load(folder / "recorded.npz", allow_pickle=False) as arrays:
             recorded = {name: arrays[name] for name in arrays.files}
     mask = recorded["token_mask"]
@@ -90,39 +87,31 @@ def measure_run(
         seen=_seen(chosen, record),
         worst=record["worst"],
     )
-    own = Scored(logprobs=recorded["own_logprobs"].astype(float), routes=recorded.get("own_routes"))
     budget = budget_of(
         facts,
         inference=recorded["inference_logprobs"][mask].astype(float),
-        own=own,
+        own=Scored(logprobs=recorded["own_logprobs"].astype(float), routes=recorded.get("own_routes")),
         sequences=sequences,
         prompts=recorded["prompts"][sequences],
-        changes=[(each, _of(each.scoring, scorings, found)) for each in changes],
+        changes=[(change, scored.get(change.key)) for change in changes],
     )
-    write_report(budget, output)
+    write_json(output / FILE, budget.content(), mode=PUBLIC)
     return budget, output
 
 
 @contextlib.contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A folder in `output` for weights and tokens; those that killed measurements have left are removed.
+    """Make a folder in `output` for weights and tokens, and remove those of killed measurements.
 
-    Raises StoreError where another one is at work there.
+    Raises StoreError while another measurement works there.
     """
     with folder_lock(output, "abrun mismatch"):
         with explained(output):
-            for left in output.glob(f"{SCRATCH}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            kept = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
-        with kept as folder:
+            for stale in output.glob(f"{SCRATCH}*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
+        with scratch as folder:
             yield Path(folder)
-
-
-def _of(
-    scoring: Scoring | None, scorings: list[Scoring], found: Mapping[int, Scored | str]
-) -> Scored | str | None:
-    """What a scoring gave, or why it did not; None of no scoring."""
-    return None if scoring is None else found[scorings.index(scoring)]
 
 
 def _score(
@@ -130,74 +119,60 @@ def _score(
     jobs: Path,
     chosen: Chosen,
     config: OwnRunConfig,
-    scorings: list[Scoring],
+    scorings: Mapping[str, Scoring],
     num_sequences: int | None,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[int, Scored | str]]:
-    """What was recorded, and by the index of a scoring what it gave, or why it could not be had."""
-    here = {index: each for index, each in enumerate(scorings) if not each.has_process}
+) -> tuple[dict[str, Any], dict[str, Scored | str]]:
+    """Return the first row, of the recorded tokens, and by key each scoring, or the reason of its failure."""
+    recorded = str(folder.resolve())
+    here = {key: scoring for key, scoring in scorings.items() if not scoring.has_process}
     job: dict[str, Any] = {
-        "recorded": str(folder.resolve()),
+        "recorded": recorded,
         "run": str(chosen.run.path.resolve()),
         "seed": chosen.name.seed,
         "checkpoint": str(chosen.checkpoint.resolve()) if chosen.checkpoint else None,
         "sequences": num_sequences,
-        "scorings": {_name(index): _asked(each) for index, each in here.items()},
+        "scorings": {key: scoring.as_job() for key, scoring in here.items()},
     }
     first, *rows = probe(MODULE, jobs / "record", config, job)
-    found = _found(jobs / "record", rows)
-    for index, scoring in enumerate(scorings):
-        if not scoring.has_process:
+    scored = _read(jobs / "record", rows)
+    for key, scoring in scorings.items():
+        if key in here:
             continue
         ranks = scoring.config.cluster.ranks
         say(f"in a process of its own: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
-        job = {"recorded": str(folder.resolve()), "scorings": {_name(index): _asked(scoring)}}
+        job = {"recorded": recorded, "scorings": {key: scoring.as_job()}}
         try:
-            directory = jobs / _name(index)
-            found |= _found(directory, probe(MODULE, directory, scoring.config, job))
+            scored |= _read(jobs / key, probe(MODULE, jobs / key, scoring.config, job))
         except LaunchError as error:
-            found[index] = str(error)
-    return first, found
+            scored[key] = str(error)
+    return first, scored
 
 
-def _name(index: int) -> str:
-    return f"scoring-{index:02d}"
-
-
-def _asked(scoring: Scoring) -> dict[str, Any]:
-    config = scoring.config.model_dump(mode="json")
-    return {
-        "config": config,
-        "method": scoring.method,
-        "weights": scoring.weights,
-        "on_recorded_sets": scoring.on_recorded_sets,
-    }
-
-
-def _found(directory: Path, rows: list[dict[str, Any]]) -> dict[int, Scored | str]:
-    found: dict[int, Scored | str] = {}
+def _read(directory: Path, rows: list[dict[str, Any]]) -> dict[str, Scored | str]:
+    """Read the scorings of a job, and remove their files."""
+    scored: dict[str, Scored | str] = {}
     for row in rows:
-        index = int(row["scoring"].rpartition("-")[2])
+        key = row["scoring"]
         if "reason" in row:
-            found[index] = row["reason"]
+            scored[key] = row["reason"]
             continue
-        path = directory / f"{row['scoring']}.npz"
+        path = directory / f"{key}.npz"
         with np.load(path, allow_pickle=False) as arrays:
-            logprobs, routes = arrays["logprobs"].astype(float), arrays.get("routes")
+            scored[key] = Scored(logprobs=arrays["logprobs"].astype(float), routes=arrays.get("routes"))
         path.unlink()
-        found[index] = Scored(logprobs=logprobs, routes=routes)
-    return found
+    return scored
 
 
 def _seen(chosen: Chosen, record: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The metric of the step that was gone through here, and what the run itself recorded of it."""
+    """Return the metric of the steps repeated here, beside the run's record of it."""
     with readable(chosen.run.path):
         series = chosen.run.metrics().get(TOKEN_MULT_PROB_ERROR) if chosen.run.has_metrics else None
-    there = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    of_run = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
     return [
-        {"step": step, "here": here, "run": there[step]}
+        {"step": step, "here": here, "run": of_run[step]}
         for step, here in record["metrics"]
-        if here is not None and step in there
+        if here is not None and step in of_run
     ]
 
 

@@ -1,7 +1,6 @@
-"""A mismatch budget for people and machines: mismatch.json, mismatch.md, the terminal's table."""
+"""A mismatch budget in the terminal."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -9,50 +8,31 @@ from rich.text import Text
 
 from abrun.diagnose.logprob_diff.budget import Estimate
 from abrun.diagnose.logprob_diff.findings import Budget, Row
-from abrun.present.markdown import literal
 from abrun.present.tables import Table, columns
-from abrun.runs.access import PUBLIC
-from abrun.runs.files import write_file, write_json
 
-NOT_MEASURED = "not measured"
 METRIC = "token_mult_prob_error"
 CHANGES = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
-WORST = columns("sequence", "position", "factor", "engine", "trainer", "token", "after")
-
-
-def write_report(budget: Budget, output: Path) -> None:
-    """Write mismatch.json and mismatch.md."""
-    write_json(output / "mismatch.json", budget.content(), mode=PUBLIC)
-    write_file(output / "mismatch.md", markdown(budget).encode(), mode=PUBLIC)
+WORST = ("sequence", "position", "factor", "engine", "trainer", "token", "after")
 
 
 def summary(budget: Budget) -> RenderableType:
-    """What the terminal shows."""
-    return Group(
+    """Return the headlines, a row for each change, experts, the worst tokens and notes."""
+    blocks = [
         Text("\n".join(_headlines(budget))),
-        _changes(budget).rich(pad_edge=True),
-        Text("\n".join(_notes(budget))),
-    )
-
-
-def markdown(budget: Budget) -> str:
-    parts = [
-        f"# Mismatch of {budget.facts.experiment}, {budget.facts.name}",
-        "\n".join(f"- {literal(line)}" for line in _headlines(budget)),
-        _marked(_changes(budget)),
-        "\n".join(f"- {literal(line)}" for line in _notes(budget)),
+        changes_table(budget).rich(pad_edge=True),
         *_experts(budget),
-        "## The worst tokens",
-        _marked(Table(WORST, [*_worst_rows(budget)])),
+        Table(columns(*WORST, fold=True), [*_worst_rows(budget)], "the worst tokens"),
+        Text("\n".join(_notes(budget))),
     ]
-    return "\n\n".join(parts) + "\n"
+    return Group(*blocks)
 
 
-# --- words ---
+def changes_table(budget: Budget) -> Table:
+    return Table(columns(*CHANGES, numeric=CHANGES[1:]), [*_change_rows(budget)])
 
 
 def error_text(value: float) -> str:
-    """Of an error, which is 1 and something."""
+    """Return an error, which is 1 and a rest."""
     excess = value - 1
     if excess == 0:
         return "1"
@@ -111,7 +91,7 @@ def _notes(budget: Budget) -> Iterator[str]:
         yield f"{budget.num_sequences} of the step's {facts.num_sequences_sampled} sequences were scored."
     for row in budget.rows:
         if row.reason is not None:
-            yield f"{NOT_MEASURED}: {row.label}: {row.reason}"
+            yield f"not measured: {row.label}: {row.reason}"
 
 
 def _change_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
@@ -145,22 +125,10 @@ def _worst_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _experts(budget: Budget) -> Iterator[str]:
+def _experts(budget: Budget) -> Iterator[Table]:
     rows = [row for row in budget.rows if row.rerouted]
     if rows:
-        yield "Share of tokens that go to other experts than in the run's own scoring, by layer:"
-        layers = len(rows[0].rerouted or [])
-        yield _marked(
-            Table(
-                columns("one thing changed", *map(str, range(layers))),
-                [(row.label, *(f"{share:.4f}" for share in row.rerouted or [])) for row in rows],
-            )
-        )
-
-
-def _changes(budget: Budget) -> Table:
-    return Table(columns(*CHANGES, numeric=CHANGES[1:]), [*_change_rows(budget)])
-
-
-def _marked(table: Table) -> str:
-    return "\n".join(table.markdown(literal))
+        layers = map(str, range(len(rows[0].rerouted or [])))
+        shares = [(row.label, *(f"{share:.4f}" for share in row.rerouted or [])) for row in rows]
+        title = "share of tokens that go to other experts than in the run's scoring, by layer"
+        yield Table(columns("one thing changed", *layers), shares, title)

@@ -1,4 +1,4 @@
-"""What is changed, one thing at a time: as data."""
+"""The single changes to score by, as data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from abrun.recipe.run import OwnRunConfig
 
 Method = Literal["trainer", "decode", "vllm"]
 Weights = Literal["now", "before"]
+Kind = Literal["control", "batch shape", "precision", "log-probs", "ranks", "engine", "weights", "sampling"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,17 @@ class Scoring:
 
     @property
     def has_process(self) -> bool:
-        """Whether it needs one of its own: other ranks, or a library that changes a whole process."""
+        """True if it needs its own process: for other ranks, or a library that changes a whole process."""
         return self.method == "vllm" or self.config.cluster.ranks > 1
+
+    def as_job(self) -> dict[str, Any]:
+        """Return what abrun.diagnose.logprob_diff.measure reads."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "method": self.method,
+            "weights": self.weights,
+            "on_recorded_sets": self.on_recorded_sets,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +49,13 @@ class Change:
 
     key: str  # a name for files and JSON
     label: str
-    kind: Literal[
-        "control", "batch shape", "precision", "log-probs", "ranks", "engine", "weights", "sampling"
-    ]
+    kind: Kind
     scoring: Scoring | None
     reason: str | None = None  # why there is no scoring
 
 
 def on_one_rank(config: OwnRunConfig) -> OwnRunConfig:
-    """A run's configuration for one rank, whose microbatches are those of each of the run's replicas.
+    """Return a run's configuration for one rank, whose microbatches are those of one of its replicas.
 
     Nothing that it computes from the same tokens depends on the ranks, up to rounding.
     """
@@ -64,15 +72,11 @@ def on_one_rank(config: OwnRunConfig) -> OwnRunConfig:
     }
     if replicas > 1 and policy.micro_batch_size is None and policy.micro_batch_tokens is None:
         changes["policy"]["micro_batch_size"] = max(
-            config.algorithm.batch_size * _group(config) // replicas, 1
+            config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1) // replicas, 1
         )
     if config.rollout.devices:  # whose memory was the engine's alone
         changes["rollout"]["gpu_memory_utilization"] = None
     return changed(config, changes)
-
-
-def _group(config: OwnRunConfig) -> int:
-    return getattr(config.algorithm, "group_size", 1)
 
 
 def changed(config: OwnRunConfig, changes: Mapping[str, Any]) -> OwnRunConfig:
@@ -96,139 +100,99 @@ IMPLEMENTATIONS = {"logits": "dense logits", "chunked": "chunked", "triton": "tr
 
 
 def changes_of(config: OwnRunConfig, sets: Sequence[str]) -> list[Change]:
-    """All single changes to a run on one rank. `sets`: the user's own, as key=value. Raises RecipeError."""
+    """Return the single changes to a run on one rank. `sets`: the user's key=value. Raises RecipeError."""
     config = changed(config, PLAIN)
+    before = Scoring(method="trainer", config=config, weights="before")
     return [
-        Change(
-            key="again",
-            label="nothing changed, from saved weights",
-            kind="control",
-            scoring=Scoring(method="trainer", config=config),
-        ),
+        _trainer("again", "nothing changed, from saved weights", "control", config),
         *_shapes(config),
         *_precisions(config),
         *_implementations(config),
         *_ranks(config),
         *_engines(config),
         Change(
-            key="weights_before",
-            label="the weights before the last update",
-            kind="weights",
-            scoring=Scoring(method="trainer", config=config, weights="before"),
+            key="weights_before", label="the weights before the last update", kind="weights", scoring=before
         ),
         *_sampling(config),
-        *(_asked(config, index, override) for index, override in enumerate(sets)),
+        *(_override(config, index, override) for index, override in enumerate(sets)),
     ]
+
+
+def _trainer(key: str, label: str, kind: Kind, config: OwnRunConfig, *changes: Mapping[str, Any]) -> Change:
+    """Return a change that the trainer's forward pass scores."""
+    for change in changes:
+        config = changed(config, change)
+    return Change(key=key, label=label, kind=kind, scoring=Scoring(method="trainer", config=config))
 
 
 def _shapes(config: OwnRunConfig) -> Iterator[Change]:
     for key, (label, changes) in SHAPES.items():
-        other = changed(config, {"policy": changes})
-        if other != config:
-            scoring = Scoring(method="trainer", config=other)
-            yield Change(key=key, label=label, kind="batch shape", scoring=scoring)
+        change = _trainer(key, label, "batch shape", config, {"policy": changes})
+        if change.scoring and change.scoring.config != config:
+            yield change
 
 
 def _precisions(config: OwnRunConfig) -> Iterator[Change]:
-    policy, label = config.policy, "LM head in float32"
+    policy, in_float32 = config.policy, "trainer in float32"
     if policy.dtype == "float32":
-        for key, each in (("head_float32", label), ("float32", "trainer in float32")):
-            yield Change(
-                key=key, label=each, kind="precision", scoring=None, reason="the run is in float32 already"
-            )
+        reason = "the run is in float32 already"
+        for key, label in (("head_float32", "LM head in float32"), ("float32", in_float32)):
+            yield Change(key=key, label=label, kind="precision", scoring=None, reason=reason)
         return
-    to, label = ("float32", label) if policy.logprobs.head_dtype is None else (None, "LM head in bfloat16")
-    head = changed(config, {"policy": {"logprobs": {"head_dtype": to, "logits_dtype": None}}})
-    yield Change(
-        key="head_float32" if to else "head_bfloat16",
-        label=label,
-        kind="precision",
-        scoring=Scoring(method="trainer", config=head),
+    other = "float32" if policy.logprobs.head_dtype is None else "bfloat16"
+    head = {"head_dtype": "float32" if other == "float32" else None, "logits_dtype": None}
+    yield _trainer(
+        f"head_{other}", f"LM head in {other}", "precision", config, {"policy": {"logprobs": head}}
     )
     if policy.head_dtype == "bfloat16":
-        logits_dtype = "float32" if policy.logits_dtype == "bfloat16" else "bfloat16"
-        rounded = changed(config, {"policy": {"logprobs": {"logits_dtype": logits_dtype}}})
-        yield Change(
-            key=f"logits_{logits_dtype}",
-            label=f"logits in {logits_dtype}",
-            kind="precision",
-            scoring=Scoring(method="trainer", config=rounded),
-        )
-    yield Change(
-        key="float32",
-        label="trainer in float32",
-        kind="precision",
-        scoring=Scoring(method="trainer", config=changed(config, IN_FLOAT32)),
-    )
+        other = "float32" if policy.logits_dtype == "bfloat16" else "bfloat16"
+        logits = {"policy": {"logprobs": {"logits_dtype": other}}}
+        yield _trainer(f"logits_{other}", f"logits in {other}", "precision", config, logits)
+    yield _trainer("float32", in_float32, "precision", config, IN_FLOAT32)
 
 
 def _implementations(config: OwnRunConfig) -> Iterator[Change]:
-    own = config.policy.logprobs.impl
     for impl, label in IMPLEMENTATIONS.items():
-        if impl == own:
+        key, label = f"logprobs_{impl}", f"log-probs: {label}"
+        if impl == config.policy.logprobs.impl:
             continue
-        scoring, reason = None, None
-        if config.rollout.filters.drop_tokens:  # and so the run's own is logits
+        if config.rollout.filters.drop_tokens:  # the run's implementation is then logits
             reason = "min_p, top_k and top_p need whole logits"
+            yield Change(key=key, label=label, kind="log-probs", scoring=None, reason=reason)
         else:
-            scoring = Scoring(method="trainer", config=_with_implementation(config, impl))
-        yield Change(
-            key=f"logprobs_{impl}",
-            label=f"log-probs: {label}",
-            kind="log-probs",
-            scoring=scoring,
-            reason=reason,
-        )
-
-
-def _with_implementation(config: OwnRunConfig, impl: str) -> OwnRunConfig:
-    logprobs = {"impl": impl, "chunk_size": None, "memory_budget_mib": None, "one_pass": False}
-    return changed(config, {"policy": {"logprobs": logprobs}})
+            logprobs = {"impl": impl, "chunk_size": None, "memory_budget_mib": None, "one_pass": False}
+            yield _trainer(key, label, "log-probs", config, {"policy": {"logprobs": logprobs}})
 
 
 def _ranks(config: OwnRunConfig) -> Iterator[Change]:
     cluster = {"gpus_per_node": 2} if config.cluster.gpus_per_node else {"cpu_ranks": 2}
-    two = changed(config, {"cluster": cluster, "policy": {"backend": {"tensor_parallel": 2}}})
-    yield Change(
-        key="tensor_parallel_2",
-        label="tensor-parallel over 2 ranks",
-        kind="ranks",
-        scoring=Scoring(method="trainer", config=two),
-    )
+    two = {"cluster": cluster, "policy": {"backend": {"tensor_parallel": 2}}}
+    yield _trainer("tensor_parallel_2", "tensor-parallel over 2 ranks", "ranks", config, two)
 
 
 def _engines(config: OwnRunConfig) -> Iterator[Change]:
-    """The run's own is a control: it has to make of the tokens what it made of them as it drew them."""
-    own = config.rollout.engine
+    """Yield each engine; the run's is a control: it has to score the tokens as it did when it drew them."""
+    engine, on_gpu = config.rollout.engine, config.cluster.gpus_per_node > 0
     yield Change(
         key="engine_torch",
         label="torch engine, token by token",
-        kind="control" if own == "torch" else "engine",
+        kind="control" if engine == "torch" else "engine",
         scoring=Scoring(method="decode", config=changed(config, {"rollout": TORCH})),
     )
-    on_gpu = config.cluster.gpus_per_node > 0
     refusal = vllm_refusal(on_gpu=on_gpu)
-    reason = sentence(refusal) if refusal else _unscorable(config)
-    switches = (False, True) if on_gpu else (False,)
-    for invariant in switches:
-        scoring = None
-        if reason is None:
-            rollout = {"engine": "vllm", "batch_invariant": invariant}
-            scoring = Scoring(method="vllm", config=changed(config, {"rollout": rollout}))
+    for invariant in (False, True):
+        if invariant and not on_gpu:
+            reason = "vLLM has such kernels on GPUs only"
+        else:
+            reason = sentence(refusal) if refusal else _unscorable(config)
+        rollout = {"engine": "vllm", "batch_invariant": invariant}
+        is_control = (engine, config.rollout.batch_invariant) == ("vllm", invariant)
         yield Change(
-            key="engine_vllm_invariant" if invariant else "engine_vllm",
-            label="vLLM, whole sequences" + (", batch-invariant" if invariant else ""),
-            kind="control" if (own, config.rollout.batch_invariant) == ("vllm", invariant) else "engine",
-            scoring=scoring,
+            key="engine_vllm" + "_invariant" * invariant,
+            label="vLLM, whole sequences" + ", batch-invariant" * invariant,
+            kind="control" if is_control else "engine",
+            scoring=None if reason else Scoring(method="vllm", config=changed(config, {"rollout": rollout})),
             reason=reason,
-        )
-    if not on_gpu:
-        yield Change(
-            key="engine_vllm_invariant",
-            label="vLLM, whole sequences, batch-invariant",
-            kind="engine",
-            scoring=None,
-            reason="vLLM has such kernels on GPUs only",
         )
 
 
@@ -240,26 +204,15 @@ def _unscorable(config: OwnRunConfig) -> str | None:
 
 
 def _sampling(config: OwnRunConfig) -> Iterator[Change]:
-    filters, rollout = config.rollout.filters, config.rollout
-    if filters.drop_tokens:
-        none = changed(config, {"rollout": {"min_p": 0.0, "top_k": None, "top_p": 1.0}})
-        yield Change(
-            key="no_filters",
-            label="without min_p, top_k and top_p",
-            kind="sampling",
-            scoring=Scoring(method="trainer", config=none),
-        )
-    if rollout.temperature != 1:
-        one = changed(config, {"rollout": {"temperature": 1.0}})
-        yield Change(
-            key="temperature_1",
-            label="before the temperature",
-            kind="sampling",
-            scoring=Scoring(method="trainer", config=one),
-        )
+    if config.rollout.filters.drop_tokens:
+        unfiltered = {"rollout": {"min_p": 0.0, "top_k": None, "top_p": 1.0}}
+        yield _trainer("no_filters", "without min_p, top_k and top_p", "sampling", config, unfiltered)
+    if config.rollout.temperature != 1:
+        untempered = {"rollout": {"temperature": 1.0}}
+        yield _trainer("temperature_1", "before the temperature", "sampling", config, untempered)
 
 
-def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
+def _override(config: OwnRunConfig, index: int, override: str) -> Change:
     tree = overridden(config.model_dump(mode="json"), override)
     asked = validated(OwnRunConfig, tree, f"--set {override.partition('=')[0]}")
     if asked.cluster != config.cluster:
@@ -272,6 +225,6 @@ def _asked(config: OwnRunConfig, index: int, override: str) -> Change:
 
 
 def _scoring_keys(config: OwnRunConfig) -> tuple[Any, ...]:
-    """What log-probs may depend on; engines are scored in any case."""
+    """Return the settings that log-probs may depend on; engines are scored in any case."""
     rollout = config.rollout
     return config.policy, config.model, rollout.temperature, rollout.filters, rollout.records_support

@@ -49,7 +49,6 @@ def scored_here(
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """The budget of a run with these overrides that has not begun, measured in this process."""
     monkeypatch.setattr("abrun.diagnose.logprob_diff.command.probe", scored_here)
-    monkeypatch.setattr("abrun.diagnose.logprob_diff.command.write_report", lambda budget, output: None)
 
     def measure(*overrides: str, **options: Any) -> Budget:
         config = run_config(*LEARNING, "task=" + verifier(tmp_path), *overrides)

@@ -1,7 +1,6 @@
 """A budget's figures, and its report's, against plain loops over made-up scorings."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,9 @@ import pytest
 
 from abrun.diagnose.logprob_diff.budget import Array
 from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
-from abrun.diagnose.logprob_diff.report import markdown, write_report
+from abrun.diagnose.logprob_diff.report import changes_table, summary
 from abrun.diagnose.logprob_diff.variations import Change, Scoring, changes_of
+from abrun.present.terminal import terminal
 from abrun.runs.layout import RunName
 from tests.train.runs import run_config
 
@@ -95,12 +95,7 @@ def test_figures_and_tables_are_those_of_plain_loops() -> None:
         assert row.moves.value == pytest.approx(mean(moved), rel=1e-14), row.key
         assert row.largest_factor == pytest.approx(max(moved), rel=1e-14), row.key
 
-    cells = [
-        [cell.strip().replace("\\", "") for cell in line.strip("|").split("|")]
-        for line in markdown(budget).splitlines()
-        if line.startswith("|")
-    ]
-    shown = {line[0]: line[1:] for line in cells}
+    shown = {str(label): [*map(str, cells)] for label, *cells in changes_table(budget).rows}
     for row in budget.rows:
         if row.error is None or row.lowers is None or row.moves is None:
             assert row.label not in shown
@@ -127,7 +122,7 @@ def test_two_roundings_that_cancel_have_no_cause() -> None:
     assert exact.lowers.value == pytest.approx(-8 * (budget.error.value - 1), rel=0.02)
 
 
-def test_one_token_of_one_sequence_has_a_budget(tmp_path: Path) -> None:
+def test_one_token_of_one_sequence_has_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     one = np.array([-1.0])
     changes = [(change, None) for change in changes_of(CONFIG, [])]
     budget = budget_of(
@@ -139,8 +134,8 @@ def test_one_token_of_one_sequence_has_a_budget(tmp_path: Path) -> None:
         changes=changes,
     )
     assert budget.error.value == pytest.approx(math.exp(0.25)) and budget.error.low is None
-    write_report(budget, tmp_path)
-    assert "No intervals: 1 prompts" in (tmp_path / "mismatch.md").read_text()
+    terminal().print(summary(budget))
+    assert "No intervals: 1 prompts" in capsys.readouterr().out
 
 
 def test_a_cause_that_leaves_a_prompt_alone_is_named() -> None:

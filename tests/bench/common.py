@@ -1,0 +1,82 @@
+"""Arguments, tables, timing and models that the benchmarks share."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PEAK_FLOPS = 989e12  # dense bfloat16 of an H100 or H200, by its data sheet
+
+
+def arguments(doc: str | None, *, devices: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser that prints a script's docstring as its help; the first of `devices` is the default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if devices:
+        parser.add_argument("--device", choices=devices, default=devices[0])
+    return parser
+
+
+def markdown_row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def heading(*titles: object) -> str:
+    """Return the first two lines of a Markdown table."""
+    return f"{markdown_row(*titles)}\n{markdown_row(*['---'] * len(titles))}"
+
+
+def seconds_of(
+    call: Callable[[], Any],
+    repeats: int,
+    *,
+    sync: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Return the seconds of each of `repeats` calls; `sync` waits for a device before and after."""
+    seconds = []
+    for _ in range(repeats):
+        sync()
+        began_s = clock()
+        call()
+        sync()
+        seconds.append(clock() - began_s)
+    return seconds
+
+
+def median_seconds(call: Callable[[], Any], repeats: int, **options: Any) -> float:
+    return statistics.median(seconds_of(call, repeats, **options))
+
+
+def sync_of(device: str) -> Callable[[], Any]:
+    """Return a call that waits for a device."""
+    import torch
+
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100) -> None:
+    """Write random weights of a preset's architecture, with a tokenizer that has a token a word."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from abrun.models.presets import preset_config
+    from abrun.recipe.policy import Model
+
+    torch.manual_seed(0)
+    shape = preset_config(Model.model_validate({"preset": preset}))
+    with torch.device(device):
+        network: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    network.save_pretrained(folder)
+    words = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(vocab_size - 3))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+    ).save_pretrained(folder)
