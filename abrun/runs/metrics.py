@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
-from abrun.regular_files import lines_of, open_regular
 from abrun.runs.files import readable
-from abrun.runs.lines import LineParser, damaged_line, problem_of, problem_of_step
+from abrun.runs.lines import LineReader, problem_of, problem_of_step
 from abrun.runs.records import LARGEST_ATTEMPT
 from abrun.stats.series import Array, Series, Steps
 
@@ -75,18 +74,9 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
 
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
-    parser = LineParser()
-    with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        for number, line in enumerate(lines_of(file), 1):
-            is_whole = line.endswith(b"\n")
-            if line.isspace() or not (is_whole or finished):
-                continue
-            try:
-                if not is_whole:
-                    raise ValueError("its end is missing")
-                yield number, parser.parse(line[:-1])
-            except ValueError as error:
-                raise damaged_line(path, f"line {number}", line, error) from None
+    with readable(path), contextlib.suppress(FileNotFoundError):
+        for line in LineReader(path).lines(ended=finished):
+            yield line.number, line.checked(path)
 
 
 @dataclass(slots=True)

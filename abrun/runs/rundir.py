@@ -25,7 +25,7 @@ from abrun.runs.files import (
     explained,
     json_text,
     make_folder,
-    open_to_change,
+    open_in_place,
     read_as,
     read_json,
     remove_leftovers,
@@ -102,13 +102,6 @@ class RunDir:
         return os.path.isfile(self.path / layout.METRICS)
 
     @property
-    def num_metric_bytes(self) -> int:
-        try:
-            return (self.path / layout.METRICS).stat().st_size
-        except OSError:
-            return 0
-
-    @property
     def log(self) -> Path:
         """What the job prints."""
         return self.path / layout.LOG
@@ -165,7 +158,7 @@ class RunDir:
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
         with explained(self.log):
-            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            file = open_in_place(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             yield file
         finally:
@@ -230,8 +223,8 @@ class RunDir:
         writer = RunWriter(self.path, attempt)
         bad = bad_rows(self.path / layout.METRICS)
         if bad:
-            blank_lines(self.path / layout.METRICS, bad.values())
-            words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
+            blank_lines(self.path / layout.METRICS, bad)
+            words = f"{len(bad)} that are no rows are blank now, the first is line {bad[0].number}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
 
@@ -474,7 +467,7 @@ class RunDir:
         missing = [step for step in planned if step not in recorded]
         if not missing:
             bad = bad_rows(self.path / layout.METRICS)
-            return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
+            return f"{layout.METRICS}, line {bad[0].number}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 
     def missing_last_step(self) -> str | None:
