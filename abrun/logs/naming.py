@@ -21,24 +21,8 @@ SUFFIXES = {  # of files that hold runs, and their formats
 }
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
-    "{arm}/seed-{seed}",
-    "{arm}/seed_{seed}",
-    "{arm}/seed{seed}",
-    "{arm}/seed={seed}",
-    "{arm}/s{seed}",
-    "{arm}-seed-{seed}",
-    "{arm}-seed_{seed}",
-    "{arm}-seed{seed}",
-    "{arm}-seed={seed}",
-    "{arm}-s{seed}",
-    "{arm}_seed-{seed}",
-    "{arm}_seed_{seed}",
-    "{arm}_seed{seed}",
-    "{arm}_seed={seed}",
-    "{arm}_s{seed}",
-    "{arm}.seed{seed}",
-    "{arm}.s{seed}",
-    "{arm}/{seed}",
+    *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
+    *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
 )
 # Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")

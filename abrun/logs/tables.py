@@ -2,19 +2,25 @@
 
 import csv
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from abrun.errors import StoreError
 from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import LONGEST_TEXT, STEP_COLUMNS, UNNAMED, Cells, Recorded, flat_cells, series_of
+from abrun.logs.rows import (
+    LONGEST_TEXT,
+    STEP_COLUMNS,
+    UNNAMED,
+    Cells,
+    Recorded,
+    flat_cells,
+    parse_json,
+    series_of,
+)
 from abrun.regular_files import open_regular
 from abrun.runs.lines import LineParser, damaged_line
 
@@ -35,18 +41,10 @@ Line = tuple[int, list[str]]  # the number that it ends at, and its cells
 # --- CSV ---
 
 
-def read_csv(path: Path, step_column: str | None = None) -> Log:
-    """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
-    lines, torn = csv_lines(path)
-    if not lines:
-        return _log(path, Recorded(), [TORN if torn else EMPTY])
-    return csv_log(path, lines, step_column, [TORN] if torn else [])
-
-
-def csv_log(path: Path, lines: list[Line], step_column: str | None = None, notes: Sequence[str] = ()) -> Log:
-    """The run of a CSV file's whole lines, the header first."""
+def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
+    """The run of a CSV file's whole lines, the header first: a line a step, an empty cell is not recorded."""
     header, rows = csv_rows(path, lines)
-    return rows_log(path, rows, step_column, header, notes)
+    return rows_log(path, rows, step_column, header)
 
 
 def csv_rows(path: Path, lines: Sequence[Line]) -> tuple[list[str], list[tuple[int, Cells]]]:
@@ -65,14 +63,13 @@ def rows_log(
     rows: Iterable[tuple[int, Cells]],
     step_column: str | None,
     columns: Sequence[str] = (),
-    notes: Sequence[str] = (),
 ) -> Log:
     """The run of a file's rows, each with its line."""
     lines, cells = [], []
     for line, row in rows:
         lines.append(line)
         cells.append(row)
-    return _log(path, series_of(cells, _shown(path), step_column, columns, lines), notes)
+    return _log(path, series_of(cells, _shown(path), step_column, columns, lines))
 
 
 def csv_lines(path: Path) -> tuple[list[Line], bool]:
@@ -176,24 +173,11 @@ def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
 # --- JSON ---
 
 
-def read_jsonl(path: Path, step_column: str | None = None) -> Log:
-    """Read a JSON-lines file: an object a line, nested names joined by '/', bare or quoted NaN and Infinity.
-
-    A file that is one list of objects is read alike.
-    """
-    rows, notes = json_rows(path)
-    return json_log(path, rows, step_column, notes)
-
-
-def json_log(
-    path: Path, rows: Sequence[tuple[int, Cells]], step_column: str | None, notes: Sequence[str] = ()
-) -> Log:
-    """The run of a JSON file's flat rows, in the long form or not."""
-    return rows_log(path, wide_rows(rows, step_column), step_column, notes=notes)
-
-
 def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
-    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn."""
+    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn.
+
+    Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
+    """
     content, torn = read_content(path)
     if content.lstrip().startswith(b"["):
         numbered, notes = list(enumerate(_list(path, content), 1)), []
@@ -229,7 +213,7 @@ def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[s
 
 
 def _list(path: Path, content: bytes) -> list[dict[str, Any]]:
-    rows = _json(content)
+    rows = parse_json(content)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         shown = printable(content[:40].decode(errors="replace"))
         raise StoreError(
@@ -276,19 +260,8 @@ def _last_called(names: Iterable[str], words: Sequence[str]) -> str | None:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    row = _json(text)
+    row = parse_json(text)
     return row if isinstance(row, dict) else None
-
-
-def _json(text: bytes) -> Any:
-    """Return what a text of JSON holds, None where it is none."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        try:
-            return json.loads(text.decode())  # which knows NaN and Infinity
-        except (ValueError, RecursionError):
-            return None
 
 
 def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:

@@ -133,18 +133,11 @@ def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
 def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
+        **log.recording(),
         name=name,
-        place=log.place,
         status=log.status,
-        failure=log.failure,
         identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
-        config=log.config,
-        environment=log.environment,
-        metrics=log.metrics,
-        code=log.code,
         notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if numbered else log.notes,
-        unread=log.unread,
-        dropped=log.dropped,
     )
 
 
