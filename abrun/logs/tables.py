@@ -1,15 +1,16 @@
 """Runs in tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
 
+import codecs
 import csv
 import io
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
 from abrun.logs.rows import (
     LONGEST_TEXT,
@@ -21,9 +22,12 @@ from abrun.logs.rows import (
     parse_json,
     series_of,
 )
-from abrun.regular_files import open_regular
+from abrun.regular_files import open_regular, read_regular
 from abrun.runs.lines import LineParser, damaged_line
 
+GZIP = b"\x1f\x8b"
+LARGEST_UNPACKED = 2**30  # bytes
+UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
 PARQUET_MAGIC = b"PAR1"
@@ -74,7 +78,7 @@ def rows_log(
 
 def csv_lines(path: Path) -> tuple[list[Line], bool]:
     """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
-    content, torn = read_content(path)
+    content, torn = _content(path)
     csv.field_size_limit(LARGEST_CELL)
     text, above, delimiter = _below_comments(_text(path, content))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
@@ -178,7 +182,7 @@ def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
 
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
-    content, torn = read_content(path)
+    content, torn = _content(path)
     if content.lstrip().startswith(b"["):
         numbered, notes = list(enumerate(_list(path, content), 1)), []
     else:
@@ -272,7 +276,7 @@ def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
-    state = _object(read_content(path)[0])
+    state = _object(_content(path)[0])
     history = state.get("log_history") if state else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
@@ -348,6 +352,42 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
 
 
 # --- files ---
+
+
+def _content(path: Path) -> tuple[bytes, bool]:
+    """Return a file's bytes, unpacked and as UTF-8 without a byte order mark, and whether its end is torn.
+
+    Raises StoreError, one line.
+    """
+    with readable(path):
+        content = read_regular(path)
+    torn = False
+    if content.startswith(GZIP):
+        content, torn = _unpacked(path, content)
+    encoding = UTF_16.get(content[:2])
+    if encoding:
+        text, read = codecs.getincrementaldecoder(encoding)("replace").decode(content[2:]), len(content)
+        return text.encode(errors="replace"), torn or read % 2 == 1
+    return content.removeprefix(codecs.BOM_UTF8), torn
+
+
+def _unpacked(path: Path, content: bytes) -> tuple[bytes, bool]:
+    """Return what gzip's members hold, one behind the other, and whether the last has no end."""
+    parts: list[bytes] = []
+    size = 0
+    while content.startswith(GZIP):
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            parts.append(member.decompress(content, LARGEST_UNPACKED - size + 1))
+        except zlib.error as error:
+            raise StoreError(f"{_shown(path)}: damaged gzip file ({error}); write the file again") from None
+        size += len(parts[-1])
+        if size > LARGEST_UNPACKED:
+            raise StoreError(f"{_shown(path)}: unpacks to more than {LARGEST_UNPACKED} bytes; log less often")
+        if not member.eof:
+            return b"".join(parts), True
+        content = member.unused_data
+    return b"".join(parts), False
 
 
 def _text(path: Path, content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as series; rows of validation.jsonl."""
+"""Rows of metrics.jsonl as series; rows of validation.jsonl; sketches of the weights."""
 
 import contextlib
 from array import array
@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
+from abrun.regular_files import read_regular
 from abrun.runs.files import readable
 from abrun.runs.lines import LineReader, problem_of, problem_of_step
 from abrun.runs.records import LARGEST_ATTEMPT
 from abrun.stats.series import Array, Series, Steps
+
+MAX_SKETCH_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,6 +73,17 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
         if step not in found or attempt >= found[step][0]:
             found[step] = attempt, validation
     return {step: found[step][1] for step in sorted(found)}
+
+
+def read_sketch(path: Path) -> dict[str, Array]:
+    """Return the sketches in a file, float64, by tensor; none where it is missing or does not read."""
+    from safetensors import SafetensorError, numpy
+
+    try:
+        sketch = numpy.load(read_regular(path, MAX_SKETCH_BYTES))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return {}
+    return {name: values for name, values in sketch.items() if values.dtype == "float64"}
 
 
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:

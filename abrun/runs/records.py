@@ -14,7 +14,7 @@ from abrun.messages.records import coded, stored_reason
 from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.redaction import told as one_line
-from abrun.regular_files import MAX_FILE_BYTES, is_file
+from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
 from abrun.runs.access import unreadable
 from abrun.runs.files import read_as, read_json_or_empty, write_json
 from abrun.runs.layout import RunName
@@ -22,6 +22,7 @@ from abrun.runs.owner import Owner
 from abrun.runs.schemas import MAX_COUNT, Count, ExitCode, Flag, Items, PathText, Seconds, Texts, checked
 
 SCHEMA_VERSION = 1
+SAVED_STATE = "state.json"  # the last file of a checkpoint
 Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
@@ -396,3 +397,31 @@ class Environment:
     prompts_sha256: str | None = None
     initial_weights_hash: str | None = None
     started_from: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The state of a run after a step."""
+
+    run: str  # RunDir.identity
+    step: Count
+    num_ranks: Count
+    attempt: Count  # which wrote it
+    files: Mapping[PathText, dict[str, Any]]  # by name, each a store.fingerprint
+
+
+def saved_state(path: Path) -> SavedState:
+    """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
+    if not exists(path / SAVED_STATE):
+        raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
+    try:
+        state = read_as(SavedState, path / SAVED_STATE)
+    except StoreError as error:
+        whole = str(path / SAVED_STATE)
+        raise StoreError(
+            error.reason.map_texts(lambda text: SAVED_STATE if text == whole else text)
+        ) from None
+    expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
+    if state.files.keys() != expected or len(expected) != state.num_ranks:
+        raise StoreError(Code.STATE_LACKS_RANKS(file=SAVED_STATE, files=len(expected), ranks=state.num_ranks))
+    return state

@@ -72,7 +72,6 @@ from abrun.runs.records import (
 )
 from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
-from abrun.runs.sketches import read_sketch
 from abrun.runs.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -450,11 +449,16 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
-        return read_sketch(self.path / layout.FINAL_SKETCH)
+        return self._sketch(layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Sketches of the initial weights."""
-        return read_sketch(self.path / layout.INITIAL_SKETCH)
+        return self._sketch(layout.INITIAL_SKETCH)
+
+    def _sketch(self, name: str) -> "dict[str, Array]":
+        from abrun.runs.metrics import read_sketch
+
+        return read_sketch(self.path / name)
 
     @property
     def first_step(self) -> int:
