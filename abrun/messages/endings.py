@@ -130,7 +130,6 @@ MESSAGES: dict[Code, Message] = {
     Code.LAUNCHER_GONE: "it and its launcher are gone and left no word, as after a kill; continue with "
     "--resume",
     Code.PROCESS_GONE: "its process is gone and left no word, as on a full disk",
-    Code.RECORD_DAMAGED: "its record was damaged: how it ended is not known",
     Code.NOT_STARTED: "not started: {cause}: {ending}",
     Code.WARM_START_FAILED: "the warm start in {directory} {status}",
     Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed alike at their start",

@@ -1,10 +1,9 @@
 """What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +14,8 @@ from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.redaction import told as one_line
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
-from abrun.runs.access import unreadable
-from abrun.runs.files import read_as, read_json_or_empty, write_json
+from abrun.runs.access import UnreadableError, unreadable
+from abrun.runs.files import read_as, read_json_or_empty
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
 from abrun.runs.schemas import MAX_COUNT, Count, ExitCode, Flag, Items, PathText, Seconds, Texts, checked
@@ -293,29 +292,23 @@ def last_attempt(folder: Path) -> int:
     return max(attempt_numbers(folder), default=0)
 
 
-def read_attempt(path: Path, number: int) -> Attempt:
-    """An attempt that begins just now has an empty file, on a file system without hard links."""
+def read_attempt(path: Path, number: int, *, is_over: bool) -> Attempt:
+    """Return the record of an attempt. Raises StoreError for a damaged one, which has failed if it `is_over`.
+
+    An attempt that begins just now has an empty file, on a file system without hard links.
+    """
     known = path.stat() if is_file(path) else None
-    begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
+    begun = Attempt(started_s=known and known.st_mtime)
+    if known and known.st_size:
+        try:
+            begun = read_as(Attempt, path)
+        except UnreadableError:
+            raise
+        except StoreError as error:
+            if not is_over:
+                raise
+            begun = replace(begun, status="failed", **noted(error.reason))
     return replace(begun, number=number)
-
-
-def mend_attempts(folder: Path, before: int) -> None:
-    """Write the records below a number anew that do not read, or are empty, as older versions left them."""
-    for number in attempt_numbers(folder):
-        path = attempt_file(folder, number)
-        with contextlib.suppress(StoreError, OSError):  # such as a folder, which resuming does without
-            if number < before and not _is_attempt(path):
-                began_s = path.stat().st_mtime
-                lost = Attempt(number=number, status="failed", started_s=began_s)
-                write_json(path, asdict(lost) | noted(Code.RECORD_DAMAGED()))
-
-
-def _is_attempt(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0 and bool(read_as(Attempt, path))
-    except StoreError:
-        return False
 
 
 def started_after(environment: Mapping[str, Any] | None) -> int:

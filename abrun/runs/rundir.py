@@ -62,7 +62,6 @@ from abrun.runs.records import (
     code_name,
     last_attempt,
     last_word,
-    mend_attempts,
     noted,
     read_attempt,
     recorded_reason,
@@ -217,7 +216,6 @@ class RunDir:
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
                     create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        mend_attempts(folder, number)
         remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
         bad = bad_rows(self.path / layout.METRICS)
@@ -226,14 +224,6 @@ class RunDir:
             words = f"{len(bad)} that are no rows are blank now, the first is line {bad[0].number}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
-
-    def mend_records(self) -> None:
-        """Write the records of launches and attempts anew that do not read; no attempt may be at work."""
-        mend_attempts(self.path / layout.ATTEMPTS, LARGEST_ATTEMPT)
-        with ignore_damage():
-            self.launches()
-            return
-        write_json(self.path / layout.LAUNCH, asdict(Launches()))
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
@@ -289,14 +279,16 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """Every start of the job, oldest first."""
-        folder = self.path / layout.ATTEMPTS
-        return [read_attempt(attempt_file(folder, number), number) for number in attempt_numbers(folder)]
+        return [self._attempt(number) for number in attempt_numbers(self.path / layout.ATTEMPTS)]
 
     def attempt(self) -> Attempt:
         """The newest start of the job; one with the number 0, which is pending, before the first."""
         number = self.last_attempt
-        folder = self.path / layout.ATTEMPTS
-        return read_attempt(attempt_file(folder, number), number) if number else Attempt(status="pending")
+        return self._attempt(number) if number else Attempt(status="pending")
+
+    def _attempt(self, number: int) -> Attempt:
+        path = attempt_file(self.path / layout.ATTEMPTS, number)
+        return read_attempt(path, number, is_over=self.finished or number < self.last_attempt)
 
     @property
     def last_attempt(self) -> int:
