@@ -133,7 +133,7 @@ class Code(StrEnum):
     FOLDER_LOCKED, LOCK_TAKEN_OVER, TAKEN_OVER, NO_TEMPORARY_FILES = auto(), auto(), auto(), auto()
     RANKS_NOT_STARTED, TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT = auto(), auto(), auto(), auto()
     NODES_SILENT, NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL = auto(), auto(), auto(), auto()
-    LAUNCHER_GONE, PROCESS_GONE, RECORD_DAMAGED, NOT_STARTED = auto(), auto(), auto(), auto()
+    LAUNCHER_GONE, PROCESS_GONE, NOT_STARTED = auto(), auto(), auto()
     WARM_START_FAILED, FAILED_ALIKE, RUN_DIRECTORY_GONE, COMMAND_NOT_STARTED = auto(), auto(), auto(), auto()
     ALIAS_NOT_LOGGED, NO_METRICS, METRICS_UNREADABLE, METRICS_LOST_ROWS = auto(), auto(), auto(), auto()
     METRICS_LEAD_TO_RUN_FILE = auto()

@@ -30,9 +30,9 @@ from abrun.report.comparing import compare, verdict_in
 from abrun.runs.experiment import REFERENCE
 from abrun.runs.lines import read_lines
 from abrun.runs.lock import LOCK, owner_of
+from abrun.runs.records import saved_state
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample, row_of
-from abrun.runs.saved import saved_state
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only

@@ -200,9 +200,7 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
                 if not here.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
                     write_run(directory, experiment_dir.name, run.name, run.config, warm_start)
-                elif here.finished:
-                    here.mend_records()
-                else:
+                elif not here.finished:
                     _update_record(here, run.config)
         except StoreError:
             if not resume:

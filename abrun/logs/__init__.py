@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.exports import joined, read_csv_runs, read_json_runs
+from abrun.logs.exports import joined, read_csv, read_json
 from abrun.logs.log import Log, cleaned, listed, printable, readable
 from abrun.logs.naming import SUFFIXES, stem
 from abrun.logs.starts import START, continued
 from abrun.logs.stored import is_run_dir, read_run_dir
-from abrun.logs.tables import read_csv, read_jsonl, read_parquet, read_trainer_state
+from abrun.logs.tables import read_parquet, read_trainer_state
 from abrun.logs.tensorboard import EVENTS, begun, event_files, read_event_files
 from abrun.logs.wandb_files import read_run_files
 from abrun.regular_files import exists, is_directory, is_file, open_regular
@@ -27,8 +27,7 @@ __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
-READERS = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet, "json": read_jsonl}
-RUNS_READERS = {"csv": read_csv_runs, "jsonl": read_json_runs, "json": read_json_runs}  # of several runs
+TABLES = ("csv", "jsonl", "parquet", "json")
 # Tables that nothing here reads, in case that the runs lie in them.
 FOREIGN_FILE = re.compile(
     r".+\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
@@ -109,7 +108,8 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     elif format == "wandb":
         files = sorted(files, key=_started)
     one = Found(format=format, name=name, path=path if len(files) > 1 else files[0], files=tuple(files))
-    return cleaned(replace(_read(one, step_column), name=name))
+    (log,) = _read(one, step_column, one_run=True)
+    return cleaned(replace(log, name=name))
 
 
 # --- which runs are there ---
@@ -206,11 +206,7 @@ def _walk(folder: Path, top: Path, seen: set[Path] | None = None) -> Iterator[Fo
     folders = [below for below in folders if below.name not in DUMP_FOLDERS]
     for file in files:
         kind = kinds[file]
-        if (
-            kind in READERS
-            and not DUMP.fullmatch(stem(file.name))
-            and (kind != "json" or _is_json_list(file))
-        ):
+        if kind in TABLES and not DUMP.fullmatch(stem(file.name)) and (kind != "json" or _is_json_list(file)):
             yield Found(format=kind, name=_name(file, top), path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield Found(format="foreign", name=_name(file, top), path=file, files=())
@@ -263,7 +259,7 @@ def _read_fullest(
         try:
             read, aside = _read_all(found, step_column)
         except StoreError as error:
-            if form not in READERS:
+            if form not in TABLES:
                 raise
             refused = refused or error
             continue
@@ -288,22 +284,19 @@ def _read_all(found: Sequence[Found], step_column: str | None) -> tuple[list[tup
     refused: list[tuple[Found, StoreError]] = []
     for one in found:
         try:
-            if runs_of := RUNS_READERS.get(one.format):
-                read += [(one, log) for log in runs_of(one.path, one.name, step_column)]
-            else:
-                read.append((one, _read(one, step_column)))
+            read += [(one, log) for log in _read(one, step_column)]
         except StoreError as error:
-            if one.format not in READERS:
+            if one.format not in TABLES:
                 raise
             refused.append((one, error))
-    runs = [(one, log) for one, log in read if log.metrics or one.format not in READERS]
+    runs = [(one, log) for one, log in read if log.metrics or one.format not in TABLES]
     if refused and not runs:
         raise refused[0][1]
     names = {_without_digits(one) for one, _ in runs}
     num_runs = Counter(one.path.parent for one, _ in runs)
     aside: dict[str, list[str]] = {}
     for one, log in read:
-        if log.metrics or one.format not in READERS or _without_digits(one) in names:
+        if log.metrics or one.format not in TABLES or _without_digits(one) in names:
             continue
         if num_runs[one.path.parent] == 1:  # the folder is a run, and so is no other file in it
             read = [(other, its) for other, its in read if its is not log]
@@ -378,18 +371,24 @@ def _splits_joined(logs: Sequence[Log]) -> list[Log]:
     return joined(split)
 
 
-def _read(found: Found, step_column: str | None) -> Log:
+def _read(found: Found, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+    """Return the runs of what was found; `one_run`: a table is one, whatever its columns name."""
     match found.format:
         case "abrun":
-            return read_run_dir(found.path, found.name)
+            log = read_run_dir(found.path, found.name)
         case "tensorboard":
-            return read_event_files(found.files, found.name, found.path)
+            log = read_event_files(found.files, found.name, found.path)
         case "wandb":
-            return read_run_files(found.files, found.name, step_column)
+            log = read_run_files(found.files, found.name, step_column)
+        case "csv":
+            return read_csv(found.path, found.name, step_column, one_run=one_run)
+        case "parquet":
+            log = replace(read_parquet(found.path, step_column), name=found.name)
         case "trainer_state":
-            return replace(read_trainer_state(found.path, step_column), name=found.name)
+            log = replace(read_trainer_state(found.path, step_column), name=found.name)
         case _:
-            return replace(READERS[found.format](found.path, step_column), name=found.name)
+            return read_json(found.path, found.name, step_column, one_run=one_run)
+    return [log]
 
 
 def _without_hparams_runs(read: Sequence[tuple[Found, Log]]) -> list[Log]:

@@ -6,7 +6,6 @@ verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, an obj
 a completion, of lists of one: `content` (a conversation's texts), `rewards` (none in distillation).
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.log import needs_package, printable, readable
+from abrun.logs.rows import parse_json
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.samples import Sample
 
@@ -107,10 +107,7 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line's place, in words, and its object; an empty one where it is none."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
+            row = parse_json(line)
             yield f"{printable(str(path))}, line {number}", row if isinstance(row, dict) else {}
 
 

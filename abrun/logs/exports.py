@@ -20,7 +20,6 @@ from abrun.logs.tables import (
     csv_lines,
     csv_log,
     csv_rows,
-    json_log,
     json_rows,
     long_columns,
     rows_log,
@@ -39,13 +38,15 @@ TENSORBOARD = ("Wall time", "Step", "Value")
 DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
 
 
-def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list[Log]:
-    """The runs of a CSV file: of most files one, which is called `name`."""
+def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
+    """The runs of a CSV file: of most files one, which is called `name`; of all with `one_run`."""
     lines, torn = csv_lines(path)
     if not lines:
         return [Log(name=name, place=printable(str(path)), metrics={}, notes=(TORN if torn else EMPTY,))]
     header = [cell.strip() for cell in lines[0][1]]
-    if tuple(header) == TENSORBOARD:
+    if one_run:
+        logs = [replace(csv_log(path, lines, step_column), name=name)]
+    elif tuple(header) == TENSORBOARD:
         logs = [_tensorboard_download(path, name, lines)]
     elif (charted := _charted(header)) and step_column is None:
         logs = _chart_runs(path, header, lines, charted)
@@ -57,15 +58,15 @@ def read_csv_runs(path: Path, name: str, step_column: str | None = None) -> list
     return [replace(log, notes=(*log.notes, TORN)) if torn else log for log in logs]
 
 
-def read_json_runs(path: Path, name: str, step_column: str | None = None) -> list[Log]:
-    """The runs of a JSON-lines file: of most files one, which is called `name`.
+def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
+    """The runs of a file of JSON lines, or of one list of objects: of most files one, called `name`.
 
-    Several where every row names an arm, a run or a seed, and not all the same.
+    Several where every row names an arm, a run or a seed, and not all the same, unless it is `one_run`.
     """
     rows, notes = json_rows(path)
-    logs = _long_runs(path, name, rows, (), step_column, fewest=2)
+    logs = [] if one_run else _long_runs(path, name, rows, (), step_column, fewest=2)
     if not logs:
-        return [replace(json_log(path, rows, step_column, notes), name=name)]
+        logs = [replace(rows_log(path, wide_rows(rows, step_column), step_column), name=name)]
     return [replace(log, notes=(*log.notes, *notes)) for log in logs]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +18,29 @@ EMPTY = "nothing is recorded in it yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Log:
+class Recording:
+    """What any source says of a run."""
+
+    place: str  # where it was read, for people
+    metrics: Mapping[str, Series]
+    failure: str = ""  # how it ended, where it failed; why it cannot be read
+    config: Mapping[str, Any] | None = None  # resolved, dotted keys; None: the source does not say
+    environment: Mapping[str, Any] | None = None  # versions, devices, prompts, hosts, as far as it says
+    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
+    unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
+
+    def recording(self) -> dict[str, Any]:
+        """Return these fields of a run by name."""
+        return {known.name: getattr(self, known.name) for known in fields(Recording)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Log(Recording):
     """One run as some framework logged it."""
 
     name: str  # what naming rules match: the path relative to its source, or wandb's run name
-    place: str  # where it was read, for people
-    metrics: Mapping[str, Series]
     status: LogStatus = "unknown"  # unknown: the source does not say whether it finished
-    failure: str = ""  # how it ended, where it failed
-    config: Mapping[str, Any] | None = None  # dotted keys; None: the source does not say
-    environment: Mapping[str, Any] | None = None  # python, versions, devices, hosts, as far as it says
-    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
     group: str | None = None  # wandb's
     job_type: str | None = None  # wandb's
     run_id: str | None = None  # wandb's: a resumed run is several files of one id
@@ -37,10 +49,6 @@ class Log:
     left_out: tuple[Reason, ...] = ()  # each start of the run that does not count
     part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
-    unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
-    dropped: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # metric -> steps whose value is text
 
 
 def cleaned(log: Log) -> Log:

@@ -21,24 +21,8 @@ SUFFIXES = {  # of files that hold runs, and their formats
 }
 # The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
-    "{arm}/seed-{seed}",
-    "{arm}/seed_{seed}",
-    "{arm}/seed{seed}",
-    "{arm}/seed={seed}",
-    "{arm}/s{seed}",
-    "{arm}-seed-{seed}",
-    "{arm}-seed_{seed}",
-    "{arm}-seed{seed}",
-    "{arm}-seed={seed}",
-    "{arm}-s{seed}",
-    "{arm}_seed-{seed}",
-    "{arm}_seed_{seed}",
-    "{arm}_seed{seed}",
-    "{arm}_seed={seed}",
-    "{arm}_s{seed}",
-    "{arm}.seed{seed}",
-    "{arm}.s{seed}",
-    "{arm}/{seed}",
+    *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
+    *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
 )
 # Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
@@ -69,34 +53,29 @@ def name_runs(
     unpaired: bool = False,
     selects: Selects = every_run,
 ) -> list[RunName]:
-    """Which run each log is, by the first rule that says so of all of them.
+    """Return which run each log is, by the first rule that names all of them.
 
-    What their own files state; `pattern`; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
+    `pattern`; what their own files state; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
     pattern, or a job type, need not say the seed: an arm's runs are then numbered. Several logs have one name
     where they are starts of one run. Raises ComparisonError where no rule fits, or where two logs that
     `selects` takes are the same run.
     """
-    job_types = len({log.job_type for log in logs}) > 1 and all(log.job_type for log in logs)
-    if unpaired and pattern is not None and "seed" not in _fields(pattern):
-        matcher = _matcher(pattern, needs_arm=True, needs_seed=False)
-        return _numbered([_required(log, matcher, pattern).arm for log in logs])
-    if unpaired and pattern is None and job_types and not all(log.identity for log in logs):
-        named = [_of_job_type(log) for log in logs]
-        if None in named or len(set(named)) < len(named):
-            return _numbered([log.job_type or "" for log in logs])
     if pattern is not None:
-        matcher = _matcher(pattern, needs_arm=True)
-        return _distinct(logs, [_required(log, matcher, pattern) for log in logs], selects)
+        needs_seed = not unpaired or "seed" in _fields(pattern)
+        matcher = _matcher(pattern, needs_arm=True, needs_seed=needs_seed)
+        names = [_required(log, matcher, pattern) for log in logs]
+        return _distinct(logs, names, selects) if needs_seed else _numbered([name.arm for name in names])
     if logs and all(log.identity for log in logs):
         return _distinct(logs, [log.identity for log in logs if log.identity], selects)
-    if job_types:
-        named = [_of_job_type(log) for log in logs]
-        if all(named):
-            return _distinct(logs, [name for name in named if name], selects)
+    job_types = [log.job_type for log in logs if log.job_type]
+    if len(job_types) == len(logs) and len(set(job_types)) > 1:
+        names = _by_seeds(logs, job_types, unpaired=unpaired)
+        if names:
+            return _distinct(logs, names, selects)
     collision = None
-    for named in _by_defaults(logs):
+    for names in _by_defaults(logs):
         try:
-            return _distinct(logs, named, selects)
+            return _distinct(logs, names, selects)
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
@@ -114,27 +93,35 @@ def name_seeds(
     unpaired: bool = False,
     selects: Selects = every_run,
 ) -> list[RunName]:
-    """Which run of a known arm each log is; a single one that names no seed is seed 0.
+    """Return which run of a known arm each log is; a single one that names no seed is seed 0.
 
     Unpaired runs that have no seeds, or all the same one, are numbered. `selects` as in `name_runs`.
     """
-    if unpaired and pattern is None:
-        found = [_seed_of(log) for log in logs]
-        if None in found or len(set(found)) < len(found):
-            return _numbered([arm] * len(logs))
     if pattern is not None:
         matcher = _matcher(pattern, needs_arm=False)
         return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs], selects)
-    found = [_seed_of(log) for log in logs]
-    if len(logs) == 1 and found[0] is None:
-        found = [(0, 0)]
-    if None in found:
-        unnamed = [log.name for log, seed in zip(logs, found, strict=True) if seed is None]
+    names = _by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
+    if names is None:
+        unnamed = [log.name for log in logs if _seed_of(log) is None]
         raise ComparisonError(
             f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
             "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
         )
-    return _distinct(logs, [RunName(arm=arm, seed=one[0], rerun=one[1]) for one in found if one], selects)
+    return _distinct(logs, names, selects)
+
+
+def _by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
+    """Return the runs of known arms by the seeds that they name; None where one names none.
+
+    Unpaired runs are then numbered, and so are those that share a seed.
+    """
+    seeds = [_seed_of(log) for log in logs]
+    known = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
+    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in known]
+    is_complete = len(names) == len(logs)
+    if unpaired and not (is_complete and len(set(names)) == len(names)):
+        return _numbered(arms)
+    return names if is_complete else None
 
 
 def _numbered(arms: Sequence[str]) -> list[RunName]:
@@ -166,12 +153,6 @@ def _by_defaults(logs: Sequence[Log]) -> list[list[RunName]]:
             named = [log.identity or _run_name(one) for one, log in zip(found, logs, strict=True)]
             fitting.append((sum(one.folders for one in found if one), [name for name in named if name]))
     return [named for _, named in sorted(fitting, key=lambda one: one[0])]
-
-
-def _of_job_type(log: Log) -> RunName | None:
-    seed = _seed_of(log)
-    assert log.job_type is not None
-    return RunName(arm=log.job_type, seed=seed[0], rerun=seed[1]) if seed else None
 
 
 def _seed_of(log: Log) -> tuple[int, int] | None:

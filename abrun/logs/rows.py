@@ -1,5 +1,6 @@
 """From rows of anything to series: which column is the step, which values are numbers."""
 
+import json
 import math
 import re
 from collections import defaultdict
@@ -7,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+import orjson
 
 from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
@@ -106,6 +109,17 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
                 yield prefix + key, float(value) if value in WORDS else value[:LONGEST_TEXT]
         else:
             levels.pop()
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a text of JSON holds, None where it is none."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        try:
+            return json.loads(str(text, "utf-8") if isinstance(text, bytes) else text)  # knows NaN, Infinity
+        except (ValueError, RecursionError):
+            return None
 
 
 def _as_float(value: float) -> float:

@@ -1,23 +1,33 @@
 """Runs in tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
 
+import codecs
 import csv
 import io
-import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from abrun.errors import StoreError
-from abrun.logs.contents import read_content
 from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
-from abrun.logs.rows import LONGEST_TEXT, STEP_COLUMNS, UNNAMED, Cells, Recorded, flat_cells, series_of
-from abrun.regular_files import open_regular
+from abrun.logs.rows import (
+    LONGEST_TEXT,
+    STEP_COLUMNS,
+    UNNAMED,
+    Cells,
+    Recorded,
+    flat_cells,
+    parse_json,
+    series_of,
+)
+from abrun.regular_files import open_regular, read_regular
 from abrun.runs.lines import LineParser, damaged_line
 
+GZIP = b"\x1f\x8b"
+LARGEST_UNPACKED = 2**30  # bytes
+UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 TORN = "its last line is torn, or still being written, and was left out"
 NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
 PARQUET_MAGIC = b"PAR1"
@@ -35,18 +45,10 @@ Line = tuple[int, list[str]]  # the number that it ends at, and its cells
 # --- CSV ---
 
 
-def read_csv(path: Path, step_column: str | None = None) -> Log:
-    """A CSV file: a header, then a line a step. An empty cell is not recorded; `nan` and `inf` are."""
-    lines, torn = csv_lines(path)
-    if not lines:
-        return _log(path, Recorded(), [TORN if torn else EMPTY])
-    return csv_log(path, lines, step_column, [TORN] if torn else [])
-
-
-def csv_log(path: Path, lines: list[Line], step_column: str | None = None, notes: Sequence[str] = ()) -> Log:
-    """The run of a CSV file's whole lines, the header first."""
+def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
+    """The run of a CSV file's whole lines, the header first: a line a step, an empty cell is not recorded."""
     header, rows = csv_rows(path, lines)
-    return rows_log(path, rows, step_column, header, notes)
+    return rows_log(path, rows, step_column, header)
 
 
 def csv_rows(path: Path, lines: Sequence[Line]) -> tuple[list[str], list[tuple[int, Cells]]]:
@@ -65,19 +67,18 @@ def rows_log(
     rows: Iterable[tuple[int, Cells]],
     step_column: str | None,
     columns: Sequence[str] = (),
-    notes: Sequence[str] = (),
 ) -> Log:
     """The run of a file's rows, each with its line."""
     lines, cells = [], []
     for line, row in rows:
         lines.append(line)
         cells.append(row)
-    return _log(path, series_of(cells, _shown(path), step_column, columns, lines), notes)
+    return _log(path, series_of(cells, _shown(path), step_column, columns, lines))
 
 
 def csv_lines(path: Path) -> tuple[list[Line], bool]:
     """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
-    content, torn = read_content(path)
+    content, torn = _content(path)
     csv.field_size_limit(LARGEST_CELL)
     text, above, delimiter = _below_comments(_text(path, content))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
@@ -176,25 +177,12 @@ def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
 # --- JSON ---
 
 
-def read_jsonl(path: Path, step_column: str | None = None) -> Log:
-    """Read a JSON-lines file: an object a line, nested names joined by '/', bare or quoted NaN and Infinity.
-
-    A file that is one list of objects is read alike.
-    """
-    rows, notes = json_rows(path)
-    return json_log(path, rows, step_column, notes)
-
-
-def json_log(
-    path: Path, rows: Sequence[tuple[int, Cells]], step_column: str | None, notes: Sequence[str] = ()
-) -> Log:
-    """The run of a JSON file's flat rows, in the long form or not."""
-    return rows_log(path, wide_rows(rows, step_column), step_column, notes=notes)
-
-
 def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
-    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn."""
-    content, torn = read_content(path)
+    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn.
+
+    Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
+    """
+    content, torn = _content(path)
     if content.lstrip().startswith(b"["):
         numbered, notes = list(enumerate(_list(path, content), 1)), []
     else:
@@ -229,7 +217,7 @@ def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[s
 
 
 def _list(path: Path, content: bytes) -> list[dict[str, Any]]:
-    rows = _json(content)
+    rows = parse_json(content)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         shown = printable(content[:40].decode(errors="replace"))
         raise StoreError(
@@ -276,19 +264,8 @@ def _last_called(names: Iterable[str], words: Sequence[str]) -> str | None:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    row = _json(text)
+    row = parse_json(text)
     return row if isinstance(row, dict) else None
-
-
-def _json(text: bytes) -> Any:
-    """Return what a text of JSON holds, None where it is none."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        try:
-            return json.loads(text.decode())  # which knows NaN and Infinity
-        except (ValueError, RecursionError):
-            return None
 
 
 def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +276,7 @@ def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
-    state = _object(read_content(path)[0])
+    state = _object(_content(path)[0])
     history = state.get("log_history") if state else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
@@ -375,6 +352,42 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
 
 
 # --- files ---
+
+
+def _content(path: Path) -> tuple[bytes, bool]:
+    """Return a file's bytes, unpacked and as UTF-8 without a byte order mark, and whether its end is torn.
+
+    Raises StoreError, one line.
+    """
+    with readable(path):
+        content = read_regular(path)
+    torn = False
+    if content.startswith(GZIP):
+        content, torn = _unpacked(path, content)
+    encoding = UTF_16.get(content[:2])
+    if encoding:
+        text, read = codecs.getincrementaldecoder(encoding)("replace").decode(content[2:]), len(content)
+        return text.encode(errors="replace"), torn or read % 2 == 1
+    return content.removeprefix(codecs.BOM_UTF8), torn
+
+
+def _unpacked(path: Path, content: bytes) -> tuple[bytes, bool]:
+    """Return what gzip's members hold, one behind the other, and whether the last has no end."""
+    parts: list[bytes] = []
+    size = 0
+    while content.startswith(GZIP):
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            parts.append(member.decompress(content, LARGEST_UNPACKED - size + 1))
+        except zlib.error as error:
+            raise StoreError(f"{_shown(path)}: damaged gzip file ({error}); write the file again") from None
+        size += len(parts[-1])
+        if size > LARGEST_UNPACKED:
+            raise StoreError(f"{_shown(path)}: unpacks to more than {LARGEST_UNPACKED} bytes; log less often")
+        if not member.eof:
+            return b"".join(parts), True
+        content = member.unused_data
+    return b"".join(parts), False
 
 
 def _text(path: Path, content: bytes) -> str:

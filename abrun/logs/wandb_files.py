@@ -4,7 +4,6 @@ A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 
 bytes), length (2), type (1), and a part of a protobuf Record. The client is not needed.
 """
 
-import json
 import re
 import struct
 import zlib
@@ -19,7 +18,7 @@ import orjson
 from abrun.errors import StoreError
 from abrun.logs.cells import as_number
 from abrun.logs.log import EMPTY, Log, printable, readable
-from abrun.logs.rows import NoStep, Recorded, flat_cells, series_of
+from abrun.logs.rows import NoStep, Recorded, flat_cells, parse_json, series_of
 from abrun.recipe.reading import dotted
 from abrun.regular_files import read_regular
 
@@ -204,7 +203,7 @@ def _row(history: Any) -> dict[str, float | str]:
         try:
             row[name] = as_number(text)
         except ValueError:
-            value = _json(text)
+            value = parse_json(text)
             if isinstance(value, dict | str):
                 row.update(flat_cells({name: value}))
     if "_step" not in row and history.HasField("step"):
@@ -230,19 +229,9 @@ def _update(config: dict[str, Any], change: Any) -> None:
             below = branch.get(parent)
             branch[parent] = below if isinstance(below, dict) else {}
             branch = branch[parent]
-        branch[last] = _json(item.value_json)
+        branch[last] = parse_json(item.value_json)
     for item in change.remove:
         config.pop(item.key or "".join(item.nested_key[:1]), None)
-
-
-def _json(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        try:
-            return json.loads(text)  # which knows NaN and Infinity
-        except (ValueError, RecursionError):
-            return None
 
 
 # --- environment ---

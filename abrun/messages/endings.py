@@ -113,7 +113,7 @@ MESSAGES: dict[Code, Message] = {
     Code.ATTEMPT_FENCED: "{path}: attempt {newest} owns this run now; attempt {attempt} stops",
     Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} launches this; wait for it, {pid:if stop it with: kill "
     "{pid}|stop it there}{may_take_over:if , or claim its place with --take-over}",
-    Code.FILE_LOCKED: "{path}: another process changes it: {problem}",
+    Code.FILE_LOCKED: "{path}: another process changes it; wait for it and try again",
     Code.FOLDER_LOCKED: "{folder}: another {command} is at work there; wait for it, or give another --output",
     Code.LOCK_TAKEN_OVER: "took over the lock of {owner}, {is_gone:if which is gone|{as_asked:if as "
     "asked|which shows no life}}",
@@ -130,7 +130,6 @@ MESSAGES: dict[Code, Message] = {
     Code.LAUNCHER_GONE: "it and its launcher are gone and left no word, as after a kill; continue with "
     "--resume",
     Code.PROCESS_GONE: "its process is gone and left no word, as on a full disk",
-    Code.RECORD_DAMAGED: "its record was damaged: how it ended is not known",
     Code.NOT_STARTED: "not started: {cause}: {ending}",
     Code.WARM_START_FAILED: "the warm start in {directory} {status}",
     Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed alike at their start",

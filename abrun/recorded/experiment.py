@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import listed
+from abrun.logs.log import Recording, listed
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, Primary
@@ -22,22 +22,16 @@ from abrun.stats.series import NO_SERIES, Array, Series, Steps, shared_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedRun:
+class RecordedRun(Recording):
     """One run as its source holds it."""
 
     name: RunName
-    place: str  # where it was read, for people
     # unknown: the source does not say whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
-    failure: str = ""  # how it ended, where it failed; why it cannot be read
     forbidden: bool = False  # unreadable for want of permission: nothing need be damaged
     identity: Mapping[str, Any] | None = (
         None  # arm, seed, rerun as its own files state them; None: they do not
     )
-    config: Mapping[str, Any] | None = None  # resolved, dotted; None: the source does not say
-    environment: Mapping[str, Any] | None = None  # versions, devices, prompts; None: the source does not say
-    metrics: Mapping[str, Series]
-    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
     final_weights_hash: str | None = None  # None: the source does not say
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read when asked for
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
@@ -47,9 +41,6 @@ class RecordedRun:
     thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
     # What reading it had to decide: a torn line left out, a step recorded twice, a seed that is not known
     notes: tuple[str | Reason, ...] = ()
-    # metric -> where its source has text in the place of a number
-    unread: Mapping[str, str] = field(default_factory=dict)
-    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
 
     @property
     def finished(self) -> bool:

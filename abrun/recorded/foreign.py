@@ -28,12 +28,12 @@ NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Sources of a comparison, the logs that each holds, and what names and selects their runs."""
+    """Sources of a comparison, the logs that each holds, and how their runs are named and selected."""
 
     named: Sequence[tuple[str | None, str]]  # arm, source
     logs_of: Sequence[Sequence[Log]]
-    pattern: str | None
-    selects: Selects
+    aliases: Aliases
+    reading: Reading
 
     @property
     def logs(self) -> list[Log]:
@@ -43,27 +43,25 @@ class Sources:
     def has_arms(self) -> bool:
         return any(arm for arm, _ in self.named)
 
+    @property
+    def pattern(self) -> str | None:
+        return self.reading.pattern
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignLogs:
-    """The logs that some sources hold, read and not yet told apart."""
-
-    sources: Sequence[str]
-    named: Sequence[tuple[str | None, str]]  # arm, source
-    logs_of: Sequence[Sequence[Log]]
-    aliases: Aliases
+    @property
+    def selects(self) -> Selects:
+        return self.reading.selection.selects
 
 
-def read_foreign(sources: Sequence[str], reading: Reading) -> ForeignLogs:
+def read_foreign(sources: Sequence[str], reading: Reading) -> Sources:
     """Read what sources hold. Raises ComparisonError or StoreError, one line, where that cannot be done."""
     aliases = parse(reading.aliases)
     named = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named]
     _refuse_twice(sources, logs_of)
-    return ForeignLogs(sources=sources, named=named, logs_of=logs_of, aliases=aliases)
+    return Sources(named=named, logs_of=logs_of, aliases=aliases, reading=reading)
 
 
-def foreign_experiment(logs: ForeignLogs, reading: Reading) -> Experiment:
+def foreign_experiment(sources: Sources, reading: Reading) -> Experiment:
     """The runs of some sources, paired by seed unless `reading` says otherwise.
 
     Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
@@ -73,37 +71,36 @@ def foreign_experiment(logs: ForeignLogs, reading: Reading) -> Experiment:
     Raises ComparisonError, one line, where that cannot be told.
     """
     selection, paired, alone = reading.selection, not reading.unpaired, reading.alone
-    logs_of, excluded = selection.without_excluded(logs.logs_of)
-    read = Sources(named=logs.named, logs_of=logs_of, pattern=reading.pattern, selects=selection.selects)
-    if read.pattern is None:
-        _refuse_experiments_as_arms(read)
+    logs_of, excluded = selection.without_excluded(sources.logs_of)
+    sources = replace(sources, logs_of=logs_of, reading=reading)
+    if reading.pattern is None:
+        _refuse_experiments_as_arms(sources)
     if alone:
-        read = replace(read, named=_as_one_arm(read))
-    found = _identified(read, paired=paired, may_guess=not alone)
-    if paired and not (found.paired or reading.may_unpair):
-        found = _identified(read, paired=True, may_guess=False)
-    paired = paired and found.paired
-    named = list(zip(found.names, read.logs, strict=True))
+        sources = replace(sources, named=_as_one_arm(sources))
+    guess = _identified(sources, paired=paired, may_guess=not alone)
+    if paired and not (guess.paired or reading.may_unpair):
+        guess = _identified(sources, paired=True, may_guess=False)
+    paired = paired and guess.paired
+    named = list(zip(guess.names, sources.logs, strict=True))
     selected, left_out = selection.apply(named, excluded, paired=paired and not alone)
-    renamed = apply_to_all([log.metrics for log in selected.values()], logs.aliases)
+    renamed = apply_to_all([log.metrics for log in selected.values()], sources.aliases)
     by_name = _by_our_names(selected, renamed)
-    arms, of_baseline = _arms(by_name, reading, several=len(logs.sources) > 1)
+    arms, of_baseline = _arms(by_name, reading, several=len(sources.named) > 1)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
-    read_as = [guess for log in by_name.values() for guess in log.guesses]
     guessed = [
-        *(Code.LOG_READ_AS(guess=guess) for guess in read_as),
-        *found.guessed,
+        *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
+        *guess.guessed,
         *of_baseline,
-        *(Code.LOG_READ_AS(guess=guess) for guess in renamed.guessed),
+        *(Code.LOG_READ_AS(guess=text) for text in renamed.guessed),
     ]
     return Experiment(
-        name=_experiment_name(read.named, arms),
+        name=_experiment_name(sources.named, arms),
         arms=arms,
         compare=Compare(paired=paired),
-        runs={run: _run(run, by_name[run], numbered=not found.seeds_known) for run in ordered},
-        seeds_known=found.seeds_known,
+        runs={run: _run(run, by_name[run], numbered=not guess.seeds_known) for run in ordered},
+        seeds_known=guess.seeds_known,
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
         left_out=(*left_out, *restarted(by_name)),
@@ -133,18 +130,11 @@ def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
 def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
+        **log.recording(),
         name=name,
-        place=log.place,
         status=log.status,
-        failure=log.failure,
         identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
-        config=log.config,
-        environment=log.environment,
-        metrics=log.metrics,
-        code=log.code,
         notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if numbered else log.notes,
-        unread=log.unread,
-        dropped=log.dropped,
     )
 
 
@@ -159,31 +149,30 @@ def _named_source(source: str) -> tuple[str | None, str]:
 
 
 def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
-    """Which run each log is: as `_names` says, or else as guessed."""
+    """Return which run each log is: as `_names` says, or else as guessed."""
     may_guess = may_guess and sources.pattern is None
     try:
         names = _names(sources, unpaired=not paired, may_guess=may_guess)
-        known = paired or names == _names_by_seed(sources)
-        found = Guess(names=names, paired=paired, seeds_known=known, guessed=[])
     except ComparisonError:
         guess = _guessed(sources) if may_guess else None
         if guess is None:
-            if len(sources.named) == 1 and len(sources.logs) > 1 and sources.pattern is None:
-                _refuse_one_arm(sources)
+            _refuse_one_arm(sources)
             raise
         return guess
+    seeds_known = paired or names == _names_by_seed(sources)
+    guess = Guess(names=names, paired=paired, seeds_known=seeds_known, guessed=[])
     selected = [run for run in names if sources.selects(run)]
-    arms = dict.fromkeys(run.arm for run in selected)
-    seeds = [{run.seed for run in selected if run.arm == arm} for arm in arms]
-    if paired and may_guess and len(seeds) > 1 and not set.intersection(*seeds):
-        return replace(found, paired=False, guessed=[Code.ARMS_SHARE_NO_SEED()])
+    seeds: dict[str, set[int]] = {}
+    for run in selected:
+        seeds.setdefault(run.arm, set()).add(run.seed)
+    if paired and may_guess and len(seeds) > 1 and not set.intersection(*seeds.values()):
+        return replace(guess, paired=False, guessed=[Code.ARMS_SHARE_NO_SEED()])
     by_themselves = all(log.identity for log in sources.logs)
-    if by_themselves or sources.pattern is not None or len(names) == len(seeds):
-        return found
-    first, log = names[0], sources.logs[0]
-    how = f"names such as '{printable(log.name)}'"
-    named = Code.SEEDS_FROM(how=how, arm=printable(first.arm), seed=first.seed)
-    return replace(found, guessed=[named] if known else [])
+    if by_themselves or sources.pattern is not None or len(names) == len(seeds) or not seeds_known:
+        return guess
+    how = f"names such as '{printable(sources.logs[0].name)}'"
+    first = names[0]
+    return replace(guess, guessed=[Code.SEEDS_FROM(how=how, arm=printable(first.arm), seed=first.seed)])
 
 
 def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
@@ -213,7 +202,9 @@ def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
 
 
 def _refuse_one_arm(sources: Sources) -> None:
-    """Raises ComparisonError where the runs of the only source say their seeds, and no arms."""
+    """Raise ComparisonError where the runs of the only source say their seeds, and no arms."""
+    if len(sources.named) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
+        return
     try:
         names = name_seeds(sources.logs, "one", selects=sources.selects)
     except ComparisonError:

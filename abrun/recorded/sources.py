@@ -9,7 +9,7 @@ from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recipe.claims import Primary, can_be_looks
 from abrun.recorded.experiment import Experiment, claims_on_recorded
-from abrun.recorded.foreign import ForeignLogs, foreign_experiment, read_foreign
+from abrun.recorded.foreign import Sources, foreign_experiment, read_foreign
 from abrun.recorded.selection import Reading
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import exists
@@ -31,7 +31,7 @@ class SourceContents:
     sources: Sequence[str]
     reading: Reading
     directory: Path | None  # of an experiment of the store
-    recorded: Experiment | ForeignLogs
+    recorded: Experiment | Sources
 
     def experiment(self, **changes: Any) -> Experiment:
         """Return the runs; `changes` are of what the reading says, but for what it takes from the logs.

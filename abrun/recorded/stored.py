@@ -1,7 +1,6 @@
 """An experiment of the run store, ready to compare."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from abrun.recorded.reference import load_reference
 from abrun.redaction import printable, shown, shown_tree
 from abrun.regular_files import is_directory
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import EXPERIMENT, REFERENCE, metrics_of, open_experiment, planned_runs, run_dir
+from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
 from abrun.runs.files import readable
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
-from abrun.stats.series import Series
 
 ADDRESS = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
@@ -42,11 +40,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     except RecipeError as error:
         raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
     names = planned_runs(experiment_dir)
-    runs = [RunDir(run_dir(experiment_dir, name)) for name in names]
-    loaded = {
-        name: _load_run(run, name, metrics)
-        for name, run, metrics in zip(names, runs, metrics_of(runs), strict=True)
-    }
+    loaded = {name: _load_run(RunDir(run_dir(experiment_dir, name)), name) for name in names}
     planted = recipe.control_arms
     return Experiment(
         name=printable(str(content["experiment"])),
@@ -66,13 +60,11 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     )
 
 
-def _load_run(run: RunDir, name: RunName, metrics: Mapping[str, Series] | StoreError) -> RecordedRun:
+def _load_run(run: RunDir, name: RunName) -> RecordedRun:
     """A run whose files cannot be read is unreadable: the verdict says which and why."""
     try:
-        if isinstance(metrics, StoreError):
-            raise metrics
         with readable(run.path):
-            return _read_run(run, name, metrics)
+            return _read_run(run, name)
     except StoreError as error:
         return RecordedRun(
             name=name,
@@ -84,7 +76,8 @@ def _load_run(run: RunDir, name: RunName, metrics: Mapping[str, Series] | StoreE
         )
 
 
-def _read_run(run: RunDir, name: RunName, metrics: Mapping[str, Series]) -> RecordedRun:
+def _read_run(run: RunDir, name: RunName) -> RecordedRun:
+    metrics = run.metrics()
     state = run.state(name)
     record = run.record() if run.exists else None
     return RecordedRun(

@@ -1,13 +1,11 @@
 """An experiment's directory: what was planned and declared, and what its runs are doing."""
 
 import contextlib
-import multiprocessing
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -21,12 +19,8 @@ from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Count, Items, checked
 
-if TYPE_CHECKING:
-    from abrun.stats.series import Series
-
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
-WORTH_A_PROCESS = 1 << 26  # bytes of JSON lines that are quicker read by several processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,28 +185,3 @@ def _state(run: RunDir, name: RunName) -> RunState:
             exit_code=None,
             signal=None,
         )
-
-
-def metrics_of(runs: Sequence[RunDir]) -> "list[dict[str, Series] | StoreError]":
-    """The metrics of many runs, or why one's cannot be read.
-
-    On all cores where files are large and this process has no threads.
-    """
-    num_bytes = sum(run.num_metric_bytes for run in runs)
-    if num_bytes <= WORTH_A_PROCESS or not can_fork():
-        return [_metrics_or_error(run) for run in runs]
-    with multiprocessing.get_context("fork").Pool(min(len(runs), os.cpu_count() or 1)) as pool:
-        return pool.map(_metrics_or_error, runs, chunksize=1)
-
-
-def _metrics_or_error(run: RunDir) -> "dict[str, Series] | StoreError":
-    try:
-        with readable(run.path):
-            return run.metrics()
-    except StoreError as error:
-        return error
-
-
-def can_fork() -> bool:
-    """Whether a copy of this process can do some of its work: not where threads may hold locks."""
-    return threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()

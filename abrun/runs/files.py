@@ -1,8 +1,7 @@
 """Files that are written whole or not at all, and what an operating system says about them in one line.
 
 Whole means that it outlives a loss of power: content first, then the name, then the folder that holds it. No
-link is followed to what is written: one that lies where a file of ours has to be is refused. Content that has
-a second name (a hard link) is copied before it is changed: the other name keeps what it has.
+link is followed to what is written: one that lies where a file of ours has to be is refused.
 """
 
 import contextlib
@@ -11,11 +10,10 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,16 +48,11 @@ def json_text(content: Mapping[str, Any]) -> bytes:
 
 
 def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write any file whole or not at all; see write_json."""
-    _replace(path, lambda file: write_all(file, content), mode, durable)
-
-
-def _replace(path: Path, write: Callable[[int], None], mode: int, durable: bool = True) -> None:
-    """Give a name to what `write` puts into an open file; its readers are those of the file before."""
+    """Write any file whole or not at all; see write_json. Its readers are those of the file before."""
     with explained(path):
         make_folder(path.parent)
         refuse_link(path)
-        with _partial(path, write, mode, durable, access_of(path, mode)) as partial:
+        with _partial(path, content, mode, durable, access_of(path, mode)) as partial:
             os.replace(partial, path)
         if durable:
             sync_folder(path.parent)
@@ -70,7 +63,7 @@ def create_file(path: Path, content: bytes) -> None:
 
     On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
     """
-    with _partial(path, lambda file: write_all(file, content), PRIVATE, durable=True) as partial:
+    with _partial(path, content, PRIVATE, durable=True) as partial:
         try:
             os.link(partial, path)
         except OSError as error:
@@ -85,7 +78,7 @@ def create_file(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def _partial(
     path: Path,
-    write: Callable[[int], None],
+    content: bytes,
     mode: int,
     durable: bool,
     access: Access | None = None,
@@ -100,7 +93,7 @@ def _partial(
         file = os.open(partial, NEW_FILE, mode)
         try:
             grant(file, access) if access else share_new_file(file, path)
-            write(file)
+            write_all(file, content)
             if durable:
                 os.fsync(file)
         finally:
@@ -200,22 +193,9 @@ def refuse_link(path: Path) -> None:
         raise StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
 
 
-def open_to_change(path: Path, flags: int) -> int:
-    """Open a file of ours to change it; see open_in_place.
-
-    Content that has a second name, as in a stranger's archive or in a backup by `cp -al`, is copied first.
-    """
-    file = open_in_place(path, flags)
-    if os.fstat(file).st_nlink < 2:
-        return file
-    os.close(file)
-    _copy_alone(path)
-    return open_in_place(path, flags)
-
-
 def open_log(path: Path) -> BinaryIO:
-    """Open a file to be appended to; see open_to_change."""
-    return open(open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+    """Open a file to be appended to; see open_in_place."""
+    return open(open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def open_in_place(path: Path, flags: int) -> int:
@@ -236,17 +216,6 @@ def open_in_place(path: Path, flags: int) -> int:
         os.close(file)
         raise
     return file
-
-
-def _copy_alone(path: Path) -> None:
-    """Replace a file by a copy of it that has no other name."""
-    with open(open_in_place(path, os.O_RDONLY), "rb") as source:
-
-        def copy(file: int) -> None:
-            with open(file, "wb", closefd=False) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-
-        _replace(path, copy, PRIVATE)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -4,22 +4,19 @@ import contextlib
 import json
 import os
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
-from abrun.regular_files import MAX_LINE_BYTES, lines_of, open_regular
+from abrun.regular_files import lines_of, open_regular
 from abrun.runs.access import read_error
-from abrun.runs.files import decode, encode, explained, is_too_deep, make_folder, open_to_change, sync_folder
+from abrun.runs.files import decode, encode, explained, is_too_deep, make_folder, open_in_place, sync_folder
 from abrun.runs.records import LARGEST_ATTEMPT
-
-NUM_LAST = 10  # rows at the end of a file that skimming it leaves none out of
 
 LARGEST_STEP = 2**53
 CHECKSUM = "crc32"  # the last key of a line; its value is text, which no metric is
@@ -38,7 +35,7 @@ class LineWriter:
         with explained(path):
             make_folder(path.parent)
             # Appending: the last row of an older attempt, on its way now, must not overwrite one of a newer
-            self._file = open_to_change(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
                 self._end = os.fstat(self._file).st_size
@@ -126,6 +123,65 @@ def _checksum(content: bytes) -> bytes:
     return b'%s%08x"}' % (_BEFORE_CHECKSUM, zlib.crc32(content))
 
 
+class Line(NamedTuple):
+    """A line of a file that is not blank: where it stands, its text without the end, its row or damage."""
+
+    number: int  # from 1
+    start: int  # its first byte
+    text: bytes
+    row: dict[str, Any] | ValueError
+
+    def checked(self, path: Path) -> dict[str, Any]:
+        """Return the row. Raises StoreError naming file and line where the line is damaged."""
+        if isinstance(self.row, ValueError):
+            raise damaged_line(path, f"line {self.number}", self.text, self.row)
+        return self.row
+
+
+class LineReader:
+    """Follows a JSON-lines file: each call reads the lines appended since, NaN and Inf restored."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._num_lines = 0
+        self._parser = LineParser()
+
+    def lines(self, *, ended: bool = False) -> Iterator[Line]:
+        """Yield the new lines, damaged ones included. Raises OSError.
+
+        A torn last line (of a writer at work, or killed) is left for later; where the writer has `ended`, it
+        is damaged.
+        """
+        with open_regular(self.path) as file:
+            file.seek(self._offset)
+            for text in lines_of(file):
+                if not (text.endswith(b"\n") or ended):
+                    return
+                start = self._offset
+                self._offset += len(text)
+                self._num_lines += 1
+                if not text.isspace():
+                    yield Line(self._num_lines, start, text.removesuffix(b"\n"), self._parsed(text))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the new rows; none while there is no file. Raises StoreError for a damaged line."""
+        try:
+            return [line.checked(self.path) for line in self.lines()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise read_error(self.path, error) from None
+
+    def _parsed(self, text: bytes) -> dict[str, Any] | ValueError:
+        try:
+            if not text.endswith(b"\n"):
+                raise ValueError("its end is missing")
+            return self._parser.parse(text[:-1])
+        except ValueError as error:
+            return error
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All rows of a JSON-lines file; see LineReader."""
     return LineReader(path).read()
@@ -133,19 +189,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def sound_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON-lines file without its damaged lines; none of a file that cannot be read."""
-    parser = LineParser()
     with contextlib.suppress(OSError):
-        for line in whole_lines(path):
-            with contextlib.suppress(ValueError):
-                yield parser.parse(line)
-
-
-def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file without their ends, but not a torn last line. Raises OSError."""
-    with open_regular(path) as file:
-        for line in lines_of(file):
-            if line.endswith(b"\n"):
-                yield line[:-1]
+        for line in LineReader(path).lines():
+            if not isinstance(line.row, ValueError):
+                yield line.row
 
 
 def problem_of(row: Mapping[str, Any]) -> str | None:
@@ -167,35 +214,23 @@ def problem_of_step(step: Any, attempt: Any) -> str | None:
     return f"got step {shortened(step)}, attempt {shortened(attempt)}; both are whole numbers"
 
 
-def bad_rows(path: Path) -> dict[int, tuple[int, int]]:
-    """Return start and length, by number, of the lines of metrics.jsonl that are damaged or hold no row.
-
-    Return none of a file that cannot be read.
-    """
-    parser, start = LineParser(), 0
-    bad: dict[int, tuple[int, int]] = {}
+def bad_rows(path: Path) -> list[Line]:
+    """Return the lines of metrics.jsonl that are damaged or no row; none of a file that does not read."""
+    bad: list[Line] = []
     with contextlib.suppress(OSError):
-        for number, line in enumerate(whole_lines(path), 1):
-            if line.strip() and not _is_row(parser, line):
-                bad[number] = start, len(line)
-            start += len(line) + 1
+        for line in LineReader(path).lines():
+            if isinstance(line.row, ValueError) or problem_of(line.row):
+                bad.append(line)
     return bad
 
 
-def _is_row(parser: LineParser, line: bytes) -> bool:
-    try:
-        return problem_of(parser.parse(line)) is None
-    except ValueError:
-        return False
-
-
-def blank_lines(path: Path, places: Iterable[tuple[int, int]]) -> None:
+def blank_lines(path: Path, lines: Iterable[Line]) -> None:
     """Overwrite lines by spaces: no place in the file moves, for those who follow it or write it still."""
     with explained(path):
-        file = open_to_change(path, os.O_WRONLY)
+        file = open_in_place(path, os.O_WRONLY)
         try:
-            for start, length in places:
-                os.pwrite(file, b" " * length, start)
+            for line in lines:
+                os.pwrite(file, b" " * len(line.text), line.start)
             os.fsync(file)
         finally:
             os.close(file)
@@ -206,74 +241,6 @@ def damaged_line(path: Path | str, place: str, line: bytes, problem: object = MI
     shown = line[:40].decode(errors="replace")
     what = "a JSON object is expected" if isinstance(problem, orjson.JSONDecodeError) else problem
     return StoreError(Code.LINE_INVALID(path=path, place=place, got=shown, problem=str(what)))
-
-
-class LineReader:
-    """Follows a JSON-lines file: each `read()` returns the rows appended since, NaN and Inf restored.
-
-    A torn last line (of a writer at work, or killed) is left for later, blank ones are passed over. Raises
-    StoreError naming file and line where any other line is corrupt.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-        self._num_lines = 0
-        self._parser = LineParser()
-
-    def read(self) -> list[dict[str, Any]]:
-        try:
-            with open_regular(self.path) as file:
-                file.seek(self._offset)
-                lines = [line for line in lines_of(file) if line.endswith(b"\n")]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise read_error(self.path, error) from None
-        numbered = enumerate(lines, self._num_lines + 1)
-        rows = [self._parse(line[:-1], f"line {number}") for number, line in numbered if line.strip()]
-        self._offset += sum(map(len, lines))
-        self._num_lines += len(lines)
-        return rows
-
-    def skim(self, num_rows: int) -> list[dict[str, Any]]:
-        """About that many rows spread over the file, and the last NUM_LAST, in their order.
-
-        `read()` then goes on after them. Of a large file it reads little.
-        """
-        found: dict[int, bytes] = {}
-        last: deque[tuple[int, bytes]] = deque(maxlen=NUM_LAST)
-        try:
-            with open_regular(self.path) as file:
-                size = os.fstat(file.fileno()).st_size
-                for index in range(num_rows):
-                    file.seek(size * index // num_rows)
-                    lines = lines_of(file)
-                    if index:
-                        next(lines, b"")
-                    start = file.tell()
-                    found[start] = next(lines, b"")
-                file.seek(max(0, size - max(1 << 14, 4 * len(found[0]))))
-                lines = lines_of(file)
-                next(lines, b"")
-                start = file.tell()
-                for line in file.read(min(MAX_LINE_BYTES, size - start)).splitlines(keepends=True):
-                    last.append((start, line))
-                    start += len(line)
-                found |= dict(last)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise read_error(self.path, error) from None
-        whole = {start: line for start, line in sorted(found.items()) if line.endswith(b"\n")}
-        self._offset = max((start + len(line) for start, line in whole.items()), default=0)
-        return [self._parse(line[:-1], f"byte {start}") for start, line in whole.items() if line.strip()]
-
-    def _parse(self, line: bytes, place: str) -> dict[str, Any]:
-        try:
-            return self._parser.parse(line)
-        except ValueError as error:
-            raise damaged_line(self.path, place, line, error) from None
 
 
 def _end_of_last_line(file: int) -> int:

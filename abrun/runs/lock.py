@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 import time
 import uuid
@@ -62,8 +61,6 @@ class Lease:
         try:
             with explained(self._path):
                 before = self._displaced(file, _kernel_lock(file), take_over)
-                if os.fstat(file).st_nlink > 1:  # what its other name holds is not ours to change
-                    file = self._replaced(file)
                 self._write_owner(file)
         except BaseException:
             os.close(file)
@@ -97,7 +94,7 @@ class Lease:
         """The owner that has lost the lock, None where there is none. Raises Locked where it has not."""
         owner = _owner_in(os.pread(file, 4096, 0))
         if not _is_at(file, self._path) or (owner is None and locked is False):
-            raise self._beaten()
+            raise Locked(Code.LOCKED(path=self._path, problem="launcher begins here just now"))
         if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
             return owner
         raise Locked(
@@ -108,19 +105,6 @@ class Lease:
                 may_take_over=not owner.shares_kernel,
             )
         )
-
-    def _beaten(self) -> Locked:
-        return Locked(Code.LOCKED(path=self._path, problem="launcher begins here just now"))
-
-    def _replaced(self, file: int) -> int:
-        """Put an empty file in the place of the lock that this process holds; returns it, locked."""
-        self._path.unlink(missing_ok=True)
-        new = open_in_place(self._path, os.O_RDWR | os.O_CREAT)
-        if _kernel_lock(new) is False or os.pread(new, 1, 0):
-            os.close(new)
-            raise self._beaten()
-        os.close(file)
-        return new
 
     def _write_owner(self, file: int) -> None:
         mine = {**this_process(), "token": self._token, "started_s": time.time()}
@@ -161,25 +145,21 @@ def launcher_lock(
 
 @contextlib.contextmanager
 def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
-    """Be the only one who changes a file: read, change and write it inside. Raises Locked after `wait_s`.
-
-    A folder beside the file holds the lock, and goes with it.
-    """
-    directory = path.with_name(f".{path.name}.lock")
-    lease, until = Lease(directory), time.monotonic() + wait_s
+    """Be the only one who changes a file: read, change and write it inside. Raises Locked after `wait_s`."""
+    until = time.monotonic() + wait_s
     while True:
-        try:
-            lease.acquire()
+        with explained(path):
+            file = open_in_place(path, os.O_RDWR)
+        if _kernel_lock(file) is not False and _is_at(file, path):  # else it has been replaced meanwhile
             break
-        except Locked as error:
-            if time.monotonic() > until:
-                raise Locked(Code.FILE_LOCKED(path=path, problem=error.reason)) from None
-            time.sleep(POLL_S)
+        os.close(file)
+        if time.monotonic() > until:
+            raise Locked(Code.FILE_LOCKED(path=path))
+        time.sleep(POLL_S)
     try:
         yield
     finally:
-        shutil.rmtree(directory, ignore_errors=True)  # while it is held: who waits finds that it is gone
-        lease.close()
+        os.close(file)
 
 
 @contextlib.contextmanager

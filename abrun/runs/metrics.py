@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as series; rows of validation.jsonl."""
+"""Rows of metrics.jsonl as series; rows of validation.jsonl; sketches of the weights."""
 
 import contextlib
 from array import array
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
-from abrun.regular_files import lines_of, open_regular
+from abrun.regular_files import read_regular
 from abrun.runs.files import readable
-from abrun.runs.lines import LineParser, damaged_line, problem_of, problem_of_step
+from abrun.runs.lines import LineReader, problem_of, problem_of_step
 from abrun.runs.records import LARGEST_ATTEMPT
 from abrun.stats.series import Array, Series, Steps
+
+MAX_SKETCH_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,20 +75,22 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
     return {step: found[step][1] for step in sorted(found)}
 
 
+def read_sketch(path: Path) -> dict[str, Array]:
+    """Return the sketches in a file, float64, by tensor; none where it is missing or does not read."""
+    from safetensors import SafetensorError, numpy
+
+    try:
+        sketch = numpy.load(read_regular(path, MAX_SKETCH_BYTES))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return {}
+    return {name: values for name, values in sketch.items() if values.dtype == "float64"}
+
+
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
-    parser = LineParser()
-    with readable(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        for number, line in enumerate(lines_of(file), 1):
-            is_whole = line.endswith(b"\n")
-            if line.isspace() or not (is_whole or finished):
-                continue
-            try:
-                if not is_whole:
-                    raise ValueError("its end is missing")
-                yield number, parser.parse(line[:-1])
-            except ValueError as error:
-                raise damaged_line(path, f"line {number}", line, error) from None
+    with readable(path), contextlib.suppress(FileNotFoundError):
+        for line in LineReader(path).lines(ended=finished):
+            yield line.number, line.checked(path)
 
 
 @dataclass(slots=True)

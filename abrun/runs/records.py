@@ -1,10 +1,9 @@
 """What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +13,15 @@ from abrun.messages.records import coded, stored_reason
 from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.redaction import told as one_line
-from abrun.regular_files import MAX_FILE_BYTES, is_file
-from abrun.runs.access import unreadable
-from abrun.runs.files import read_as, read_json_or_empty, write_json
+from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
+from abrun.runs.access import UnreadableError, unreadable
+from abrun.runs.files import read_as, read_json_or_empty
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
 from abrun.runs.schemas import MAX_COUNT, Count, ExitCode, Flag, Items, PathText, Seconds, Texts, checked
 
 SCHEMA_VERSION = 1
+SAVED_STATE = "state.json"  # the last file of a checkpoint
 Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
@@ -292,29 +292,23 @@ def last_attempt(folder: Path) -> int:
     return max(attempt_numbers(folder), default=0)
 
 
-def read_attempt(path: Path, number: int) -> Attempt:
-    """An attempt that begins just now has an empty file, on a file system without hard links."""
+def read_attempt(path: Path, number: int, *, is_over: bool) -> Attempt:
+    """Return the record of an attempt. Raises StoreError for a damaged one, which has failed if it `is_over`.
+
+    An attempt that begins just now has an empty file, on a file system without hard links.
+    """
     known = path.stat() if is_file(path) else None
-    begun = read_as(Attempt, path) if known and known.st_size else Attempt(started_s=known and known.st_mtime)
+    begun = Attempt(started_s=known and known.st_mtime)
+    if known and known.st_size:
+        try:
+            begun = read_as(Attempt, path)
+        except UnreadableError:
+            raise
+        except StoreError as error:
+            if not is_over:
+                raise
+            begun = replace(begun, status="failed", **noted(error.reason))
     return replace(begun, number=number)
-
-
-def mend_attempts(folder: Path, before: int) -> None:
-    """Write the records below a number anew that do not read, or are empty, as older versions left them."""
-    for number in attempt_numbers(folder):
-        path = attempt_file(folder, number)
-        with contextlib.suppress(StoreError, OSError):  # such as a folder, which resuming does without
-            if number < before and not _is_attempt(path):
-                began_s = path.stat().st_mtime
-                lost = Attempt(number=number, status="failed", started_s=began_s)
-                write_json(path, asdict(lost) | noted(Code.RECORD_DAMAGED()))
-
-
-def _is_attempt(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0 and bool(read_as(Attempt, path))
-    except StoreError:
-        return False
 
 
 def started_after(environment: Mapping[str, Any] | None) -> int:
@@ -396,3 +390,31 @@ class Environment:
     prompts_sha256: str | None = None
     initial_weights_hash: str | None = None
     started_from: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The state of a run after a step."""
+
+    run: str  # RunDir.identity
+    step: Count
+    num_ranks: Count
+    attempt: Count  # which wrote it
+    files: Mapping[PathText, dict[str, Any]]  # by name, each a store.fingerprint
+
+
+def saved_state(path: Path) -> SavedState:
+    """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
+    if not exists(path / SAVED_STATE):
+        raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
+    try:
+        state = read_as(SavedState, path / SAVED_STATE)
+    except StoreError as error:
+        whole = str(path / SAVED_STATE)
+        raise StoreError(
+            error.reason.map_texts(lambda text: SAVED_STATE if text == whole else text)
+        ) from None
+    expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
+    if state.files.keys() != expected or len(expected) != state.num_ranks:
+        raise StoreError(Code.STATE_LACKS_RANKS(file=SAVED_STATE, files=len(expected), ranks=state.num_ranks))
+    return state

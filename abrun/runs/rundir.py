@@ -25,7 +25,7 @@ from abrun.runs.files import (
     explained,
     json_text,
     make_folder,
-    open_to_change,
+    open_in_place,
     read_as,
     read_json,
     remove_leftovers,
@@ -62,7 +62,6 @@ from abrun.runs.records import (
     code_name,
     last_attempt,
     last_word,
-    mend_attempts,
     noted,
     read_attempt,
     recorded_reason,
@@ -72,7 +71,6 @@ from abrun.runs.records import (
 )
 from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
-from abrun.runs.sketches import read_sketch
 from abrun.runs.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -100,13 +98,6 @@ class RunDir:
     @property
     def has_metrics(self) -> bool:
         return os.path.isfile(self.path / layout.METRICS)
-
-    @property
-    def num_metric_bytes(self) -> int:
-        try:
-            return (self.path / layout.METRICS).stat().st_size
-        except OSError:
-            return 0
 
     @property
     def log(self) -> Path:
@@ -165,7 +156,7 @@ class RunDir:
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
         with explained(self.log):
-            file = open_to_change(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            file = open_in_place(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             yield file
         finally:
@@ -225,23 +216,14 @@ class RunDir:
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
                     create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        mend_attempts(folder, number)
         remove_leftovers(self.path)
         writer = RunWriter(self.path, attempt)
         bad = bad_rows(self.path / layout.METRICS)
         if bad:
-            blank_lines(self.path / layout.METRICS, bad.values())
-            words = f"{len(bad)} that are no rows are blank now, the first is line {min(bad)}"
+            blank_lines(self.path / layout.METRICS, bad)
+            words = f"{len(bad)} that are no rows are blank now, the first is line {bad[0].number}"
             writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
         return writer
-
-    def mend_records(self) -> None:
-        """Write the records of launches and attempts anew that do not read; no attempt may be at work."""
-        mend_attempts(self.path / layout.ATTEMPTS, LARGEST_ATTEMPT)
-        with ignore_damage():
-            self.launches()
-            return
-        write_json(self.path / layout.LAUNCH, asdict(Launches()))
 
     def _attempts_that_wrote(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
@@ -297,14 +279,16 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """Every start of the job, oldest first."""
-        folder = self.path / layout.ATTEMPTS
-        return [read_attempt(attempt_file(folder, number), number) for number in attempt_numbers(folder)]
+        return [self._attempt(number) for number in attempt_numbers(self.path / layout.ATTEMPTS)]
 
     def attempt(self) -> Attempt:
         """The newest start of the job; one with the number 0, which is pending, before the first."""
         number = self.last_attempt
-        folder = self.path / layout.ATTEMPTS
-        return read_attempt(attempt_file(folder, number), number) if number else Attempt(status="pending")
+        return self._attempt(number) if number else Attempt(status="pending")
+
+    def _attempt(self, number: int) -> Attempt:
+        path = attempt_file(self.path / layout.ATTEMPTS, number)
+        return read_attempt(path, number, is_over=self.finished or number < self.last_attempt)
 
     @property
     def last_attempt(self) -> int:
@@ -457,11 +441,16 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
-        return read_sketch(self.path / layout.FINAL_SKETCH)
+        return self._sketch(layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Sketches of the initial weights."""
-        return read_sketch(self.path / layout.INITIAL_SKETCH)
+        return self._sketch(layout.INITIAL_SKETCH)
+
+    def _sketch(self, name: str) -> "dict[str, Array]":
+        from abrun.runs.metrics import read_sketch
+
+        return read_sketch(self.path / name)
 
     @property
     def first_step(self) -> int:
@@ -474,7 +463,7 @@ class RunDir:
         missing = [step for step in planned if step not in recorded]
         if not missing:
             bad = bad_rows(self.path / layout.METRICS)
-            return f"{layout.METRICS}, line {min(bad)}: is no row" if bad else None
+            return f"{layout.METRICS}, line {bad[0].number}: is no row" if bad else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 
     def missing_last_step(self) -> str | None:

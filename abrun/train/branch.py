@@ -24,8 +24,7 @@ from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.runs.files import damage, fingerprint
-from abrun.runs.saved import STATE as SAVED_STATE
-from abrun.runs.saved import SavedState, saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, saved_state
 from abrun.train.checkpoint import Stateful
 
 

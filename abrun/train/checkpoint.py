@@ -40,9 +40,8 @@ from abrun.runs.files import (
     sync_folder,
     write_json,
 )
+from abrun.runs.records import SAVED_STATE, SavedState, saved_state
 from abrun.runs.rundir import RunDir
-from abrun.runs.saved import STATE as SAVED_STATE
-from abrun.runs.saved import SavedState, saved_state
 from abrun.runs.writer import RunWriter
 
 

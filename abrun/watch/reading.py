@@ -20,9 +20,6 @@ from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
-READ_WHOLE = 1 << 16  # bytes of a run's metrics, at first
-READ_AT_FIRST = 1 << 24  # of all runs' together
-NUM_SKIMMED = 32  # rows of a longer file: a sparkline has at most 40 characters
 
 
 class Jobs(Protocol):
@@ -50,7 +47,6 @@ class WatchedRun:
         None  # of the last attempt: from its process to its first step, once there is one
     )
     peak_bytes: float | None = None  # over all steps and phases
-    skimmed: bool = False  # curves and peak_bytes are of some steps of a long run
 
     @property
     def is_warm_start(self) -> bool:
@@ -94,17 +90,10 @@ def _peak_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Follower:
-    """Keeps one run up to date, reading what its metrics file has got since the last time.
+    """Keeps one run up to date, reading what its metrics file has got since the last time."""
 
-    Of a file that is long when it is first looked at, some rows speak for the others.
-    """
-
-    def __init__(self, directory: Path, read_whole: int) -> None:
-        self._run = RunDir(directory)
-        self._read_whole = read_whole
-        self._lines = self._run.rows()
-        self._begun = False
-        self._stride = 1  # steps that a point of a curve stands for
+    def __init__(self, directory: Path) -> None:
+        self._lines = RunDir(directory).rows()
         self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
@@ -113,11 +102,10 @@ class _Follower:
         self._peak_bytes: float | None = None
 
     def read(self, state: RunState) -> WatchedRun:
-        for row in self._rows():
+        for row in self._lines.read():
             self._add(row)
         return WatchedRun(
             state=state,
-            skimmed=self._stride > 1,
             curves={key: [values[step] for step in sorted(values)] for key, values in self._curves.items()},
             latest=self._latest,
             step_time_s=statistics.median(self._step_times) if self._step_times else None,
@@ -126,31 +114,19 @@ class _Follower:
             peak_bytes=self._peak_bytes,
         )
 
-    def _rows(self) -> list[dict[str, Any]]:
-        if self._begun or self._run.num_metric_bytes <= self._read_whole:
-            self._begun = True
-            return self._lines.read()
-        self._begun = True
-        num_rows = max(4, NUM_SKIMMED * self._read_whole // READ_WHOLE)
-        rows = self._lines.skim(num_rows)
-        steps = [row["step"] for row in rows if type(row.get("step")) is int]
-        self._stride = max([1, *(step // num_rows for step in steps)])
-        return rows
-
     def _add(self, row: dict[str, Any]) -> None:
         step = row.get("step")
         if type(step) is not int:  # no row of a run's: whoever compares says so
             return
         for key, values in self._curves.items():
             if isinstance(row.get(key), int | float):
-                values[step // self._stride] = row[key]
+                values[step] = row[key]
         if isinstance(row.get(STEP_TIME), int | float):
             self._step_times.append(row[STEP_TIME])
         if isinstance(row.get(TOKENS_PER_S), int | float):
             self._rates.append(row[TOKENS_PER_S])
         if row.get("attempt") != self._latest.get("attempt") or not self._first:
-            # Which row an attempt began with is not known of those that were skimmed, but for the first
-            self._first = {} if self._latest and self._stride > 1 else row
+            self._first = row
         for key in _peak_keys(tuple(row)):
             value = row[key]
             if isinstance(value, int | float) and math.isfinite(value):
@@ -175,12 +151,10 @@ class ExperimentReader:
         self._jobs = find_jobs(experiment_dir)
         self._followers: dict[Path, _Follower] = {}
         self._finished: dict[RunName, WatchedRun] = {}
-        self._read_whole = READ_WHOLE
 
     def read(self) -> list[WatchedRun]:
         """Raises StoreError for a corrupt file of the experiment itself; a run's own fault is its message."""
         names = planned_runs(self.experiment_dir)
-        self._read_whole = min(READ_WHOLE, READ_AT_FIRST // max(1, len(names)))
         left = [name for name in names if name not in self._finished]
         runs = [self._read(state) for state in warm_start_states(self.experiment_dir, left)]
         for name in names:
@@ -194,7 +168,7 @@ class ExperimentReader:
         return runs
 
     def _read(self, state: RunState) -> WatchedRun:
-        follower = self._followers.setdefault(state.directory, _Follower(state.directory, self._read_whole))
+        follower = self._followers.setdefault(state.directory, _Follower(state.directory))
         state = self._jobs.state_of(state) if self._jobs else state
         try:
             return follower.read(state)

@@ -53,8 +53,8 @@ def render(
     listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
     listed = _by_pair(listed)
     troubles = _troubles(listed, whole=height is None)
-    # Lines that are not rows: title, two of headings, bar, and the notes on rows left out and skimmed.
-    room = None if height is None else max(3, height - 6 - min(len(troubles), 5))
+    # Lines that are not rows: title, two of headings, bar, and the note on rows left out.
+    room = None if height is None else max(3, height - 5 - min(len(troubles), 5))
     fitting = _most_telling(listed, room)
     parts: list[RenderableType] = [_title(name, planned), _table(fitting, width)]
     if len(fitting) < len(listed):
@@ -62,8 +62,6 @@ def render(
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
         parts.append(Text(f"and {counts}", style="dim"))
     parts += troubles[:5]
-    if any(run.skimmed for run in fitting):
-        parts.append(Text("curve, peak memory: of some steps of long runs", style="dim"))
     parts.append(_progress(planned, time_left_s(runs), width))
     return Group(*parts)
 

@@ -7,11 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import chi2
-from typer.testing import CliRunner
 
-from abrun.cli import app
 from abrun.errors import ComparisonError, StoreError
-from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Primary
 from abrun.recorded.reference import against_reference, freeze, load_reference
@@ -20,7 +17,7 @@ from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence
 from abrun.runs.layout import RunName
-from tests.reasons import only, refused
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import edit, edit_rows, write_experiment
 
@@ -39,27 +36,6 @@ def later(
     change(experiment_dir)
     experiment = against_reference(load_experiment(experiment_dir), load_reference(frozen), arm)
     return compare(experiment, output=tmp_path / "report", formats=("json",)).content
-
-
-def test_the_same_runs_match(tmp_path, frozen):
-    content = later(tmp_path, frozen)
-    assert content.verdict == "MATCH" and content.primaries[0].estimate.certified_bound == 0.0
-    assert content.baseline == "reference" and content.reference == "simulated"
-    assert not content.post_hoc  # the claims were frozen with the reference
-    assert {one.noise_floor for one in content.divergence} == {"measured", "zero"}  # A/A reruns are kept
-
-
-def test_later_runs_without_a_step_of_the_reference_are_told_so(simulated, tmp_path, snapshot):
-    freeze(load_experiment(simulated(compare={})), "baseline", tmp_path / "ref.json")
-
-    def move(experiment_dir: Path) -> None:
-        for directory in experiment_dir.glob("baseline/seed-?"):
-            edit_rows(directory, lambda row: row.update(step=row["step"] + 1000))
-
-    content = later(tmp_path, tmp_path / "ref.json", change=move)
-    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_STEP
-    assert content.reasons[0]["grids"][0]["runs"][0] == "reference/seed-0"
-    snapshot(sentence(content.reasons[0]))
 
 
 def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simulated, tmp_path):
@@ -86,28 +62,6 @@ def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
         compare_sources([arm], Reading(), output=report)
 
 
-def test_a_shift_is_a_mismatch(tmp_path, frozen):
-    def lower(experiment_dir: Path) -> None:
-        for directory in experiment_dir.glob("baseline/seed-?"):
-            edit_rows(
-                directory,
-                lambda row: row.update({"train/reward": row["train/reward"] - 0.1 * (row["step"] > 1)}),
-            )
-
-    content = later(tmp_path, frozen, change=lower)
-    assert content.verdict == "MISMATCH"
-    assert content.primaries[0].estimate.mean_difference == pytest.approx(-0.1)
-
-
-def test_fewer_seeds_are_fine_and_none_shared_are_not(tmp_path, frozen, snapshot):
-    content = later(tmp_path, frozen, seeds=[1, 3, 4])
-    assert content.num_pairs == 3 and Code.REFERENCE_SEEDS_UNUSED(seeds=[0, 2]) in content.not_tested
-    content = later(tmp_path / "other", frozen, seeds=[7, 8])
-    assert content.verdict == "INVALID" and content.reasons[0].code is Code.NO_SHARED_SEED
-    assert content.reasons[0]["baseline_seeds"] == [0, 1, 2, 3, 4]
-    snapshot(sentence(content.reasons[0]))
-
-
 def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
     def installed(experiment_dir: Path) -> None:
         for path in experiment_dir.glob("*/*/environment.json"):
@@ -115,45 +69,6 @@ def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
 
     content = later(tmp_path, frozen, change=installed)
     assert content.arms["baseline"].treatment_diff == {} and content.step_one
-
-
-def test_other_versions_are_what_is_tested(tmp_path, frozen):
-    def newer(experiment_dir: Path) -> None:
-        for path in experiment_dir.glob("*/*/environment.json"):
-            edit(path, lambda content: content["versions"].update(torch="2.12.0"))
-
-    content = later(tmp_path, frozen, change=newer)
-    assert content.verdict == "MATCH"
-    assert content.arms["baseline"].treatment_diff == {"versions.torch": ["2.11.0", "2.12.0"]}
-    why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
-    assert not content.step_one and why == Code.FIRST_STEP_OTHER_REFERENCE()
-
-
-@pytest.mark.parametrize("key", ["prompts_sha256", "initial_weights_hash"])
-def test_another_beginning_is_invalid(tmp_path, frozen, key, snapshot):
-    def other(experiment_dir: Path) -> None:
-        for path in experiment_dir.glob("*/*/environment.json"):
-            edit(path, lambda content: content.update({key: "f" * 64}))
-
-    content = later(tmp_path, frozen, change=other)
-    reason = content.reasons[0]
-    assert content.verdict == "INVALID" and (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, key)
-    snapshot(sentence(reason))
-
-
-def test_another_configuration_is_listed(tmp_path, frozen):
-    content = later(tmp_path, frozen, arm="treatment")
-    assert content.arms["treatment"].treatment_diff == {"policy.logprobs.impl": ["logits", "chunked"]}
-
-
-def test_windows_are_those_of_the_reference(tmp_path, frozen, snapshot):
-    assert later(tmp_path, frozen, steps=60).primaries[0].claim.steps == (33, 40)
-    content = later(tmp_path / "shorter", frozen, steps=36)
-    assert content.verdict == "INVALID"
-    assert content.reasons[0] == Code.REFERENCE_STEPS_DIFFER(
-        metric="train/reward", first=33, last=40, num_reference=8, num_later=4
-    )
-    snapshot(sentence(content.reasons[0]))
 
 
 def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
@@ -246,24 +161,6 @@ def test_files_that_are_not_there_or_cannot_be(simulated, tmp_path):
     (tmp_path / "file").touch()
     with refused(Code.REFERENCE_NOT_WRITTEN):
         freeze(load_experiment(simulated()), "baseline", tmp_path / "file" / "ref.json")
-
-
-def test_only_a_reference_is_replaced_and_that_is_said(simulated, tmp_path):
-    source, script = str(simulated()), tmp_path / "train.py"
-    script.write_text("print()")
-    done = CliRunner().invoke(app, ["freeze", source, "-o", str(script)])
-    assert isinstance(done.exception, ComparisonError)
-    assert done.exception.code is Code.OUTPUT_NOT_A_REFERENCE
-    assert script.read_text() == "print()"
-    for replaces in (False, True):
-        done = CliRunner().invoke(app, ["freeze", source, "-o", str(tmp_path / "ref.json")])
-        assert ("in place of" in done.output) == replaces, done.output
-
-
-def test_one_seed_is_no_ensemble(tmp_path):
-    experiment_dir = write_experiment(tmp_path / "x", seeds=[0], compare={"primary": []})
-    with refused(Code.REFERENCE_NEEDS_SEEDS, arm="baseline", num_seeds=1):
-        freeze(load_experiment(experiment_dir), "baseline", tmp_path / "ref.json")
 
 
 def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):

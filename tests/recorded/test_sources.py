@@ -21,7 +21,7 @@ from abrun.recorded.selection import last_step
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
 from abrun.stats.series import by_step
-from tests.logs.layouts import rows, write_csv, write_jsonl
+from tests.logs.layouts import rows, write_csv
 from tests.reasons import only, refused
 from tests.snapshot import Snapshot
 
@@ -187,24 +187,6 @@ def test_steps_that_are_counted_again(steps: list[int], recounted: int) -> None:
     assert by_step(steps, [0.0] * len(steps))[0].recounted == recounted
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_step_one_is_not_read_of_a_counter_that_begins_anew(
-    tmp_path: Path, suffix: str, snapshot: Snapshot
-) -> None:
-    for arm in ("old", "new"):
-        for seed in SEEDS:
-            twice = [{**row, "step": (row["step"] - 1) % 30 + 1} for row in rows(arm, seed)]
-            write = write_csv if suffix == "csv" else write_jsonl
-            write(tmp_path / f"{arm}/s{seed}.{suffix}", twice)
-    sources = [tmp_path / "old", tmp_path / "new"]
-    found = judged(sources, tmp_path / "report")
-    restarted = only(found.content.reasons, Code.COUNTER_RESTARTED)
-    assert (len(restarted["runs"]), restarted["num_repeated"], restarted["num_steps"]) == (6, 30, 30)
-    assert found.content.step_one == [] and restarted in found.content.not_tested
-    assert Code.STEP_ONE_NOT_READ(why=Code.FIRST_STEP_COUNTED_ANEW()) in found.content.not_tested
-    snapshot(sentence(restarted))
-
-
 def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
     again = [*rows("new", 2)[:30], *rows("new", 2)]
@@ -273,13 +255,6 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
 
 
 # --- aliases and versions ---
-
-
-def test_an_alias_that_no_run_logs_lists_what_is_logged(tmp_path: Path, snapshot: Snapshot) -> None:
-    write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    with pytest.raises(ComparisonError) as error:
-        judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report", aliases=("train/reward=rewrd",))
-    snapshot(error.value)
 
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:

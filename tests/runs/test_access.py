@@ -3,7 +3,6 @@
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import run_state, write_experiment
 from abrun.runs.files import make_private_folder, write_file, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.lock import LOCK, Locked, launcher_lock, launcher_of
+from abrun.runs.lock import LOCK, launcher_lock, launcher_of
 from abrun.runs.records import Node, RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
@@ -158,70 +157,6 @@ def test_the_group_is_kept_and_no_other_group_gains(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fchown", refuse)
     write_json(path, {})
     assert asked == [GROUP_ID] and stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-# --- second names ---
-
-CHANGED = {
-    "metrics.jsonl": b'{"step": 1, "attempt": 1}\nno row\n{"st',
-    "events.jsonl": b'{"event": "x", "attempt": 1}\n{"torn',
-    "validation.jsonl": b"torn",
-    "samples.jsonl": b"torn",
-    "stdout.log": b"printed\n",
-    "heartbeat.json": b"{}",
-    "launch.json": b"{}",
-    "environment.json": b"{}",
-    "result.json": b"{}",
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_the_other_name_of_a_file_keeps_its_content(tmp_path: Path, name: str) -> None:
-    """A stranger's archive can hold hard links to files of whoever unpacks it."""
-    run, theirs = plan(tmp_path / "demo"), tmp_path / ".bashrc"
-    theirs.write_bytes(CHANGED[name])
-    theirs.chmod(0o644)
-    os.link(theirs, run.path / name)
-    work(run, 2)
-    assert theirs.read_bytes() == CHANGED[name]
-    assert (theirs.stat().st_nlink, stat.S_IMODE(theirs.stat().st_mode)) == (1, 0o644)
-    assert (run.path / name).stat().st_nlink == 1
-    if name in ("stdout.log", "events.jsonl"):
-        assert (run.path / name).read_bytes().startswith(CHANGED[name].partition(b'{"torn')[0])
-    assert not list(run.path.glob(".*.partial"))
-
-
-def test_a_lock_with_a_second_name_is_replaced(tmp_path: Path) -> None:
-    theirs, lock = tmp_path / ".bashrc", tmp_path / "runs" / LOCK
-    theirs.write_text("alias ls=ls\n")
-    lock.parent.mkdir()
-    os.link(theirs, lock)
-    with launcher_lock(lock.parent):
-        assert launcher_of(lock.parent)
-        with pytest.raises(Locked), launcher_lock(lock.parent):
-            pass
-    assert theirs.read_text() == "alias ls=ls\n" and theirs.stat().st_nlink == 1
-
-
-def test_a_lock_that_gains_a_second_name_still_holds(tmp_path: Path) -> None:
-    """A backup by `cp -al` while a launcher is at work."""
-    with launcher_lock(tmp_path / "runs"):
-        os.link(tmp_path / "runs" / LOCK, tmp_path / "backup")
-        with pytest.raises(Locked), launcher_lock(tmp_path / "runs"):
-            pass
-        assert launcher_of(tmp_path / "runs")
-
-
-def test_a_backup_of_hard_links_keeps_what_it_holds(tmp_path: Path) -> None:
-    run = plan(tmp_path / "demo")
-    work(run, 1)
-    subprocess.run(["cp", "-al", tmp_path / "demo", tmp_path / "backup"], check=True)
-    files = [path for path in (tmp_path / "backup").rglob("*") if path.is_file()]
-    before = {path: (path.read_bytes(), path.stat().st_mode) for path in files}
-    run.reopen("a test")
-    work(run, 2)
-    assert {path: (path.read_bytes(), path.stat().st_mode) for path in files} == before
-    assert sorted(run.step_attempts()) == [1, 2]  # the rows before are in the copy, too
 
 
 def test_a_folder_for_a_library_is_private_and_no_link_is_followed(

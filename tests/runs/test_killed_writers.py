@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from abrun.reasons import Code
+from abrun.errors import StoreError
 from abrun.runs import owner
 from abrun.runs.files import read_json, remove_leftovers, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord, recorded_reason
+from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from tests.runs.faulty import killed_at
 
@@ -110,32 +110,23 @@ def test_a_file_system_without_hard_links_has_attempts(
     assert [attempt.pid for attempt in run.attempts()] == [os.getpid()] * 2 and left_in(run.path) == []
 
 
-@pytest.mark.parametrize("content", [b"", b'{"number": 2, "sta', b"[]", b'{"started_s": "soon"}'])
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_damaged_record_of_an_attempt_is_mended(tmp_path: Path, content: bytes, finished: bool) -> None:
+@pytest.mark.parametrize("content", [b'{"number": 2, "sta', b"[]", b'{"started_s": "soon"}'])
+def test_a_damaged_record_of_an_attempt_that_is_over_says_that_it_failed(
+    tmp_path: Path, content: bytes
+) -> None:
     run = make_run(tmp_path)
     for _ in range(3):
         writer = run.begin_attempt()
+    (run.path / "attempts" / "0002.json").write_bytes(content)
+    assert [attempt.status for attempt in run.attempts()] == ["running", "failed", "running"]
+    assert run.attempts()[1].ended_s is None
+    (run.path / "attempts" / "0003.json").write_bytes(content)
+    with pytest.raises(StoreError, match=r"0003\.json: "):
+        run.state(NAME)
     writer.finish(2)
-    damaged = run.path / "attempts" / "0002.json"
-    damaged.write_bytes(content)
-    run.mend_records() if finished else run.begin_attempt()
-    attempts = run.attempts()
-    assert [attempt.number for attempt in attempts] == [1, 2, 3] + [4] * (not finished)
-    assert (attempts[1].status, attempts[1].ended_s) == ("failed", None)
-    assert recorded_reason(attempts[1]) == Code.RECORD_DAMAGED() and left_in(run.path) == []
-
-
-def test_a_damaged_record_of_a_finished_runs_launches_is_mended(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    launch(run)
-    intact = (run.path / "launch.json").read_bytes()
-    run.mend_records()
-    assert (run.path / "launch.json").read_bytes() == intact
-    for content in (b"", b'{"laun', b'{"launches": 3}'):
-        (run.path / "launch.json").write_bytes(content)
-        run.mend_records()
-        assert run.state(NAME).status == "finished" and run.launches() == [] and left_in(run.path) == []
+    (run.path / "attempts" / "0003.json").write_bytes(content)
+    assert run.state(NAME).status == "finished"
+    assert "0003.json: " in str(run.attempts()[2].message)
 
 
 def gone() -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -17,7 +16,7 @@ from abrun.runs import owner, rundir
 from abrun.runs.experiment import open_experiment, planned_runs, run_dir, run_state
 from abrun.runs.files import read_json, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.records import Node, RunRecord, recorded_reason
+from abrun.runs.records import Node, RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 from tests.snapshot import Snapshot
@@ -311,16 +310,6 @@ def test_a_record_without_a_known_code_is_read_by_its_text(tmp_path: Path, code:
     assert run.state(NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
 
 
-def test_a_damaged_record_says_so(tmp_path: Path) -> None:
-    run = RunDir(make_run(tmp_path, NAME, **{"attempts/0002": {"status": "failed", "message": "why"}}))
-    (run.path / "attempts" / "0001.json").write_text("{")
-    run.mend_records()
-    assert [recorded_reason(attempt) for attempt in run.attempts()] == [
-        Code.RECORD_DAMAGED(),
-        Code.FOREIGN_TEXT(text="why"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("reason", "exit_code", "killed_by", "tells"),
     [
@@ -407,21 +396,6 @@ def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: P
     assert run.state(NAME).status == "running"
     newer.interrupt(exit_code=3)
     assert run.state(NAME).status == "interrupted"
-
-
-@pytest.mark.parametrize(
-    ("stem", "content", "words"),
-    [
-        ("attempts/0001", {"pid": "x"}, "pid: got 'x'"),
-        ("attempts/0001", {"status": "asleep"}, "status: got 'asleep'"),
-        ("launch", {"launches": [None]}, "launches.0: got null"),
-    ],
-)
-def test_values_of_another_kind_are_one_line(tmp_path: Path, stem: str, content: dict, words: str) -> None:
-    make_run(tmp_path, NAME, **{stem: content})
-    state = run_state(tmp_path, NAME)
-    assert state.status == "failed" and state.message and len(state.message.splitlines()) == 1
-    assert re.search(rf"{stem}\.json: {words}; .*: restore the file", state.message)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) -> None:

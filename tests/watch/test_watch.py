@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import math
 import re
 import shutil
@@ -18,7 +19,7 @@ from abrun.reasons import Code
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import read_json, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.lines import LineReader, LineWriter
+from abrun.runs.lines import LineParser, LineWriter
 from abrun.runs.lock import launcher_lock
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
@@ -334,17 +335,17 @@ def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapsh
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=60)
-    parsed: list[str] = []
-    parse = LineReader._parse
+    parsed: list[bytes] = []
+    parse = LineParser.parse
     monkeypatch.setattr(
-        LineReader, "_parse", lambda *arguments: (parsed.append(arguments[2]), parse(*arguments))[1]
+        LineParser, "parse", lambda *arguments: (parsed.append(arguments[1]), parse(*arguments))[1]
     )
     reader = watch.ExperimentReader(experiment_dir)
     assert [run.step for run in reader.read()] == [10, 60]
     assert len(parsed) == 70
     add_steps(experiment_dir / "baseline" / "seed-0", 11, 13)
     assert [run.step for run in reader.read()] == [13, 60]
-    assert parsed[70:] == ["line 11", "line 12", "line 13"]
+    assert [json.loads(line)["step"] for line in parsed[70:]] == [11, 12, 13]
     # Steps that are done again after a resume replace the old ones
     add_steps(experiment_dir / "baseline" / "seed-0", 12, 12, train__reward=0.9)
     rewards = reader.read()[0].curves["train/reward"]
@@ -450,30 +451,3 @@ def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path
     assert "finished" in output.getvalue() and "--resume" not in output.getvalue()
     watch.watch(make_experiment(tmp_path / "left", baseline_0=60, treatment_0=0), Console(file=output))
     snapshot(output.getvalue())
-
-
-def test_of_a_long_run_a_few_rows_are_read_and_then_what_is_new(
-    tmp_path: Path, monkeypatch, snapshot
-) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=1)
-    directory = experiment_dir / "baseline" / "seed-0"
-    (directory / "metrics.jsonl").unlink()
-    add_steps(directory, 1, 3000)
-    parsed: list[int] = []
-    parse = LineReader._parse
-
-    def counted(reader: LineReader, line: bytes, place: str) -> dict:
-        parsed.append(len(line))
-        return parse(reader, line, place)
-
-    monkeypatch.setattr(LineReader, "_parse", counted)
-    reader = watch.ExperimentReader(experiment_dir)
-    (run,) = reader.read()
-    assert len(parsed) < 100 and run.skimmed and run.step == 3000 and run.step_time_s == 0.5
-    curve = run.curves["train/reward"]
-    assert curve == sorted(curve) and curve[-1] == 50 and curve[0] < 2 and 20 < len(curve) < 50
-    assert run.latest["step"] == 3000 and run.peak_bytes == 84 * 2**20
-    add_steps(directory, 3001, 3002)
-    (run,) = reader.read()
-    assert run.step == 3002 and len(parsed) < 100
-    snapshot(drawn(experiment_dir, 120))

@@ -27,9 +27,8 @@ from abrun.runs.experiment import experiments_in, find_experiment, is_experiment
 from abrun.runs.files import decode, explained, readable, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
+from abrun.runs.records import SAVED_STATE, saved_state
 from abrun.runs.rundir import RunDir
-from abrun.runs.saved import STATE as SAVED_STATE
-from abrun.runs.saved import saved_state
 
 MODULE = "abrun.diagnose.logprob_diff.measure"
 FOLDER, FILE, SCRATCH = "mismatch", "mismatch.json", ".scratch-"

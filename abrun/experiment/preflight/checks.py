@@ -134,7 +134,7 @@ def _missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
 
 
 def _bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    from abrun.runs.saved import saved_state
+    from abrun.runs.records import saved_state
 
     if (folder := config.checkpoint.start_from) is None:
         return
