@@ -35,7 +35,6 @@ from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, 
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.verdict.whole_curve import curve_warnings
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
@@ -132,8 +131,7 @@ def _tested(
     if lacking:
         return replace(result, problem=result.problem or lacking)
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
-    plain = with_statistics(result, *arms, yardstick=measured)
-    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step)
     climb = float(np.mean(climbs(baselines, primary, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
@@ -142,21 +140,7 @@ def _tested(
         return result
     problem = result.problem or not_learned(baselines, primary, last, absolute_margin)
     result = replace(result, problem=problem)
-    steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
-    warnings = [
-        *result.warnings,
-        *_margin_warnings(result, baselines, primary),
-        *([Code.WIDE_STEPS()] if steps_decide else []),
-        *curve_warnings(
-            sides,
-            primary.metric,
-            result.claim.transform,
-            bounds,
-            absolute_margin,
-            holds=result.result == "equivalent" and not problem,
-        ),
-    ]
-    return replace(result, warnings=tuple(warnings))
+    return replace(result, warnings=(*result.warnings, *_margin_warnings(result, baselines, primary)))
 
 
 def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Reason | None:
@@ -290,13 +274,6 @@ def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, lea
     if claim.margin_unit == "sigma":
         samples[ARMS[0]] = baseline
     return skew_warning(samples, step=step, least=least)
-
-
-def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
-    """Return whether a claim by itself is shown, and whether the opposite is."""
-    p_beyond = result.estimate.p_beyond
-    beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
-    return result.result == "equivalent", beyond
 
 
 def _factor(error: float, other: float) -> float:

@@ -12,7 +12,6 @@ from abrun.verdict.direction import Detected
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
     "paired TOST",
-    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
