@@ -95,8 +95,7 @@ class Code(StrEnum):
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
 
     # Notes
-    NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_CHANGED, ARMS_OF_OTHER_CODE = auto(), auto(), auto(), auto()
-    RUNS_OF_OTHER_CODE, OTHER_MACHINES, PRECISION_DIFFERS = auto(), auto(), auto()
+    NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()

@@ -12,14 +12,13 @@ from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
-from abrun.verdict.code import code_notes
 from abrun.verdict.decide import EXIT_CODES, ArmVerdict, Look, Verdict, worst
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.machines import machine_notes
+from abrun.verdict.machines import code_notes, stack_notes
 from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
@@ -27,7 +26,6 @@ from abrun.verdict.step_one import StepOne
 from abrun.verdict.validity import Coverage
 
 SCHEMA_VERSION = 5
-MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
     "descriptions",
@@ -119,7 +117,6 @@ def verdict_file(
         ),
         *shared,
     ]
-    other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     return VerdictFile(
@@ -134,7 +131,7 @@ def verdict_file(
             *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
-            *other_code[:MOST_IN_BOX],
+            *code_notes(experiment),
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
@@ -148,9 +145,8 @@ def verdict_file(
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
-            *other_code,
+            *stack_notes(experiment),
             *experiment.decided,
-            *machine_notes(experiment),
             *_notes_of_runs(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
