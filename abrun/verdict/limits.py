@@ -16,7 +16,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary, claim_text
 from abrun.recorded.experiment import RecordedRun, Sides, stack
-from abrun.stats.equivalence import equivalence_test, limit_test, welch_limit_test
+from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_lacking
 from abrun.verdict.direction import Detected, detect
@@ -227,10 +227,7 @@ def _tested(
         mean = right.mean() - (0.0 if left is None else left.mean())
         estimate = replace(result.estimate, limited=float(scale(mean)))
         return replace(result, estimate=estimate, result="undecided")
-    if left is None:
-        test = limit_test(right, bound, result.claim.alpha, resolution)
-    else:
-        test = welch_limit_test(left, right, bound, result.claim.alpha, resolution)
+    test = limit_test(right, bound, result.claim.alpha, resolution, left)
     arms = {VALUES: right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)

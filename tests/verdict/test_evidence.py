@@ -391,7 +391,7 @@ def rare(rate=0.05):
 
 
 def test_equal_arms_match_as_often_as_the_power_says():
-    from abrun.stats.equivalence import power_at
+    from abrun.stats.power import power_at
 
     counts = verdicts(0.0)
     expected = power_at(1.0, 0.7, 6)
