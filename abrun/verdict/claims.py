@@ -26,9 +26,18 @@ from abrun.stats.equivalence import (
 from abrun.stats.power import freedom_per_run, pairs_needed, pairs_needed_range, sd_interval, tost_power
 from abrun.stats.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test
-from abrun.verdict.direction import detect
 from abrun.verdict.margins import Margin, yardstick
-from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, PrimaryResult, Result, Test
+from abrun.verdict.results import (
+    ONE_TEST,
+    Claim,
+    ErrorRates,
+    Estimate,
+    Power,
+    PrimaryResult,
+    Result,
+    Test,
+    detect,
+)
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
@@ -77,10 +86,7 @@ def judge_primary(
         margin_text=margin.text,
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
-        num_pairs=len(used.baselines) if sides.paired else 0,
-        seeds=tuple(run.name.seed for run in used.baselines) if sides.paired else (),
-        num_runs=None if sides.paired else used.sizes,
-    )
+    ).over(used)
     result = PrimaryResult(
         arm=arm, claim=claim, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
     )

@@ -28,8 +28,8 @@ from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
 from abrun.stats.power import freedom_per_run, pairs_needed
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_primary
-from abrun.verdict.direction import Detected, detect
 from abrun.verdict.margins import resolved_margin
+from abrun.verdict.results import Detected, detect
 from abrun.verdict.summaries import climbs, direction_in, moving, reduced, resolution
 
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's

@@ -19,10 +19,18 @@ from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_lacking
-from abrun.verdict.direction import Detected, detect
 from abrun.verdict.final_weights import distance
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
-from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, PrimaryResult, Reduction
+from abrun.verdict.results import (
+    ONE_TEST,
+    Claim,
+    Detected,
+    ErrorRates,
+    Estimate,
+    PrimaryResult,
+    Reduction,
+    detect,
+)
 from abrun.verdict.sensitivity import cut_short, no_signal, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, HARMLESS, VALUES, skew_warning
 from abrun.verdict.summaries import comparable, moving
@@ -62,10 +70,7 @@ def judge_limit(
         margin_text=claim_text(primary),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
-        num_pairs=len(finished.baselines) if sides.paired else 0,
-        seeds=tuple(run.name.seed for run in finished.baselines) if sides.paired else (),
-        num_runs=None if sides.paired else finished.sizes,
-    )
+    ).over(finished)
     problem = _untestable(primary, sides)
     if bounds and not primary.exact and len(shared := stack(finished.runs, primary.metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]

@@ -12,7 +12,7 @@ from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
-from abrun.verdict.decide import EXIT_CODES, ArmVerdict, Look, Verdict, worst
+from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
@@ -23,7 +23,6 @@ from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
 from abrun.verdict.step_one import StepOne
-from abrun.verdict.validity import Coverage
 
 SCHEMA_VERSION = 5
 _EVIDENCE = (
@@ -37,22 +36,6 @@ _EVIDENCE = (
 )
 _PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSection:
-    """What belongs to one treatment as a whole."""
-
-    verdict: Verdict
-    reasons: list[Reason]
-    not_tested: list[Reason]
-    num_pairs: int
-    num_planned_pairs: int
-    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
-    treatment_diff: dict[str, list[Any]]
-    coverage: Coverage
-    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
-    looks: list[Look]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from abrun.reasons import Code
 from abrun.recipe.claims import parse_primary
 from abrun.recorded.sources import Reading
 from abrun.report.comparing import compare_sources
-from abrun.verdict.direction import detect
+from abrun.verdict.results import detect
 
 LOSS = -0.033
 
