@@ -87,7 +87,6 @@ def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
         "![claims](claims.png)",
         "![train-reward](train-reward.png)",
         "![train-grad_norm](train-grad_norm.png)",
-        "![overview](overview.png)",
     ]
 
 
@@ -124,11 +123,11 @@ def test_only_asked_formats_are_written(simulated, judged):
 
 
 def test_slugs_never_collide():
-    assert list(slugs(["train/reward", "train-reward", "a b/c", "overview", "../../x"])) == [
+    assert list(slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
         "train-reward",
         "train-reward-2",
         "a-b-c",
-        "overview-2",
+        "claims-2",
         "x",
     ]
 
