@@ -32,24 +32,6 @@ def claim(**fields) -> Primary:
     return Primary.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
 
 
-@pytest.mark.parametrize(
-    ("margin", "correlation", "powers", "needed"),  # verdict.md's table, in sigmas
-    [
-        (1.0, 0.0, ("5%", "9%", "35%"), 19),
-        (1.0, 0.8, ("37%", "79%", "100%"), 6),
-        (1.5, 0.0, ("15%", "35%", "85%"), 10),
-        (2.0, 0.8, ("91%", "100%", "100%"), 3),
-    ],
-)
-def test_the_design_s_table(margin, correlation, powers, needed):
-    primary = claim(margin=margin, sigma=1.0, correlation=correlation)
-    expected = claim_power(primary, Compare(), assumed_spread(primary, False))
-    assert expected
-    for pairs, text in zip((3, 5, 10), powers, strict=True):
-        assert expected.power(pairs) == pytest.approx(float(text[:-1]) / 100, abs=0.006)
-    assert expected.pairs_needed == needed and expected.pairs_needed_range is None
-
-
 def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     experiment = load_experiment(simulated(seeds=list(range(8))))
     spread = measured_spread(experiment, claim(margin=0.02))
