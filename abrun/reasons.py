@@ -81,8 +81,7 @@ class Code(StrEnum):
     ADVANTAGES_ZERO, NEVER_MOVED, CUT_SHORT, ARMS_IDENTICAL = auto(), auto(), auto(), auto()
     DEAD_SEEDS, CLIMB_NOT_SHOWN, NOTHING_CLIMBED, ONE_RUN_AS_TWO_SEEDS = auto(), auto(), auto(), auto()
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
-    WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
-    DIFFERS_EARLIER = auto()
+    TOO_FEW_FOR_MISMATCH = auto()
 
     # Descriptions and not tested
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -96,8 +95,7 @@ class Code(StrEnum):
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
 
     # Notes
-    NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_CHANGED, ARMS_OF_OTHER_CODE = auto(), auto(), auto(), auto()
-    RUNS_OF_OTHER_CODE, OTHER_MACHINES, PRECISION_DIFFERS = auto(), auto(), auto()
+    NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()

@@ -29,7 +29,7 @@ from abrun.report.evidence import evidence
 from abrun.report.next_step import next_steps
 from abrun.report.pasted import RUNS_DIR
 from abrun.report.planted import advice, caught_sentence, columns, rows
-from abrun.report.write import OWN_FIGURES, claim_cells, claim_columns
+from abrun.report.write import claim_cells, claim_columns
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.divergence import Divergence
@@ -38,6 +38,7 @@ from abrun.verdict.verdict_file import VerdictFile, as_json, of_arm, read_verdic
 ROOT = Path(__file__).parents[1]
 RECIPES, PAGES, INDEX, SITE = "recipes/evidence", "docs/evidence", "docs/evidence.md", ".mkdocs.yml"
 RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
+OWN_FIGURES = ("claims", "overview")  # no metric's; earlier versions drew the second
 PUBLIC = 0o644
 NUM_COLORS = 64  # of a picture of lines and bands
 ROUNDING = 1e-6  # a mean distance that float32 makes of what is about 1

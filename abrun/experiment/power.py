@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from abrun.recipe.claims import Compare, Primary
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
-from abrun.stats.equivalence import (
-    ALPHA,
+from abrun.stats.equivalence import ALPHA
+from abrun.stats.power import (
+    freedom_per_run,
     matches_at,
     pairs_needed,
+    pairs_needed_range,
     power_at,
-    runs_needed,
     sd_interval,
     sd_of_difference,
     sd_upper_bound,
-    tost_power,
 )
 from abrun.stats.sigma_margin import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
 
@@ -116,29 +116,16 @@ def claim_power(
     margin = _margin(claim, compare, spread)
     if spread is None or margin is None:
         return None
-    low_high, sd = None, spread.planned_sd
-    needed, power_of = (pairs_needed, power_at) if compare.paired else (_runs_needed, _power_of_runs)
-    if spread.num_pairs:
-        low, high = sd_interval(spread.sd_difference, spread.num_pairs)
-        low_high = needed(margin, low, alpha=alpha), needed(margin, high, alpha=alpha)
+    # Independent arms are taken to vary alike: `sd` is of a run of each
+    sd, freedom = spread.planned_sd, freedom_per_run((1.0, 1.0)) if not compare.paired else 1.0
     return ClaimPower(
-        power=lambda pairs: power_of(margin, sd, pairs, alpha),
-        pairs_needed=needed(margin, sd, alpha=alpha),
-        pairs_needed_range=low_high,
+        power=lambda pairs: power_at(margin, sd, pairs, alpha, freedom=freedom),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha, freedom=freedom),
+        pairs_needed_range=pairs_needed_range(margin, spread.sd_difference, spread.num_pairs, alpha, freedom)
+        if spread.num_pairs
+        else None,
         matches_at=lambda counts, levels: matches_at(margin, sd, counts, levels),
     )
-
-
-def _runs_needed(margin: float, sd_difference: float, *, alpha: float) -> int | None:
-    """Of each of two arms that vary alike, by the sd of the difference of a run of each."""
-    sd = sd_difference / math.sqrt(2)
-    return runs_needed(margin, (sd, sd), alpha=alpha)
-
-
-def _power_of_runs(margin: float, sd_difference: float, num_runs: int, alpha: float) -> float:
-    if num_runs < 2:
-        return 0.0
-    return tost_power(margin, sd_difference / math.sqrt(num_runs), 2 * (num_runs - 1), alpha)
 
 
 def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | None:

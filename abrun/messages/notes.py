@@ -1,9 +1,10 @@
 """Sentences of notes: what readers have to know beside a verdict, and what was guessed of runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import units
+from abrun.messages.validity import first_and_more
 from abrun.reasons import Code
 
 
@@ -85,6 +86,12 @@ def _ledger(
     return text
 
 
+def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
+    """Runs, or attempts of one run, are of different code."""
+    listed = (f"{', then '.join(of['code'])} ({first_and_more(of['runs'])})" for of in versions)
+    return f"the runs are of different code: {', '.join(listed)}"
+
+
 def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
     """LM head or logits have another precision."""
     differences = [f"{label} in {own} instead of {usual}" for label, (usual, own) in precisions.items()]
@@ -107,12 +114,7 @@ POST_HOC: dict[Code, Message] = {
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",
     Code.DECIDED_AT_LAUNCH: "{decision}",
-    Code.CODE_CHANGED: "{runs:some}: trained by several versions of the code: {versions:join , then }",
-    Code.ARMS_OF_OTHER_CODE: "the arms ran different code: {baseline} {baseline_code:join  and }, {arm} "
-    "{code:join  and }; the difference between them includes that of the code",
-    Code.RUNS_OF_OTHER_CODE: "{runs:some}: trained by the code {code}, other runs by {usual_code}",
-    Code.OTHER_MACHINES: "{num_differing} of {num_pairs} pairs of {arm} ran on other {kind} than their "
-    "baseline (seed {seed}: {value} against {baseline}): times compare with care",
+    Code.CODE_DIFFERS: _code_differs,
     Code.PRECISION_DIFFERS: _precision_differs,
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,

@@ -159,7 +159,7 @@ VALIDITY: dict[Code, Message] = {
     Code.RERUN_FAILED: "{runs:first} failed ({failure}): without this control the noise floor of step one "
     "and of the divergence rests on fewer baseline reruns than declared, those that did not fail; mend the "
     "cause and launch with --resume",
-    Code.UNPAIRED_BASELINE_FAILED: "{run} failed ({failure}): without its failures the baseline looks "
+    Code.UNPAIRED_BASELINE_FAILED: "{runs:first} failed ({failure}): without its failures the baseline looks "
     "better than it is; mend the cause",
     Code.RUN_UNREADABLE: "{run} cannot be read ({problem}){forbidden:if |: mend or remove what is damaged "
     "there}",

@@ -13,13 +13,14 @@ from abrun.recorded.reference import ARM as REFERENCE
 from abrun.redaction import in_yaml
 from abrun.report.planted import caught_sentence
 from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.decide import ArmSection
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
 from abrun.verdict.step_one import StepOne, share_of_scale
 from abrun.verdict.validity import Coverage
-from abrun.verdict.verdict_file import ArmSection, VerdictFile, of_arm
+from abrun.verdict.verdict_file import VerdictFile, of_arm
 
 MOST_LEVELS = 2  # of an arm's claims; the page has all
 
@@ -193,8 +194,7 @@ def _final_weights(one: FinalWeights) -> str:
     against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
     return (
         f"{equal}; distance {one.relative_difference:.2g} of the baseline's norm (seed {one.seed}"
-        f"{against}), {one.tensor_relative_difference:.2g} in {one.tensor}; estimated from a sketch, "
-        "within 8 %"
+        f"{against}); estimated from a sketch, within 8 %"
     )
 
 

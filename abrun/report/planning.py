@@ -16,7 +16,8 @@ from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened, shown_tree
-from abrun.stats.equivalence import ALPHA, pairs_needed, power, sd_of_difference
+from abrun.stats.equivalence import ALPHA
+from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import levels_of_looks
 from abrun.verdict.claims import judge_primary
 from abrun.verdict.margins import resolved_margin
@@ -273,7 +274,8 @@ def _without_sigma() -> Iterator[RenderableType]:
     rows = []
     for margin in (1.0, 1.5, 2.0):
         for correlation in (0.0, 0.5, 0.8):
-            cells = (f"{power(margin, 1.0, correlation, count):.0%}" for count in COUNTS)
-            needed = pairs_needed(margin, sd_of_difference(1.0, correlation))
+            sd = sd_of_difference(1.0, correlation)
+            cells = [f"{power_at(margin, sd, count):.0%}" for count in COUNTS]
+            needed = pairs_needed(margin, sd)
             rows.append((f"{margin:g} sigma", f"{correlation:g}", *cells, f"{needed} pairs"))
     yield Table(columns(*titles, numeric=titles), rows)

@@ -1,4 +1,4 @@
-"""Panels as figures: functions draw on an `ax`; `metric_figure` and `overview` compose them."""
+"""Panels as figures: functions draw on an `ax`; `metric_figure` composes them."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,15 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.present.figures import COLORS, legend_below, short
 from abrun.recorded.experiment import Experiment
 from abrun.report.buckets import NUM_BUCKETS, averaged, bucket_indices
-from abrun.report.panels import Claim, Curve, Difference, Panel, Peaks, memory_peaks, panel
+from abrun.report.panels import Claim, Curve, Difference, Panel, panel
 from abrun.verdict.claims import PrimaryResult
 
 WIDTH, PANEL = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
-BAR, LEAST_ROW = 0.13, 0.3  # inches of height: a bar with a figure beside it; a phase of the memory's panel
 LEGEND_COLUMN = 54  # characters that leave room for a second column
 LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
@@ -253,67 +251,3 @@ def _bar(
         label=label,
         zorder=4,
     )
-
-
-def overview(experiment: Experiment, error_limit: float) -> Figure | None:
-    """Trainer against engine log-probs, and peak memory: looked at whichever metrics were declared."""
-    errors = panel(experiment, TOKEN_MULT_PROB_ERROR, ())
-    peaks = memory_peaks(experiment)
-    heights = [PANEL] * bool(errors.curves)
-    if peaks is not None:
-        heights.append(0.9 + len(peaks.phases) * _row_height(len(experiment.arms)))
-    if not heights:
-        return None
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-    axes = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
-    if errors.curves:
-        ax = axes.pop(0)
-        bands(ax, errors)
-        error_line(ax, error_limit)
-        direct_labels(ax, errors)
-    if peaks is not None:
-        memory_bars(axes.pop(0), peaks, experiment.arms, named=[curve.arm for curve in errors.curves])
-    _legend_below(figure)
-    return figure
-
-
-def error_line(ax: Axes, limit: float) -> None:
-    ax.axhline(limit, color="black", linewidth=1, linestyle=":")
-    ax.annotate(
-        f"guard: {limit:g}",
-        (1, limit),
-        (0, 1.5),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=8,
-    )
-    ax.set_title("trainer against rollout engine")
-    ax.set_xlabel("optimizer step")
-
-
-def _row_height(num_arms: int) -> float:
-    return max(BAR * (num_arms + 1), LEAST_ROW)
-
-
-def memory_bars(ax: Axes, peaks: Peaks, arms: Sequence[str], named: Sequence[str] = ()) -> None:
-    """Peaks by phase and overall; an arm without a run keeps its place, those in `named` have a legend."""
-    rows, height = np.arange(len(peaks.phases)), BAR / _row_height(len(arms))
-    for index, (arm, means) in enumerate(zip(arms, peaks.means, strict=True)):
-        if means is not None:
-            bars = ax.barh(
-                rows + (index - (len(arms) - 1) / 2) * height,
-                means,
-                height * 0.92,
-                color=COLORS[index % len(COLORS)],
-                label=None if arm in named else short(arm, 60),
-            )
-            ax.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
-    ax.set_yticks(rows, [textwrap.fill(phase, 16) for phase in peaks.phases])
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.margins(x=0.08)
-    ax.grid(axis="y", visible=False)
-    ax.set_axisbelow(True)
-    ax.set_xlabel(f"{peaks.counter} [{peaks.unit}]")
-    ax.set_title("peak memory by phase, mean over seeds")

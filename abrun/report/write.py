@@ -20,7 +20,6 @@ from abrun.messages.numbers import (
     interval_level_text,
     units,
 )
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR, is_peak_memory
 from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
 COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
-OWN_FIGURES = ("claims", "overview")  # no metric's
+CLAIMS = "claims"  # the figure of all claims
 MOST_LINES = 30  # of the markdown, without images
 MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
 OF_ONE_RUN, OF_SEVERAL = (
@@ -75,28 +74,29 @@ def write_report(
     if not formats:
         return []
     beside = context(experiment, content, command)
-    files: list[Path] = []
+    verdict, page, report = files = [output / name for name in ("verdict.json", PAGE, "report.md")]
     images = [form for form in FIGURES if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
         share_new_folder(output)
-        figures = _draw(experiment, content, beside, output, images, page="html" in formats)
+        figures = list(_draw_claims(experiment, content, output, images)) if images else []
+        if "html" in formats:
+            from abrun.report.page import render_page
+
+            write_file(page, render_page(experiment, content, beside).encode(), mode=PUBLIC)
         history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
         write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
         if "json" in formats:
-            files.append(output / "verdict.json")
-            write_json(files[-1], as_json(content), mode=PUBLIC)
-        if "html" in formats:
-            files.append(output / PAGE)
+            write_json(verdict, as_json(content), mode=PUBLIC)
         if "markdown" in formats:
-            files.append(output / "report.md")
             shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(files[-1], markdown(content, beside, shown).encode(), mode=PUBLIC)
+            write_file(report, markdown(content, beside, shown).encode(), mode=PUBLIC)
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
         raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=reason)) from None
-    return [*files, *figures]
+    written = zip(("json", "html", "markdown"), files, strict=True)
+    return [*(path for form, path in written if form in formats), *figures]
 
 
 def report_folder(experiment: Experiment) -> Path:
@@ -112,24 +112,6 @@ def report_folder(experiment: Experiment) -> Path:
     return folder
 
 
-def _draw(
-    experiment: Experiment,
-    content: VerdictFile,
-    beside: Context,
-    output: Path,
-    images: Sequence[str],
-    *,
-    page: bool,
-) -> list[Path]:
-    """Write the page, if asked for, and the figures; returns the figures."""
-    figures = list(_draw_claims(experiment, content, output, images)) if images else []
-    if page:
-        from abrun.report.page import render_page
-
-        write_file(output / PAGE, render_page(experiment, content, beside).encode(), mode=PUBLIC)
-    return [*figures, *(_draw_overview(experiment, output, images) if images else ())]
-
-
 def _draw_claims(
     experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
@@ -138,22 +120,11 @@ def _draw_claims(
     from abrun.report import plots  # half a second
 
     with style():
-        yield from _save(plots.forest(experiment, content.primaries), output / "claims", images)
+        yield from _save(plots.forest(experiment, content.primaries), output / CLAIMS, images)
     for stem, metric in slugs(claim.claim.metric for claim in content.primaries).items():
         of_metric = [claim for claim in content.primaries if claim.claim.metric == metric]
         with style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
-
-
-def _draw_overview(experiment: Experiment, output: Path, images: Sequence[str]) -> Iterator[Path]:
-    recorded = {metric for run in experiment.runs.values() for metric in run.metrics}
-    if TOKEN_MULT_PROB_ERROR not in recorded and not any(map(is_peak_memory, recorded)):
-        return
-    from abrun.report import plots
-
-    limit = experiment.compare.guards.token_mult_prob_error_median
-    with style():
-        yield from _save(plots.overview(experiment, limit), output / "overview", images)
 
 
 def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
@@ -166,7 +137,7 @@ def slugs(metrics: Iterable[str]) -> dict[str, str]:
     for metric in dict.fromkeys(metrics):
         plain = slug(metric) or "metric"
         unique, number = plain, 2
-        while unique in named or unique in OWN_FIGURES:
+        while unique in named or unique == CLAIMS:
             unique, number = f"{plain}-{number}", number + 1
         named[unique] = metric
     return named

@@ -1,12 +1,13 @@
-"""Equivalence testing: when arms may be called the same, and how many pairs that takes.
+"""Equivalence testing: when arms may be called the same.
 
 Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or over
 unpaired arms (Welch), and the minimum-effect test of a difference beyond the margin. Pure functions on
 arrays: planning uses them before the runs, the verdict after. Margins in sigmas: `abrun.stats.sigma_margin`.
+Sample sizes: `abrun.stats.power`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,6 @@ from scipy import special  # scipy.stats would take a second to import
 
 ALPHA = 0.05
 MIN_FOR_MISMATCH = 3  # pairs, or runs of each arm: two that agree by chance are no evidence
-MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
-_DRAWS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,23 +190,22 @@ class Limit:
     p_above: float  # small: it lies above
 
 
-def limit_test(values: ArrayLike, limit: float, alpha: float = ALPHA, resolution: float = 0.0) -> Limit:
-    """One-sided t-tests of a mean [P] against a limit; `resolution` as of `equivalence_test`."""
-    mean, error, freedom = mean_of(np.asarray(values, float))
-    error = max(error, least_error(resolution, int(freedom) + 1))
-    return _limit((mean, error, freedom), limit, alpha)
-
-
-def welch_limit_test(
-    baseline: ArrayLike, treatment: ArrayLike, limit: float, alpha: float = ALPHA, resolution: float = 0.0
+def limit_test(
+    values: ArrayLike,  # [N]
+    limit: float,
+    alpha: float = ALPHA,
+    resolution: float = 0.0,
+    baseline: ArrayLike | None = None,  # [M]
 ) -> Limit:
-    """The same of the difference of two independent samples, of at least two each."""
-    of = welch(np.asarray(baseline, float), np.asarray(treatment, float), resolution)
-    return _limit(of, limit, alpha)
+    """One-sided t-tests of a mean against a limit; `resolution` as of `equivalence_test`.
 
-
-def _limit(mean_error_freedom: tuple[float, float, float], limit: float, alpha: float) -> Limit:
-    mean, error, freedom = mean_error_freedom
+    With a `baseline`, of the difference of two independent samples of at least two each.
+    """
+    sample = np.asarray(values, float)
+    if baseline is None:
+        mean, error, freedom = difference(np.zeros(len(sample)), sample, resolution, paired=True)
+    else:
+        mean, error, freedom = difference(np.asarray(baseline, float), sample, resolution, paired=False)
     reach = float(special.stdtrit(freedom, 1 - alpha)) * error
     return Limit(
         mean=mean,
@@ -248,157 +245,6 @@ def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float)
     mean, error, freedom = welch(np.asarray(baseline, float), np.asarray(treatment, float))
     reach = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * error
     return mean - reach, mean + reach
-
-
-def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
-    """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
-    freedom = num_pairs - 1
-    tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
-    low, high = sd * np.sqrt(freedom / tails)
-    return float(low), float(high)
-
-
-def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
-    """One-sided upper bound of a standard deviation estimated from `num_pairs` normal differences."""
-    return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
-
-
-def sd_of_difference(sigma: float, correlation: float) -> float:
-    """Sd of a paired difference between arms that each vary by `sigma` over seeds."""
-    return sigma * math.sqrt(2 * (1 - correlation))
-
-
-def power(
-    margin: float,
-    sigma: float,
-    correlation: float,
-    num_pairs: int,
-    alpha: float = ALPHA,
-    true_difference: float = 0.0,
-) -> float:
-    """P(paired TOST passes) from the spread over seeds and the correlation of paired arms; see `power_at`."""
-    return power_at(margin, sd_of_difference(sigma, correlation), num_pairs, alpha, true_difference)
-
-
-def power_at(
-    margin: float,
-    sd_difference: float,
-    num_pairs: int,
-    alpha: float = ALPHA,
-    true_difference: float = 0.0,
-) -> float:
-    """P(paired TOST passes) for normal differences, exact: see `tost_power`."""
-    if num_pairs < 2:
-        return 0.0
-    error = sd_difference / math.sqrt(num_pairs)
-    return tost_power(margin, error, num_pairs - 1, alpha, true_difference)
-
-
-def tost_power(
-    margin: float,
-    standard_error: float,
-    freedom: float,
-    alpha: float = ALPHA,
-    true_difference: float = 0.0,
-) -> float:
-    """P(TOST passes) of a normal mean difference with that standard error; of Welch's to its approximation.
-
-    TOST passes iff |mean| < margin - t * s / sqrt(n). Mean and s are independent, so the power is the normal
-    probability of that event integrated over the chi distribution of s. The usual normal approximation
-    promises too much at the 3 to 10 pairs an experiment has.
-    """
-    if standard_error == 0:
-        return float(abs(true_difference) < margin)
-    reach, shift = margin / standard_error, true_difference / standard_error
-    critical = special.stdtrit(freedom, 1 - alpha)
-    # u = s / sd; beyond reach / critical the interval is wider than the margin zone and cannot fit.
-    low = math.sqrt(2 * special.gammaincinv(freedom / 2, 1e-15) / freedom)
-    high = min(reach / critical, math.sqrt(2 * special.gammainccinv(freedom / 2, 1e-15) / freedom))
-    if high <= low:
-        return 0.0
-    u = low + (high - low) * (_NODES + 1) / 2
-    room = reach - critical * u
-    passes = special.ndtr(room - shift) - special.ndtr(-room - shift)
-    half = freedom / 2
-    log_density = (
-        math.log(2) + half * math.log(half) - math.lgamma(half) + special.xlogy(freedom - 1, u) - half * u**2
-    )
-    integral = (high - low) / 2 * np.sum(_WEIGHTS * passes * np.exp(log_density))
-    return float(np.clip(integral, 0.0, 1.0))
-
-
-def matches_at(
-    margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
-) -> NDArray[np.bool_]:
-    """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
-    rng = np.random.default_rng(0)
-    differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
-    passes = []
-    for count, alpha in zip(counts, levels, strict=True):
-        first = differences[:, :count]
-        reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
-        passes.append(np.abs(first.mean(axis=1)) + reach < margin)
-    return np.array(passes)
-
-
-def pairs_needed(
-    margin: float,
-    sd_difference: float,
-    target: float = 0.8,
-    alpha: float = ALPHA,
-    most: int = MOST_PAIRS,
-    true_difference: float = 0.0,
-) -> int | None:
-    """The fewest pairs with power `target`; None beyond `most`, and where the difference is no smaller than
-    the margin.
-    """
-    if abs(true_difference) >= margin:
-        return None
-    return fewest(lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference), target, most)
-
-
-def fewest(power_with: Callable[[int], float], target: float, most: int) -> int | None:
-    """The fewest pairs with power `target`; None beyond `most`."""
-    low, high = 1, 2
-    while power_with(high) < target:
-        if high >= most:
-            return None
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power_with(middle) >= target else (middle, high)
-    return high
-
-
-def runs_needed(
-    margin: float,
-    sds: tuple[float, float],
-    target: float = 0.8,
-    alpha: float = ALPHA,
-    true_difference: float = 0.0,
-) -> int | None:
-    """The fewest runs of each arm with power `target` where none are paired; otherwise as `pairs_needed`.
-
-    `sds`: of both arms over their runs, see `sd_in_steps`.
-    """
-    if abs(true_difference) >= margin:
-        return None
-    both = math.hypot(*sds)
-    weights = [(sd / both) ** 2 if both else 0.5 for sd in sds]
-    share = 1 / (weights[0] ** 2 + weights[1] ** 2)  # of freedom, in those of one arm
-
-    def power_with(runs: int) -> float:
-        return tost_power(margin, both / math.sqrt(runs), share * (runs - 1), alpha, true_difference)
-
-    return fewest(power_with, target, MOST_PAIRS)
-
-
-def pairs_needed_range(
-    margin: float, sd_difference: float, num_pairs: int, target: float = 0.8, alpha: float = ALPHA
-) -> tuple[int | None, int | None]:
-    """`pairs_needed` over the 90 % interval of an sd that was estimated from `num_pairs` differences."""
-    low, high = sd_interval(sd_difference, num_pairs)
-    return pairs_needed(margin, low, target, alpha), pairs_needed(margin, high, target, alpha)
 
 
 def _correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float | None:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, MOST_PAIRS, difference, fewest, mean_and_sd, two_samples
+from abrun.stats.equivalence import ALPHA, difference, mean_and_sd, two_samples
+from abrun.stats.power import MOST_PAIRS, fewest
 
 _DRAWS = 8192  # of a power: its error is below 0.005
 _SMALLEST_P = 1e-12

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from scipy import special
@@ -19,23 +20,27 @@ from abrun.stats.equivalence import (
     equivalence_test,
     holm,
     mean_and_sd,
-    pairs_needed,
-    pairs_needed_range,
-    runs_needed,
     sd_in_steps,
-    sd_interval,
     t_interval,
-    tost_power,
 )
+from abrun.stats.power import freedom_per_run, pairs_needed, pairs_needed_range, sd_interval, tost_power
 from abrun.stats.series import Array, Steps, on_shared_steps, window_bounds
 from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test
-from abrun.verdict.direction import detect
 from abrun.verdict.margins import Margin, yardstick
-from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, Power, PrimaryResult, Result, Test
+from abrun.verdict.results import (
+    ONE_TEST,
+    Claim,
+    ErrorRates,
+    Estimate,
+    Power,
+    PrimaryResult,
+    Result,
+    Test,
+    detect,
+)
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
-from abrun.verdict.whole_curve import curve_warnings
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
@@ -81,10 +86,7 @@ def judge_primary(
         margin_text=margin.text,
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
-        num_pairs=len(used.baselines) if sides.paired else 0,
-        seeds=tuple(run.name.seed for run in used.baselines) if sides.paired else (),
-        num_runs=None if sides.paired else used.sizes,
-    )
+    ).over(used)
     result = PrimaryResult(
         arm=arm, claim=claim, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
     )
@@ -132,8 +134,7 @@ def _tested(
     if lacking:
         return replace(result, problem=result.problem or lacking)
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
-    plain = with_statistics(result, *arms, yardstick=measured)
-    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step)
     climb = float(np.mean(climbs(baselines, primary, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
@@ -142,21 +143,7 @@ def _tested(
         return result
     problem = result.problem or not_learned(baselines, primary, last, absolute_margin)
     result = replace(result, problem=problem)
-    steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
-    warnings = [
-        *result.warnings,
-        *_margin_warnings(result, baselines, primary),
-        *([Code.WIDE_STEPS()] if steps_decide else []),
-        *curve_warnings(
-            sides,
-            primary.metric,
-            result.claim.transform,
-            bounds,
-            absolute_margin,
-            holds=result.result == "equivalent" and not problem,
-        ),
-    ]
-    return replace(result, warnings=tuple(warnings))
+    return replace(result, warnings=(*result.warnings, *_margin_warnings(result, baselines, primary)))
 
 
 def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Reason | None:
@@ -232,13 +219,12 @@ def with_statistics(
     error = max(
         [test.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=claim.paired)]
     )
-    wider = _factor(error, test.standard_error)
+    wider = error / test.standard_error if test.standard_error else 1.0
     claim = replace(claim, margin=margin)
-    if claim.paired:
-        power = _power_of_pairs(claim, test, error, error * math.sqrt(len(baseline)))
-    else:
-        sds = wider * sd_in_steps(baseline, resolution), wider * sd_in_steps(treatment, resolution)
-        power = _power_of_runs(claim, test, error, sds)
+    sd, freedom = error * math.sqrt(len(baseline)), 1.0
+    if not claim.paired:
+        sds = [wider * sd_in_steps(of, resolution) for of in (baseline, treatment)]
+        sd, freedom = math.hypot(*sds), freedom_per_run(sds)
     return replace(
         result,
         claim=claim,
@@ -250,7 +236,7 @@ def with_statistics(
             p_beyond=test.p_beyond,
             sd_at_margin=None if share is None else test.sd_difference * wider,
         ),
-        power=power,
+        power=_power(claim, test, error, sd, freedom),
         result=_decided(test.equivalent),
     )
 
@@ -292,17 +278,6 @@ def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, lea
     return skew_warning(samples, step=step, least=least)
 
 
-def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
-    """Return whether a claim by itself is shown, and whether the opposite is."""
-    p_beyond = result.estimate.p_beyond
-    beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
-    return result.result == "equivalent", beyond
-
-
-def _factor(error: float, other: float) -> float:
-    return error / other if other else 1.0
-
-
 def _errors_at_the_margin(
     baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
 ) -> list[float]:
@@ -311,30 +286,19 @@ def _errors_at_the_margin(
     return [difference(end, treatment, paired=paired)[1] for end in ends]
 
 
-def _power_of_pairs(claim: Claim, test: Tost, error: float, sd: float) -> Power:
-    """Return the power by the standard error and the sd of a paired difference at the margin."""
+def _power(claim: Claim, test: Tost, error: float, sd: float, freedom: float) -> Power:
+    """Return the power by the standard error and the sd of a difference at the margin (see `power_at`)."""
     assert claim.margin is not None
     margin, alpha = claim.margin, claim.alpha
+    needed = partial(pairs_needed, margin, alpha=alpha, freedom=freedom)
     return Power(
         power_now=tost_power(margin, error, test.freedom, alpha),
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha),
-        pairs_needed_range=pairs_needed_range(margin, sd, claim.num_pairs, alpha=alpha),
-        pairs_needed_observed=pairs_needed(margin, sd, alpha=alpha, true_difference=test.mean_difference),
-    )
-
-
-def _power_of_runs(claim: Claim, test: Tost, error: float, sds: tuple[float, float]) -> Power:
-    """Of each arm; the range scales both sds by the 90 % interval of their root mean square."""
-    assert claim.margin is not None
-    margin, sd, alpha = claim.margin, math.hypot(*sds), claim.alpha
-    ends = [end / sd if sd else 0.0 for end in sd_interval(sd, test.freedom + 1)]
-    low, high = (runs_needed(margin, (sds[0] * end, sds[1] * end), alpha=alpha) for end in ends)
-    return Power(
-        power_now=tost_power(margin, error, test.freedom, alpha),
-        pairs_needed=runs_needed(margin, sds, alpha=alpha),
-        pairs_needed_range=(low, high),
-        pairs_needed_observed=runs_needed(margin, sds, alpha=alpha, true_difference=test.mean_difference),
-        pairs_if_shared=pairs_needed(margin, sd * math.sqrt(1 - SHARED), alpha=alpha),
+        pairs_needed=needed(sd),
+        pairs_needed_range=pairs_needed_range(margin, sd, test.freedom + 1, alpha, freedom),
+        pairs_needed_observed=needed(sd, true_difference=test.mean_difference),
+        pairs_if_shared=None
+        if claim.paired
+        else pairs_needed(margin, sd * math.sqrt(1 - SHARED), alpha=alpha),
     )
 
 

@@ -47,10 +47,9 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmVerdict:
-    """One treatment against the baseline."""
+class ArmSection:
+    """The verdict on one treatment as a whole."""
 
-    arm: str
     verdict: Verdict
     reasons: list[Reason]
     not_tested: list[Reason]
@@ -60,6 +59,14 @@ class ArmVerdict:
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: Coverage
     num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
+    looks: list[Look]  # empty where none were declared: one verdict over all pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmVerdict(ArmSection):
+    """One treatment against the baseline, with the evidence."""
+
+    arm: str
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
@@ -67,7 +74,6 @@ class ArmVerdict:
     primaries: list[PrimaryResult]
     guards: list[Guard]
     savings: list[Saving]
-    looks: list[Look]  # empty where none were declared: one verdict over all pairs
 
 
 def judge(

@@ -24,11 +24,12 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Primary
 from abrun.recorded.experiment import Experiment, Sides, stack
-from abrun.stats.equivalence import Tost, equivalence_test, pairs_needed, runs_needed, sd_in_steps
+from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
+from abrun.stats.power import freedom_per_run, pairs_needed
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_primary
-from abrun.verdict.direction import Detected, detect
 from abrun.verdict.margins import resolved_margin
+from abrun.verdict.results import Detected, detect
 from abrun.verdict.summaries import climbs, direction_in, moving, reduced, resolution
 
 MOST_OTHERS = 12  # of these, what learning moves first, then step one's
@@ -248,4 +249,5 @@ def _one_digit(value: float) -> float:
 def _needed(test: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
     if paired:
         return pairs_needed(margin, test.standard_error * math.sqrt(len(arms[0])))
-    return runs_needed(margin, (sd_in_steps(arms[0], step), sd_in_steps(arms[1], step)))
+    sds = [sd_in_steps(of, step) for of in arms]
+    return pairs_needed(margin, math.hypot(*sds), freedom=freedom_per_run(sds))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,21 +21,13 @@ class FinalWeights:
     num_equal: int  # of them: the hashes of all weights are the same
     seed: int | None  # None from here on: all are equal, or no unequal pair has sketches
     relative_difference: float | None  # ||treatment - baseline|| / ||baseline||, over all weights
-    tensor: str | None  # that ends farthest apart, relative to its own norm
-    tensor_relative_difference: float | None
     num_reruns: int
     aa_relative_difference: float | None  # among same-seed baseline reruns; None: there are none
     ulp_relative_difference: float | None  # of baselines that began one ULP away; None: there are none
 
 
-class _Distance(NamedTuple):
-    relative: float
-    tensor: str
-    of_tensor: float
-
-
 def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
-    """None where no finished pair says what it ended with."""
+    """Return None where no finished pair says what it ended with."""
     known = [
         pair
         for pair in pairs
@@ -45,26 +36,25 @@ def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
     if not known:
         return None
     unequal = [pair for pair in known if not _equal(pair.baseline, pair.treatment)]
-    distances = [(one, pair) for pair in unequal if (one := _distance(pair.baseline, pair.treatment))]
-    farthest, pair = max(distances, key=lambda both: _order(both[0].relative), default=(None, None))
-    floors = [floor for pair in known for floor in _floors(pair.baseline, pair.reruns)]
+    distances = [(pair, _relative(pair.baseline, pair.treatment)) for pair in unequal]
+    measured = [(pair, distance) for pair, distance in distances if distance is not None]
+    pair, farthest = max(measured, key=lambda both: _order(both[1]), default=(None, None))
+    reruns = [floor for pair in known for floor in _floors(pair.baseline, pair.reruns)]
     moved = [floor for pair in known for floor in _floors(pair.baseline, pair.moved)]
     return FinalWeights(
         arm=arm,
         num_pairs=len(known),
         num_equal=len(known) - len(unequal),
         seed=pair.seed if pair else None,
-        relative_difference=farthest.relative if farthest else None,
-        tensor=farthest.tensor if farthest else None,
-        tensor_relative_difference=farthest.of_tensor if farthest else None,
-        num_reruns=len(floors),
-        aa_relative_difference=max(floors, key=_order, default=None),
+        relative_difference=farthest,
+        num_reruns=len(reruns),
+        aa_relative_difference=max(reruns, key=_order, default=None),
         ulp_relative_difference=max(moved, key=_order, default=None),
     )
 
 
 def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
-    """||B - A|| / ||A - A0||: final weights B of the treatment and A of the baseline, which began with A0.
+    """Return ||B - A|| / ||A - A0|| of final weights B of the treatment, A of the baseline, and its first A0.
 
     L2 norms over all weights, estimated from the sketches. 0 where all weights are the same by their hash.
     Else why it is not known.
@@ -78,7 +68,7 @@ def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
     first, left, right = baseline.initial_sketch(), *(run.final_sketch() for run in runs.values())
     if not (_comparable(first, left) and _comparable(left, right)):
         return Code.NO_SKETCHES_IN_COMMON(seed=seed)
-    apart, moved = (sum(_squares(one, left).values()) for one in (right, first))
+    apart, moved = (_square_of_difference(one, left) for one in (right, first))
     if not moved > 0 or not np.isfinite(apart + moved):
         return Code.WEIGHTS_DID_NOT_MOVE(seed=seed)
     return float(np.sqrt(apart / moved))
@@ -90,15 +80,15 @@ def _comparable(left: Sketch, right: Sketch) -> bool:
     return bool(left) and shapes[0] == shapes[1]
 
 
-def _squares(left: Sketch, right: Sketch) -> dict[str, float]:
-    """Return the squared norm of the difference by tensor; NaN where one has a NaN that the other has not."""
-    squares = {}
+def _square_of_difference(left: Sketch, right: Sketch) -> float:
+    """Return the squared norm of the difference; NaN where one has a NaN that the other has not."""
+    total = 0.0
     for name, a in left.items():
         b = right[name]
         with np.errstate(invalid="ignore"):
             apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, b - a)
-        squares[name] = float(np.square(apart).sum())
-    return squares
+        total += float(np.square(apart).sum())
+    return total
 
 
 def _equal(left: RecordedRun, right: RecordedRun) -> bool:
@@ -106,30 +96,19 @@ def _equal(left: RecordedRun, right: RecordedRun) -> bool:
 
 
 def _floors(baseline: RecordedRun, repeats: Sequence[RecordedRun]) -> list[float]:
-    """How far repetitions of a baseline end from it, as far as that is known."""
-    floors = []
-    for repeat in repeats:
-        if repeat.finished and repeat.final_weights_hash and _equal(baseline, repeat):
-            floors.append(0.0)
-        elif repeat.finished and (distance := _distance(baseline, repeat)):
-            floors.append(distance.relative)
-    return floors
+    """Return how far repetitions of a baseline end from it, as far as that is known."""
+    ended = [repeat for repeat in repeats if repeat.finished]
+    floors = [0.0 if _equal(baseline, repeat) else _relative(baseline, repeat) for repeat in ended]
+    return [floor for floor in floors if floor is not None]
 
 
-def _distance(baseline: RecordedRun, treatment: RecordedRun) -> _Distance | None:
-    """None where one of them has no sketches, or the two are of other tensors."""
-    left, right = baseline.final_sketch(), treatment.final_sketch()
+def _relative(baseline: RecordedRun, other: RecordedRun) -> float | None:
+    """Return the distance in norms of the baseline; None where a sketch is missing, or of other tensors."""
+    left, right = baseline.final_sketch(), other.final_sketch()
     if not _comparable(left, right):
         return None
-    apart, sizes = _squares(left, right), {name: float(np.square(one).sum()) for name, one in left.items()}
-    relative = {name: _ratio(apart[name], sizes[name]) for name in left}
-    # A file of tensors names them in no order of its own: among equals the first by name
-    tensor = max(sorted(relative), key=lambda name: _order(relative[name]))
-    whole = _ratio(sum(apart.values()), sum(size for size in sizes.values() if np.isfinite(size)))
-    return _Distance(relative=whole, tensor=tensor, of_tensor=relative[tensor])
-
-
-def _ratio(apart: float, size: float) -> float:
+    apart = _square_of_difference(left, right)
+    size = sum(square for one in left.values() if np.isfinite(square := float(np.square(one).sum())))
     if apart == 0:
         return 0.0
     return float(np.sqrt(apart / size)) if size > 0 else np.inf

@@ -16,13 +16,21 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary, claim_text
 from abrun.recorded.experiment import RecordedRun, Sides, stack
-from abrun.stats.equivalence import equivalence_test, limit_test, welch_limit_test
+from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_lacking
-from abrun.verdict.direction import Detected, detect
 from abrun.verdict.final_weights import distance
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
-from abrun.verdict.results import ONE_TEST, Claim, ErrorRates, Estimate, PrimaryResult, Reduction
+from abrun.verdict.results import (
+    ONE_TEST,
+    Claim,
+    Detected,
+    ErrorRates,
+    Estimate,
+    PrimaryResult,
+    Reduction,
+    detect,
+)
 from abrun.verdict.sensitivity import cut_short, no_signal, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, HARMLESS, VALUES, skew_warning
 from abrun.verdict.summaries import comparable, moving
@@ -62,10 +70,7 @@ def judge_limit(
         margin_text=claim_text(primary),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
-        num_pairs=len(finished.baselines) if sides.paired else 0,
-        seeds=tuple(run.name.seed for run in finished.baselines) if sides.paired else (),
-        num_runs=None if sides.paired else finished.sizes,
-    )
+    ).over(finished)
     problem = _untestable(primary, sides)
     if bounds and not primary.exact and len(shared := stack(finished.runs, primary.metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
@@ -227,10 +232,7 @@ def _tested(
         mean = right.mean() - (0.0 if left is None else left.mean())
         estimate = replace(result.estimate, limited=float(scale(mean)))
         return replace(result, estimate=estimate, result="undecided")
-    if left is None:
-        test = limit_test(right, bound, result.claim.alpha, resolution)
-    else:
-        test = welch_limit_test(left, right, bound, result.claim.alpha, resolution)
+    test = limit_test(right, bound, result.claim.alpha, resolution, left)
     arms = {VALUES: right} if left is None else dict(zip(ARMS, (left, right), strict=True))
     room = abs(bound - float(np.median(right) - (0.0 if left is None else np.median(left))))
     holds, broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)

@@ -1,4 +1,4 @@
-"""Versions and devices that runs had: what differs between them, and what of that is the treatment."""
+"""Versions, devices and code of runs: what differs between them, and what of that is the treatment."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -79,29 +79,29 @@ def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) ->
         yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)
 
 
-def machine_notes(experiment: Experiment) -> Iterator[Reason]:
-    """Yield what a reader has to know: pairs on other hosts or drivers, and arms of another precision.
-
-    Other devices make a pair INVALID; hosts and drivers change times. Not of a reference, made elsewhere.
-    """
+def stack_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield what a reader has to know: runs of different code, and arms of another precision."""
+    yield from code_notes(experiment)
     for arm in experiment.treatments:
-        pairs = [] if experiment.regression else [pair for pair in experiment.pairs(arm) if pair.finished]
-        for key in ("hosts", "drivers"):
-            both = [(pair.seed, _listed(pair.baseline, key), _listed(pair.treatment, key)) for pair in pairs]
-            differing = [one for one in both if one[1] and one[2] and one[1] != one[2]]
-            if differing:
-                seed, left, right = differing[0]
-                counts = {"num_differing": len(differing), "num_pairs": len(pairs)}
-                yield Code.OTHER_MACHINES(kind=key, arm=arm, **counts, seed=seed, value=right, baseline=left)
         sides = experiment.sides(arm)
         difference = precision_difference(arm, _precision(sides.baselines), _precision(sides.treatments))
         if difference:
             yield difference
 
 
-def _listed(run: RecordedRun, key: str) -> str:
-    values = (run.environment or {}).get(key)
-    return ", ".join(map(str, values)) if isinstance(values, list) else ""
+def code_notes(experiment: Experiment) -> list[Reason]:
+    """Return a note where runs, or attempts of one, are of different code.
+
+    Other code is no ground for INVALID: an edit of a plot changes no number. A reference was made from other
+    code by intention.
+    """
+    runs_of: dict[tuple[str, ...], list[str]] = {}
+    for run in experiment.runs.values():
+        if run.code and not run.thinned:
+            runs_of.setdefault(run.code, []).append(str(run))
+    if len(runs_of) < 2 and all(len(code) == 1 for code in runs_of):
+        return []
+    return [Code.CODE_DIFFERS(versions=[{"code": code, "runs": runs} for code, runs in runs_of.items()])]
 
 
 def _precision(runs: Sequence[RecordedRun]) -> dict[str, str]:

@@ -1,18 +1,18 @@
 """The result of a declared claim: what was claimed, what the runs show of it, what more would show."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from abrun.metric_names import Transform
 from abrun.reasons import Reason
 from abrun.recipe.claims import Unit
+from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
-from abrun.verdict.direction import Detected
+from abrun.stats.series import Array
 
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
     "paired TOST",
-    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
@@ -21,6 +21,38 @@ Test = Literal[
     "exact",
 ]
 Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detected:
+    """A difference of treatment and baseline, on the scale of its claim (of a ratio: its logarithm)."""
+
+    direction: Literal["lower", "higher"]  # of the treatment
+    difference: float  # mean
+    interval: tuple[float, float]  # level 1 - 2 alpha
+    num_agreeing: (
+        int  # pairs that differ in this direction; unpaired: treated runs beyond the baseline's mean
+    )
+    num_compared: int  # pairs, or treated runs
+    paired: bool
+
+
+def detect(
+    baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
+) -> Detected | None:
+    """Return the difference that an interval detects; None where it includes zero."""
+    if not (interval[0] > 0 or interval[1] < 0):
+        return None
+    sign = 1 if interval[0] > 0 else -1
+    apart = treatment - (baseline if paired else baseline.mean())
+    return Detected(
+        direction="higher" if sign > 0 else "lower",
+        difference=difference,
+        interval=interval,
+        num_agreeing=int((sign * apart > 0).sum()),
+        num_compared=len(treatment),
+        paired=paired,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +83,20 @@ class Claim:
     margin_text: str
     alpha: float  # of each one-sided test: 0.05, or this look's level
     alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
-    num_pairs: int
-    seeds: tuple[int, ...]  # of the pairs
+    num_pairs: int = 0
+    seeds: tuple[int, ...] = ()  # of the pairs
     num_runs: tuple[int, int] | None = None  # of both arms, where they are not paired
 
     @property
     def paired(self) -> bool:
         return self.num_runs is None
+
+    def over(self, sides: Sides) -> "Claim":
+        """Return the claim with the pairs, or runs, that it is tested on."""
+        if not sides.paired:
+            return replace(self, num_pairs=0, seeds=(), num_runs=sides.sizes)
+        seeds = tuple(run.name.seed for run in sides.baselines)
+        return replace(self, num_pairs=len(seeds), seeds=seeds, num_runs=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

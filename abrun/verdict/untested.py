@@ -10,10 +10,9 @@ from abrun.recipe.claims import Primary
 from abrun.recipe.faults import ONE_ULP
 from abrun.recorded.experiment import Experiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA
-from abrun.verdict.code import code_untested
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
-from abrun.verdict.machines import INITIAL_WEIGHTS, other_machine
+from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, other_machine
 from abrun.verdict.sensitivity import learning_metrics
 from abrun.verdict.step_one import RAISED_BY_ROUNDING, StepOne, shares_prompts, unreadable
 
@@ -74,7 +73,7 @@ def not_tested(
     unsettled = [one for one in first_steps if one.result == "not tested"]
     reasons = [*experiment.left_out]
     reasons += [_step_one_not_settled(one, has_recipe=experiment.has_recipe) for one in unsettled]
-    reasons += [*_unsaid(runs, sides), *code_untested(experiment)]
+    reasons += [*_unsaid(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
     if step_one_unread:
         reasons.append(Code.STEP_ONE_NOT_READ(why=step_one_unread))
     reasons += _unmeasured_token_error(runs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary
 from abrun.recipe.run import can_change_numbers
-from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, no_shared_step, union
+from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
 from abrun.redaction import in_yaml
 from abrun.stats.series import Array, Steps, shared_steps, window_bounds
 from abrun.verdict.grids import lacking, text_in_windows, unlike_grids
@@ -27,7 +27,6 @@ from abrun.verdict.machines import (
     ENVIRONMENT,
     INITIAL_WEIGHTS,
     OF_THE_MACHINE,
-    OF_THE_STACK,
     STARTED_FROM,
     environment_difference,
     machine_differences,
@@ -44,48 +43,30 @@ def invalid_reasons(
 ) -> list[Reason]:
     """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
 
-    Of the pairs, the first `num_pairs` must have ended. A treatment that failed where its baseline finished
-    is not among the reasons: that is a result (see guards).
+    Of the pairs, the first `num_pairs` must have ended; independent runs may differ in prompts and initial
+    weights. A treatment that failed where its baseline finished is a result (see guards).
     """
-    if not experiment.compare.paired:
-        return _invalid_apart(experiment, arm, primaries)
-    pairs = experiment.pairs(arm)
-    reruns = [run for pair in pairs for run in pair.reruns]
-    runs = [*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns]
-    needed = pairs[:num_pairs]
-    baselines = [run for pair in needed for run in (pair.baseline, *pair.reruns)]
-    finished = [
-        run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
-    ]
+    sides, pairs = experiment.sides(arm), experiment.pairs(arm)
+    runs, baselines = sides.runs, sides.baselines
+    finished, treatments = sides.finished.runs, sides.treatments
+    if sides.paired:
+        needed = pairs[:num_pairs]
+        reruns = [run for pair in pairs for run in pair.reruns]
+        runs = (*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns)
+        baselines = tuple(run for pair in needed for run in (pair.baseline, *pair.reruns))
+        treatments = tuple(pair.treatment for pair in needed)
+        finished = tuple(
+            run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
+        )
     return [
-        *_unpaired(experiment, arm),
-        *_unfinished(baselines, [pair.treatment for pair in needed]),
+        *(_unpaired(experiment, arm) if sides.paired else ()),
+        *_unfinished(baselines, treatments, paired=sides.paired),
         *_mistaken(runs),
         *_copies(runs),
-        *_config_differences(experiment, arm, pairs, reruns),
-        *_environment_differences(experiment, arm, pairs),
+        *_config_differences(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
+        *_environment_differences(experiment, arm, sides),
         *_unlike_metrics(experiment, finished, primaries),
-        *_baseline_not_a_number(experiment, [pair.baseline for pair in needed], primaries),
-    ]
-
-
-def _invalid_apart(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Reason]:
-    """The same of independent arms: prompts and initial weights may differ from run to run."""
-    sides = experiment.sides(arm)
-    finished = sides.finished.runs
-    return [
-        *(
-            Code.UNPAIRED_BASELINE_FAILED(run=str(run), failure=run.failure)
-            for run in sides.baselines
-            if run.status == "failed"
-        ),
-        *_unfinished([], sides.runs),
-        *_mistaken(sides.runs),
-        *_copies(sides.runs),
-        *_config_differences_apart(experiment, arm, sides),
-        *_machine_differences(experiment, sides),
-        *_unlike_metrics(experiment, finished, primaries),
-        *_baseline_not_a_number(experiment, sides.baselines, primaries),
+        *_baseline_not_a_number(experiment, [run for run in baselines if not run.name.rerun], primaries),
     ]
 
 
@@ -100,26 +81,20 @@ def _unlike_metrics(
 
 
 def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
-    """What the arm differs in, dotted key -> [baseline's value, the arm's]: as declared, or else as found."""
+    """Return what the arm differs in, dotted key -> [baseline's value, the arm's], as declared or found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
-    if not experiment.compare.paired:
-        sides = experiment.sides(arm)
-        values = _values_by_arm(sides).items()
-        found = {key: [left[0], right[0]] for key, (left, right) in values if _differs_by_arm(left, right)}
-        if experiment.versions_differ and all(sides.sizes):
-            found |= machine_differences(sides.baselines[0], sides.treatments[0], OF_THE_STACK)
-        return found
-    pairs = experiment.pairs(arm)
+    sides = experiment.sides(arm)
+    if not all(sides.sizes):
+        return {}
+    # Of one run of each independent arm, everything that names the run would differ as well
+    values = _config_values(sides).items() if sides.paired or min(sides.sizes) > 1 else ()
     found = {
-        key: [values[0][0], values[0][1]]
-        for key, values in _config_values(pairs).items()
-        if _kind(values) == "treatment"
+        key: [left[0], right[0]]
+        for key, (left, right) in values
+        if _is_constant(left, right) and left[0] != right[0]
     }
-    if experiment.regression or experiment.versions_differ:
-        for pair in pairs[:1]:
-            found |= machine_differences(pair.baseline, pair.treatment, treated_keys(experiment))
-    return found
+    return found | machine_differences(sides.baselines[0], sides.treatments[0], treated_keys(experiment))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,19 +133,18 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[Reason]:
         yield Code.UNPAIRED_SEEDS(seeds=seeds, arm=without, can_unpair=can_unpair)
 
 
-def _unfinished(baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]) -> Iterator[Reason]:
-    failed: dict[tuple[bool, str], list[RecordedRun]] = {}
+def _unfinished(
+    baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun], *, paired: bool
+) -> Iterator[Reason]:
+    failed: dict[tuple[bool, str], list[str]] = {}
     for run in baselines:
         if run.status == "failed":
-            failed.setdefault((run.name.rerun > 0, run.failure), []).append(run)
+            failed.setdefault((run.name.rerun > 0, run.failure), []).append(str(run))
     for (is_rerun, failure), runs in failed.items():
         # No pair lacks a rerun. But step one may end in a mismatch by the noise floor, and one of those that
         # survived alone is smaller than the declared one.
-        failed_runs = [str(run) for run in runs]
-        if is_rerun:
-            yield Code.RERUN_FAILED(runs=failed_runs, failure=failure)
-        else:
-            yield Code.BASELINE_FAILED(runs=failed_runs, failure=failure)
+        of_baseline = Code.BASELINE_FAILED if paired else Code.UNPAIRED_BASELINE_FAILED
+        yield (Code.RERUN_FAILED if is_rerun else of_baseline)(runs=runs, failure=failure)
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
             yield Code.RUN_UNREADABLE(run=str(run), problem=run.failure, forbidden=run.forbidden)
@@ -220,29 +194,34 @@ def _same_to_float32(values: Array, others: Array) -> bool:
 
 
 def _config_differences(
-    experiment: Experiment, arm: str, pairs: Sequence[Pair], reruns: Sequence[RecordedRun]
+    experiment: Experiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
 ) -> Iterator[Reason]:
-    """Each run's resolved configuration against one baseline's: the declared treatment, and nothing else."""
-    if not pairs:
-        return
+    """Yield where a run's resolved configuration differs by more than the declared treatment.
+
+    Where nothing was declared: keys that follow neither the arm nor the seed, nor name the run.
+    """
     if experiment.treatment_diff is None:
-        yield from _undeclared_differences(pairs)
+        for key, (left, right) in _config_values(sides).items():
+            if _is_mixed(left, right, paired=sides.paired):
+                values = [
+                    (str(run), in_yaml(value)) for run, value in zip(sides.runs, [*left, *right], strict=True)
+                ]
+                groups = [[value] for value in values]
+                if sides.paired:
+                    halves = values[: len(left)], values[len(left) :]
+                    groups = [[*both] for both in zip(*halves, strict=True)]
+                yield Code.CONFIG_MIXED(key=key, values=groups, paired=sides.paired)
         return
-    baselines = [*(pair.baseline for pair in pairs), *reruns]
-    yield from _undeclared_values(experiment, arm, baselines, [pair.treatment for pair in pairs])
-
-
-def _undeclared_values(
-    experiment: Experiment, arm: str, baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun]
-) -> Iterator[Reason]:
-    """Compare each run's configuration with that of the first baseline that has one."""
-    reference = next((run for run in baselines if run.config), baselines[0])
+    baselines = [*sides.baselines, *reruns]
+    reference = next((run for run in baselines if run.config), None)
     declared = {key: values[1] for key, values in differences(experiment, arm).items()}
     if _declares_other_weights(declared):
         declared["initial_weights"] = ...  # follows from such a treatment: any value
+    if reference is None:
+        return
     for run in baselines:
         yield from _differences(run, reference, {})
-    for run in treatments:
+    for run in sides.treatments:
         yield from _differences(run, reference, declared)
 
 
@@ -254,7 +233,7 @@ def _declares_other_weights(declared: Iterable[str]) -> bool:
 
 
 def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[Reason]:
-    if run.status in ("missing", "unreadable") or reference.config is None:
+    if run.status in ("missing", "unreadable"):
         return  # already said: not finished
     if run.config is None:
         yield Code.CONFIG_MISSING(run=str(run))
@@ -279,52 +258,8 @@ def _compared(run: RecordedRun) -> Mapping[str, Any]:
     return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
 
 
-def _undeclared_differences(pairs: Sequence[Pair]) -> Iterator[Reason]:
-    """Where nothing was declared: keys that neither follow the arm, nor the seed, nor name the run."""
-    for key, values in _config_values(pairs).items():
-        if _kind(values) == "mixed":
-            of_runs = [
-                [(str(pair.baseline), in_yaml(a)), (str(pair.treatment), in_yaml(b))]
-                for pair, (a, b) in zip(pairs, values, strict=True)
-            ]
-            yield Code.CONFIG_MIXED(key=key, values=of_runs, paired=True)
-
-
-def _config_values(pairs: Sequence[Pair]) -> dict[str, list[tuple[Any, Any]]]:
-    """Dotted key -> its value in both runs of every pair; nothing where a run's configuration is unknown."""
-    if any(run.config is None for pair in pairs for run in (pair.baseline, pair.treatment)):
-        return {}
-    known = [(_compared(pair.baseline), _compared(pair.treatment)) for pair in pairs]
-    keys = sorted({key for both in known for config in both for key in config})
-    return {key: [(a.get(key), b.get(key)) for a, b in known] for key in keys}
-
-
-def _kind(values: Sequence[tuple[Any, Any]]) -> Literal["same", "seed", "treatment", "run", "mixed"]:
-    """What a configuration key follows, from its values in both runs of every pair."""
-    if all(a == b for a, b in values):
-        return "same" if all(one == values[0] for one in values) else "seed"
-    if all(one == values[0] for one in values):
-        return "treatment"
-    flat = [repr(value) for both in values for value in both]
-    return "run" if len(set(flat)) == len(flat) else "mixed"
-
-
-def _config_differences_apart(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
-    """Declared: each run against one baseline's. Else: keys that neither follow the arm nor name the run."""
-    if experiment.treatment_diff is not None:
-        yield from _undeclared_values(experiment, arm, sides.baselines, sides.treatments)
-        return
-    for key, (left, right) in _values_by_arm(sides).items():
-        texts = [in_yaml(value) for value in (*left, *right)]
-        constant = all(value == left[0] for value in left) and all(value == right[0] for value in right)
-        distinct = all(len({repr(value) for value in of}) == len(of) for of in (left, right))
-        if not (constant or distinct):
-            of_runs = [[(str(run), text)] for run, text in zip(sides.runs, texts, strict=True)]
-            yield Code.CONFIG_MIXED(key=key, values=of_runs, paired=False)
-
-
-def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
+def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Return dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
     left, right = (list(map(_compared, runs)) for runs in (sides.baselines, sides.treatments))
@@ -332,60 +267,57 @@ def _values_by_arm(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
     return {key: ([one.get(key) for one in left], [one.get(key) for one in right]) for key in keys}
 
 
-def _differs_by_arm(left: list[Any], right: list[Any]) -> bool:
-    """Of several runs an arm: of one each, everything that names the run would differ as well."""
-    several = min(len(left), len(right)) > 1
-    constant = all(one == left[0] for one in left) and all(one == right[0] for one in right)
-    return several and constant and left[0] != right[0]
+def _is_constant(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Return whether a key has one value in all runs of each arm."""
+    return all(value == of[0] for of in (left, right) for value in of)
 
 
-def _machine_differences(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
-    """Versions and devices must not differ from run to run, except against a reference."""
-    if experiment.regression or not sides.baselines:
-        return
-    declared = differences(experiment, sides.treatments[0].name.arm) if sides.treatments else {}
-    other_trainer = any(key in OTHER_TRAINER for key in declared)
-    first = sides.baselines[0]
-    treated = treated_keys(experiment)
-    yield from within_arms([sides.baselines, sides.treatments], treated)
-    keys = [key for key in (("devices",) if other_trainer else OF_THE_MACHINE) if key not in treated]
-    for run in sides.runs[1:]:
-        for key in keys:
-            if None not in ((one.environment or {}).get(key) for one in (first, run)):
-                yield from environment_difference(first, run, key)
+def _is_mixed(left: list[Any], right: list[Any], *, paired: bool) -> bool:
+    """Return whether a key follows neither the arm nor the seed, nor names the run."""
+    if _is_constant(left, right) or (paired and left == right):
+        return False
+    samples = [[*left, *right]] if paired else [left, right]
+    return any(len({repr(value) for value in of}) < len(of) for of in samples)
 
 
-def _environment_differences(experiment: Experiment, arm: str, pairs: Sequence[Pair]) -> Iterator[Reason]:
-    """Rule 3. Against a reference, other versions and devices are what is tested; with another trainer as the
-    treatment, other packages belong to it.
+def _environment_differences(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
+    """Yield rule 3: what of the environment differs within pairs, or among independent runs.
+
+    Against a reference, other versions and devices are what is tested; with another trainer as the treatment,
+    other packages belong to it.
     """
     declared, treated = differences(experiment, arm), treated_keys(experiment)
-    keys = [key for key in ENVIRONMENT if key not in treated]
+    keys = [key for key in (ENVIRONMENT if sides.paired else OF_THE_MACHINE) if key not in treated]
     if not experiment.regression:
         if any(key in OTHER_TRAINER for key in declared):
             keys = ["devices"]
-        both = [[pair.baseline for pair in pairs], [pair.treatment for pair in pairs]]
-        yield from within_arms(both, treated)
+        yield from within_arms([sides.baselines, sides.treatments], treated)
     by_treatment = {INITIAL_WEIGHTS} if _declares_other_weights(declared) else set[str]()
     by_treatment |= {STARTED_FROM} if "checkpoint.start_from" in declared else set()
-    for pair in pairs:
-        for run in (pair.treatment, *pair.reruns):
-            for one in (pair.baseline, run):
-                if (
-                    one.status == "finished"
-                    and one.environment is None
-                    and experiment.treatment_diff is not None
-                ):
-                    yield Code.ENVIRONMENT_MISSING(run=str(one))
-            if pair.baseline.environment is None or run.environment is None:
-                continue
-            for key in keys:
-                unsaid = None in (pair.baseline.environment.get(key), run.environment.get(key))
-                if key in by_treatment or (
-                    unsaid and (experiment.treatment_diff is None or key == INITIAL_WEIGHTS)
-                ):
-                    continue  # a framework, or an older version, that does not say: among the not tested
-                yield from environment_difference(pair.baseline, run, key)
+    compared = [(sides.runs[0], run) for run in sides.runs[1:]]
+    if sides.paired:
+        pairs = experiment.pairs(arm)
+        compared = [(pair.baseline, run) for pair in pairs for run in (pair.treatment, *pair.reruns)]
+    is_declared = experiment.treatment_diff is not None and sides.paired
+    for baseline, run in compared:
+        for one in (baseline, run):
+            if is_declared and one.status == "finished" and one.environment is None:
+                yield Code.ENVIRONMENT_MISSING(run=str(one))
+        if baseline.environment is None or run.environment is None:
+            continue
+        for key in keys:
+            unsaid = None in (baseline.environment.get(key), run.environment.get(key))
+            if key in by_treatment or (unsaid and (not is_declared or key == INITIAL_WEIGHTS)):
+                continue  # a framework, or an older version, that does not say: among the not tested
+            yield from environment_difference(baseline, run, key)
+
+
+def _windows(experiment: Experiment, primaries: Sequence[Primary]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
+    for primary in primaries:
+        grid = experiment.steps_of(primary.metric)
+        if len(grid):
+            yield primary.metric, window_bounds(primary.window, grid, primary.metric)
 
 
 def _other_steps(
@@ -400,10 +332,8 @@ def _other_steps(
     if trained_here:
         recorded = [one for one in STEP_ONE if all(len(run.series(one)) for run in finished)]
         windows = dict.fromkeys(recorded[:1])
-    for primary in primaries:
-        grid = experiment.steps_of(primary.metric)
-        if len(grid) and primary.metric not in windows:
-            windows[primary.metric] = window_bounds(primary.window, grid, primary.metric)
+    for metric, bounds in _windows(experiment, primaries):
+        windows.setdefault(metric, bounds)
     for metric, bounds in windows.items():
         yield from unlike_grids(finished, metric, bounds, strict=trained_here)
 
@@ -412,18 +342,14 @@ def _other_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[Reason]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
-    for primary in primaries if experiment.regression else ():
-        grid = experiment.steps_of(primary.metric)
-        if not len(grid):
-            continue
-        first, last = window_bounds(primary.window, grid, primary.metric)
+    for metric, (first, last) in _windows(experiment, primaries if experiment.regression else ()):
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
-            steps = union(run.series(primary.metric).steps for run in finished if run.thinned == thinned)
+            steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
             held[thinned] = steps[(first <= steps) & (steps <= last)]
         if not np.array_equal(held[True], held[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
-                metric=primary.metric,
+                metric=metric,
                 first=first,
                 last=last,
                 num_reference=len(held[True]),
@@ -477,13 +403,9 @@ def _missing(
 def _baseline_not_a_number(
     experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
 ) -> Iterator[Reason]:
-    for primary in primaries:
-        grid = experiment.steps_of(primary.metric)
-        if not len(grid):
-            continue
-        first, last = window_bounds(primary.window, grid, primary.metric)
+    for metric, (first, last) in _windows(experiment, primaries):
         for run in baselines:
-            step = run.first_non_finite(primary.metric, first, last)
+            step = run.first_non_finite(metric, first, last)
             if step is not None:
-                value = run.series(primary.metric).at(step)
-                yield Code.BASELINE_NOT_FINITE(run=str(run), metric=primary.metric, value=value, step=step)
+                value = run.series(metric).at(step)
+                yield Code.BASELINE_NOT_FINITE(run=str(run), metric=metric, value=value, step=step)

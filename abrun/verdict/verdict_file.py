@@ -1,4 +1,4 @@
-"""What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
+"""The content of `verdict.json`: the contract with its readers."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +12,19 @@ from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
-from abrun.verdict.code import code_notes
-from abrun.verdict.decide import EXIT_CODES, ArmVerdict, Look, Verdict, worst
+from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.machines import machine_notes
+from abrun.verdict.machines import code_notes, stack_notes
 from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
 from abrun.verdict.step_one import StepOne
-from abrun.verdict.validity import Coverage
 
 SCHEMA_VERSION = 5
-MOST_IN_BOX = 2  # notes on other code that stand with the reasons, too
 _EVIDENCE = (
     "primaries",
     "descriptions",
@@ -38,25 +35,7 @@ _EVIDENCE = (
     "savings",
 )
 _PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
-_RETIRED = ("by_prompt", "spent")  # in files of this schema version that earlier abruns wrote
-_REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSection:
-    """What belongs to one treatment as a whole."""
-
-    verdict: Verdict
-    reasons: list[Reason]
-    not_tested: list[Reason]
-    num_pairs: int
-    num_planned_pairs: int
-    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
-    treatment_diff: dict[str, list[Any]]
-    coverage: Coverage
-    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
-    looks: list[Look]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +100,6 @@ def verdict_file(
         ),
         *shared,
     ]
-    other_code = list(code_notes(experiment))
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     return VerdictFile(
@@ -136,7 +114,7 @@ def verdict_file(
             *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
-            *other_code[:MOST_IN_BOX],
+            *code_notes(experiment),
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min(arm.num_pairs for arm in arms),
@@ -150,9 +128,8 @@ def verdict_file(
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
-            *other_code,
+            *stack_notes(experiment),
             *experiment.decided,
-            *machine_notes(experiment),
             *_notes_of_runs(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
@@ -248,7 +225,7 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(_without_retired(content))
+        restored = records.with_reasons(content)
         restored["primaries"] = [_parts_of_row(row) for row in restored["primaries"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
@@ -258,14 +235,6 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
-
-
-def _without_retired(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping without evidence of earlier versions; a note without a code of today is its text."""
-    kept = {name: value for name, value in content.items() if name not in _RETIRED}
-    noted = zip(content["note_codes"], content["notes"], strict=True)
-    notes = [records.stored_reason(code, text) for code, text in noted]
-    return kept | {"note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,68 +247,6 @@ class _VerdictAlone:
 def read_verdict(path: Path) -> Verdict:
     """Read the verdict alone, of any schema version. Raises StoreError."""
     return read_as(_VerdictAlone, path).verdict
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
-    from pydantic import TypeAdapter
-
-    schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
-    schema = _with_numbers_of_the_store(schema)
-    _flatten_claims(schema["$defs"])
-    schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
-
-
-def _flatten_claims(records_of: dict[str, Any]) -> None:
-    """Change the schema of a claim's result to that of its row."""
-    result = records_of["PrimaryResult"]
-    for part in _PARTS:
-        properties = records_of.pop(part.capitalize())
-        del result["properties"][part]
-        result["properties"] |= properties["properties"]
-        result["required"] = [*result["required"], *properties.get("required", ())]
-    del result["properties"]["warnings"]
-    result["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-    result["required"].remove("claim")
-
-
-def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
-    for record in (schema, *schema.get("$defs", {}).values()):
-        properties = record.get("properties", {})
-        for name, content in list(properties.items()):
-            if _REASON in repr(content):
-                several = content.get("type") == "array"
-                beside = records.name_of_codes(name, list[Reason] if several else Reason)
-                properties |= {name: _sentences(content), beside: content}
-                if name in record.get("required", ()):
-                    record["required"].append(beside)
-    if "Code" in schema.get("$defs", {}):
-        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
-        schema["$defs"]["Reason"]["required"] = ["code", "values"]
-    return schema
-
-
-def _sentences(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_sentences(entry) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("$ref") == _REASON:
-        return {"type": "string"}
-    return {key: _sentences(entry) for key, entry in schema.items()}
-
-
-def _with_numbers_of_the_store(schema: Any) -> Any:
-    """JSON has no NaN and Inf: the store writes them as text."""
-    if isinstance(schema, list):
-        return [_with_numbers_of_the_store(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("type") == "number":
-        return {"$ref": "#/$defs/Number"}
-    return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
 
 
 def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:

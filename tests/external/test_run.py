@@ -38,7 +38,7 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
-from abrun.verdict.code import code_notes
+from abrun.verdict.machines import code_notes
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, run_to_end
 from tests.snapshot import Snapshot
@@ -170,11 +170,7 @@ def test_the_commit_of_run_folders_is_read(tmp_path: Path, snapshot: Snapshot) -
             writer.finish(1)
     experiment = open_sources([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
     (note,) = code_notes(experiment)
-    assert (note.code, note["baseline_code"], note["code"]) == (
-        Code.ARMS_OF_OTHER_CODE,
-        ["aaaaaaa"],
-        ["bbbbbbb"],
-    )
+    assert [version["code"] for version in note["versions"]] == [["aaaaaaa"], ["bbbbbbb"]]
     snapshot(sentence(note))
 
 

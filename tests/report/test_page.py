@@ -157,11 +157,6 @@ def test_no_markup_is_made_from_strings():
     assert not any(re.search(forbidden, source) for source in sources())
 
 
-def test_the_same_input_gives_the_same_bytes():
-    pages = {render_page(experiment(learning()), verdict([claim()])) for _ in range(2)}
-    assert len(pages) == 1
-
-
 @pytest.mark.parametrize("num_steps", [501, 749, 1000, 10_000, 12_345])
 def test_a_bucket_keeps_its_smallest_and_largest_value_in_their_order(num_steps):
     random = np.random.default_rng(1)
@@ -230,14 +225,6 @@ def test_a_metric_that_is_nan_throughout_has_a_chart_without_values(snapshot):
     render_page(experiment(values), verdict([claim(metric="x")]))
 
 
-def test_a_metric_of_one_arm_only(snapshot):
-    values = learning()
-    values["treatment", 0]["treatment/only"] = np.ones(40)
-    chart = drawn(values, metric="treatment/only", claims=[claim(metric="treatment/only")])
-    assert [one["arm"] for one in chart["arms"]] == [1]
-    snapshot("\n".join(chart["notes"]))
-
-
 def test_a_failed_run_is_drawn_and_is_no_part_of_the_mean(snapshot):
     values = learning()
     values["treatment", 2]["train/reward"] = np.full(17, 5.0)
@@ -286,14 +273,6 @@ def test_memory_is_the_mean_over_seeds_by_phase():
     assert memory.means == [[3, 3, 1], [3, 3, 1]]
     assert memory.held_by == ["logprobs", "logprobs"]
     assert memory_peaks(experiment(learning())) is None
-
-
-def test_claims_come_first_and_every_metric_has_its_chart():
-    page = Page(render_page(experiment(learning(metrics=("a", "train/reward", "z"))), verdict([claim()])))
-    report = page.data("report")
-    assert report["metrics"] == ["train/reward", "a", "z"] and report["num_claimed"] == 1
-    assert [page.data(f"chart-{index}")["metric"] for index in range(3)] == report["metrics"]
-    assert page.data("chart-0")["windows"] == [[33, 40]]
 
 
 NOTHING = {("baseline", 0): {}, ("treatment", 0): {}}

@@ -15,7 +15,8 @@ from abrun.experiment.power import Spread, assumed_spread, claim_power
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measured_spread, plan_report
-from abrun.stats.equivalence import equivalence_test, pairs_needed, power, runs_needed, sd_of_difference
+from abrun.stats.equivalence import equivalence_test
+from abrun.stats.power import freedom_per_run, pairs_needed, power_at, sd_of_difference
 from abrun.stats.sigma_margin import sigma_lower_bound
 from tests.verdict.simulate import RECIPE
 
@@ -29,24 +30,6 @@ def shown(report) -> str:
 
 def claim(**fields) -> Primary:
     return Primary.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
-
-
-@pytest.mark.parametrize(
-    ("margin", "correlation", "powers", "needed"),  # verdict.md's table, in sigmas
-    [
-        (1.0, 0.0, ("5%", "9%", "35%"), 19),
-        (1.0, 0.8, ("37%", "79%", "100%"), 6),
-        (1.5, 0.0, ("15%", "35%", "85%"), 10),
-        (2.0, 0.8, ("91%", "100%", "100%"), 3),
-    ],
-)
-def test_the_design_s_table(margin, correlation, powers, needed):
-    primary = claim(margin=margin, sigma=1.0, correlation=correlation)
-    expected = claim_power(primary, Compare(), assumed_spread(primary, False))
-    assert expected
-    for pairs, text in zip((3, 5, 10), powers, strict=True):
-        assert expected.power(pairs) == pytest.approx(float(text[:-1]) / 100, abs=0.006)
-    assert expected.pairs_needed == needed and expected.pairs_needed_range is None
 
 
 def test_an_earlier_experiment_says_spread_and_correlation(simulated):
@@ -127,7 +110,7 @@ def test_sigmas_of_a_reference_are_planned_by_the_bound_that_the_verdict_takes(t
     primary = claim(margin="1.5 sigma", correlation=0.8)
     expected = claim_power(primary, Compare(reference=str(reference)), assumed_spread(primary, True))
     assert expected and expected.power(5) == pytest.approx(
-        power(1.5 * sigma_lower_bound(1.0, 5), 1.0, 0.8, 5)
+        power_at(1.5 * sigma_lower_bound(1.0, 5), sd_of_difference(1.0, 0.8), 5)
     )
     gone = Compare(reference=str(tmp_path / "none.json"))
     assert claim_power(primary, gone, assumed_spread(primary, True)) is None
@@ -141,7 +124,8 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
         expected = claim_power(told.primary[0], told, assumed_spread(told.primary[0], False, paired=paired))
         assert expected is not None
         assumed.append(expected.pairs_needed)
-    assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), runs_needed(0.1, (0.1, 0.1))]
+    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), freedom=freedom_per_run((0.1, 0.1)))
+    assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), independent]
     rng = np.random.default_rng(0)
     left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
     found = [equivalence_test(a, b, 0.1, paired=False).equivalent for a, b in zip(left, right, strict=True)]

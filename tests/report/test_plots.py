@@ -59,20 +59,6 @@ def test_many_steps_are_drawn_as_means_of_buckets_without_seeds(num_steps, num_l
         assert len(shown) == NUM_BUCKETS and shown[0] == pytest.approx(mean[:2].mean())
 
 
-def test_the_guard_s_limit_and_the_lines_are_both_on_the_axis():
-    """Whatever the range of the lines: 1 + 1e-9 against a limit of 1.05."""
-    metric = "train/token_mult_prob_error"
-    values = {
-        (arm, seed): {metric: 1 + 1e-9 * np.arange(40)}
-        for arm in ("baseline", "treatment")
-        for seed in range(2)
-    }
-    made = plots.overview(experiment(values), 1.05)
-    assert made is not None
-    low, high = made.axes[0].get_ylim()
-    assert low < 1 < 1.05 < high and set(labels(made.axes[0])) == {"baseline", "treatment"}
-
-
 def test_claims_stand_on_one_scale_of_margins():
     of = experiment(learning())
     claims = [
@@ -89,10 +75,6 @@ def test_claims_stand_on_one_scale_of_margins():
     assert plots.forest(of, claims[:1]) is None
 
 
-PHASES = (
-    *("generation", "logprobs", "values", "value_forward_backward", "value_optimizer"),
-    *("forward_backward", "optimizer", "weight_sync", "reference_logprobs"),
-)
 ARMS = ("no-right-shift", "bfloat16-value-head", "vllm-batch-invariant", "packed.layers_" * 7, "a" * 100)
 
 
@@ -113,19 +95,16 @@ def misplaced(made: Figure) -> list[tuple[str, ...]]:
     ]
 
 
-@pytest.mark.parametrize(("num_arms", "num_phases"), [(2, 3), (2, 9), (3, 9), (6, 3), (6, 9)])
-def test_no_text_hides_another_or_leaves_its_figure(num_arms, num_phases):
+@pytest.mark.parametrize("num_arms", [2, 6])
+def test_no_text_hides_another_or_leaves_its_figure(num_arms):
     arms = ("baseline", *ARMS[: num_arms - 1])
-    metrics = ("train/" + "response_length_" * 5, "train/reward", "train/token_mult_prob_error")
+    metrics = ("train/" + "response_length_" * 5, "train/reward")
     values = learning(num_steps=12, metrics=metrics, arms=arms)
-    for run in values.values():
-        for place, phase in enumerate(PHASES[:num_phases]):
-            run[f"memory/{phase}/peak_allocated_bytes"] = np.full(12, (7.97 - 0.3 * place) * 2**30)
     of = experiment(values, arms=arms, name="e" * 100)
     wide = {"steps": (9, 12), "margin_text": f"±10 % of {'baseline ' * 3}", "interval": (-0.4, 0.1)}
-    claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics[:2] for arm in arms[1:]]
+    claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics for arm in arms[1:]]
     with style():
         of_metric = plots.metric_figure(of, metrics[0], claims[: len(arms) - 1])
-        for made in (plots.overview(of, 1.05), plots.forest(of, claims), of_metric):
+        for made in (plots.forest(of, claims), of_metric):
             assert made is not None
             assert not misplaced(made)

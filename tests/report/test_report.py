@@ -1,7 +1,6 @@
 """Files and terminal: complete, readable, and the same bytes for the same runs."""
 
 import hashlib
-import json
 import subprocess
 import sys
 
@@ -58,25 +57,6 @@ def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
 
 
-def test_verdict_json_holds_what_the_architecture_names(simulated, judged):
-    experiment_dir = simulated()
-    judged(experiment_dir)
-    content = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert content["schema_version"] == 5
-    assert (content["experiment"], content["verdict"], content["num_pairs"]) == ("simulated", "MATCH", 5)
-    assert content["post_hoc"] is False and content["exit_code"] == 0
-    wanted = "arm,metric,window,transform,margin,num_pairs,baseline_mean,baseline_sd,mean_difference,ci90"
-    wanted += ",certified_bound,p_tost,p_difference,pair_correlation,result"
-    assert set(wanted.split(",")) <= content["primaries"][0].keys()
-    low, high = content["primaries"][0]["ci90"]
-    assert content["primaries"][0]["certified_bound"] == max(abs(low), abs(high))
-    for key in ("guards", "step_one", "divergence", "savings"):
-        assert content[key] and all(entry["arm"] == "treatment" for entry in content[key])
-    section = content["arms"]["treatment"]
-    assert section["treatment_diff"] == {"policy.logprobs.impl": ["logits", "chunked"]}
-    assert section["coverage"] == {"shared_steps": 40, "all_steps": 40}
-
-
 def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
     experiment_dir = simulated(compare=TWO_CLAIMS, noise=0.05)
     judged(experiment_dir, formats=("markdown", "png"))
@@ -87,7 +67,6 @@ def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
         "![claims](claims.png)",
         "![train-reward](train-reward.png)",
         "![train-grad_norm](train-grad_norm.png)",
-        "![overview](overview.png)",
     ]
 
 
@@ -109,13 +88,6 @@ def test_brackets_in_messages_are_no_markup(simulated, judged):
     assert "[red]index [/] out of range" in shown(judged(experiment_dir), width=400)
 
 
-@pytest.mark.parametrize("scenario", [{"shift": 0.04}, {"noise": 0.05}, {}])
-def test_words_promise_no_more_than_was_tested(simulated, judged, scenario):
-    comparison = judged(simulated(**scenario))
-    text = (shown(comparison) + json.dumps(comparison.as_json())).lower()
-    assert "identical" not in text and "no regression" not in text and "same" not in text
-
-
 def test_only_asked_formats_are_written(simulated, judged):
     comparison = judged(simulated(), formats=("json",))
     assert [path.name for path in comparison.files] == ["verdict.json"]
@@ -124,11 +96,11 @@ def test_only_asked_formats_are_written(simulated, judged):
 
 
 def test_slugs_never_collide():
-    assert list(slugs(["train/reward", "train-reward", "a b/c", "overview", "../../x"])) == [
+    assert list(slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
         "train-reward",
         "train-reward-2",
         "a-b-c",
-        "overview-2",
+        "claims-2",
         "x",
     ]
 

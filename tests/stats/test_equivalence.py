@@ -11,18 +11,14 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, ttost_paired
 
 from abrun.messages.numbers import bound_text
-from abrun.stats.equivalence import (
-    equivalence_test,
-    holm,
-    mean_and_sd,
+from abrun.stats.equivalence import equivalence_test, holm, mean_and_sd, t_interval
+from abrun.stats.power import (
+    freedom_per_run,
     pairs_needed,
     pairs_needed_range,
-    power,
     power_at,
-    runs_needed,
     sd_interval,
     sd_of_difference,
-    t_interval,
 )
 from abrun.verdict.skewness import DIFFERENCES, far_off, skew_warning, skewness
 
@@ -117,9 +113,10 @@ TABLE = [
 
 @pytest.mark.parametrize(("margin", "correlation", "powers", "needed"), TABLE)
 def test_power_is_that_of_the_design_table(margin, correlation, powers, needed):
+    sd = sd_of_difference(1.0, correlation)
     for num_pairs, expected in zip((3, 5, 10), powers, strict=True):
-        assert power(margin, 1.0, correlation, num_pairs) == pytest.approx(expected, abs=0.01)
-    assert pairs_needed(margin, sd_of_difference(1.0, correlation)) == needed
+        assert power_at(margin, sd, num_pairs) == pytest.approx(expected, abs=0.01)
+    assert pairs_needed(margin, sd) == needed
 
 
 @pytest.mark.parametrize(
@@ -252,7 +249,8 @@ def test_unpaired_arms_without_spread_are_decided_by_value():
 
 
 def test_runs_needed_is_what_simulation_finds():
-    needed = runs_needed(1.0, (0.4, 0.8))
+    sd, freedom = np.hypot(0.4, 0.8), freedom_per_run((0.4, 0.8))
+    needed = pairs_needed(1.0, sd, freedom=freedom)
     assert needed is not None
     rng = np.random.default_rng(5)
 
@@ -263,7 +261,7 @@ def test_runs_needed_is_what_simulation_finds():
         )
 
     assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
-    assert runs_needed(1.0, (0.4, 0.8), true_difference=1.0) is None
+    assert pairs_needed(1.0, sd, true_difference=1.0, freedom=freedom) is None
 
 
 def test_no_skewness_is_impossible_among_normal_samples():

@@ -1,12 +1,13 @@
 """Runs of other code than their siblings are named in the verdict and its notes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.reasons import Code
 from tests.verdict.simulate import write
 
 OLD = {"sha": "a" * 40, "dirty": False, "diff": None}
@@ -26,45 +27,44 @@ def launched(directory: Path, *gits: dict[str, Any]) -> None:
         write(directory / f"attempts/{number:04}.json", attempt)
 
 
-def all_launched(experiment_dir: Path, git: dict[str, Any], arm: str = "*") -> None:
-    for path in experiment_dir.glob(f"{arm}/*/config.json"):
+def all_launched(experiment_dir: Path, git: dict[str, Any]) -> None:
+    for path in experiment_dir.glob("*/*/config.json"):
         launched(path.parent, git)
 
 
-OF_CODE = {Code.CODE_CHANGED, Code.ARMS_OF_OTHER_CODE, Code.RUNS_OF_OTHER_CODE}
+NEWER = "aaaaaaa with git-527da590.diff"
 
 
-def code_notes(comparison: Any) -> list[Reason]:
-    content = comparison.content
-    notes = [note for note in content.notes if note.code in OF_CODE]
-    assert all(note in content.reasons for note in notes)
-    assert bool(notes) == (Code.OTHER_CODE in [reason.code for reason in content.not_tested])
-    return notes
-
-
-def test_a_seed_of_other_code_is_named_with_its_diff(simulated, judged, snapshot) -> None:
-    experiment_dir = simulated()
-    all_launched(experiment_dir, OLD)
+def of_one_seed(experiment_dir: Path) -> None:
     launched(experiment_dir / "treatment/seed-2", NEW)
-    comparison = judged(experiment_dir)
-    other = Code.RUNS_OF_OTHER_CODE(
-        runs=["treatment/seed-2"], code="aaaaaaa with git-527da590.diff", usual_code="aaaaaaa"
-    )
-    assert comparison.verdict == "MATCH" and code_notes(comparison) == [other]
-    snapshot(sentence(other))
-    report = (experiment_dir / "report/report.md").read_text()
-    assert "git-527da590.diff" in report and "code aaaaaaa" in report
 
 
-def test_attempts_of_one_run_by_several_versions(simulated, judged, snapshot) -> None:
-    experiment_dir = simulated()
-    all_launched(experiment_dir, OLD)
+def of_attempts(experiment_dir: Path) -> None:
     for arm in ("baseline", "treatment"):
         launched(experiment_dir / arm / "seed-1", OLD, NEW)
-    (note,) = code_notes(judged(experiment_dir))
-    assert note.code is Code.CODE_CHANGED and note["runs"] == ["baseline/seed-1", "treatment/seed-1"]
-    assert note["versions"] == ["aaaaaaa", "aaaaaaa with git-527da590.diff"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "runs"),
+    [
+        (of_one_seed, [NEWER], ["treatment/seed-2"]),
+        (of_attempts, ["aaaaaaa", NEWER], ["baseline/seed-1", "treatment/seed-1"]),
+    ],
+)
+def test_runs_of_other_code_are_named(
+    simulated, judged, snapshot, change: Callable[[Path], None], code: list[str], runs: list[str]
+) -> None:
+    experiment_dir = simulated()
+    all_launched(experiment_dir, OLD)
+    change(experiment_dir)
+    comparison = judged(experiment_dir)
+    content = comparison.content
+    (note,) = (note for note in content.notes if note.code is Code.CODE_DIFFERS)
+    assert note in content.reasons and comparison.verdict == "MATCH"
+    assert Code.OTHER_CODE in [reason.code for reason in content.not_tested]
+    assert note["versions"][1] == {"code": code, "runs": runs}
     snapshot(sentence(note))
+    assert "git-527da590.diff" in (experiment_dir / "report/report.md").read_text()
 
 
 @pytest.mark.parametrize("git", [OLD, None])
@@ -72,8 +72,10 @@ def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
     experiment_dir = simulated()
     if git:
         all_launched(experiment_dir, git)
-    comparison = judged(experiment_dir)
-    assert code_notes(comparison) == []
-    assert [one.environment.get("code") for one in comparison.content.environments] == [
-        ["aaaaaaa"] if git else None
-    ] * len(comparison.content.environments)
+    content = judged(experiment_dir).content
+    assert not {Code.CODE_DIFFERS, Code.OTHER_CODE} & {
+        one.code for one in (*content.notes, *content.not_tested)
+    }
+    assert {repr(one.environment.get("code")) for one in content.environments} == {
+        repr(["aaaaaaa"] if git else None)
+    }

@@ -7,6 +7,7 @@ import pytest
 
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Primary
 from abrun.verdict.sensitivity import climb_bound
 from tests.reasons import only
 from tests.verdict.simulate import edit_rows, fail
@@ -31,6 +32,10 @@ def no_advantages(directory):
 
 def no_gradient(directory):
     everywhere(directory, lambda row: row.update({"train/grad_norm": 0.0}))
+
+
+def gradients_that_are_no_numbers(directory):
+    everywhere(directory, lambda row: row.update({"train/grad_norm": "NaN", "train/loss": "NaN"}))
 
 
 def no_learning_rate(directory):
@@ -110,6 +115,7 @@ def unfinished(directory):
         (no_signal, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/signal_share"}),
         (no_advantages, "INCONCLUSIVE", Code.ADVANTAGES_ZERO, {}),
         (no_gradient, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/grad_norm"}),
+        (gradients_that_are_no_numbers, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"finite": False}),
         (no_learning_rate, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/lr"}),
         (constant, "INCONCLUSIVE", Code.NEVER_MOVED, {"value": 0.25}),
         (saturated, "INCONCLUSIVE", Code.CLIMB_NOT_SHOWN, {"margin": 0.02}),
@@ -146,6 +152,67 @@ def test_an_empty_experiment_is_no_match(simulated, judged, snapshot, empty, ver
     reason = only([problem for problem in problems if isinstance(problem, Reason)], code)
     assert {name: reason[name] for name in values} == values
     snapshot(sentence(reason))
+
+
+def no_gradient_of_the_treatment(directory):
+    everywhere(directory, lambda row: row.update({"train/grad_norm": 0.0}), ["treatment"])
+
+
+def baselines_under_other_seeds(directory):
+    for seed in range(3):
+        rows = (directory / f"baseline/seed-{seed}/metrics.jsonl").read_text()
+        treated = directory / f"treatment/seed-{(seed + 1) % 3}"
+        (treated / "metrics.jsonl").write_text(rows)
+        edit_rows(treated, lambda row: row.update({STEP_TIME: 1.0 + row["step"] / 100}))
+
+
+@pytest.mark.parametrize(
+    ("empty", "code", "values"),
+    [
+        (no_gradient_of_the_treatment, Code.NOTHING_LEARNED, {"arm": "treatment", "finite": True}),
+        (
+            baselines_under_other_seeds,
+            Code.ONE_RUN_AS_TWO_SEEDS,
+            {"run": "treatment/seed-1", "other": "baseline/seed-0"},
+        ),
+    ],
+)
+def test_an_empty_treatment_is_no_match_without_step_one(simulated, judged, empty, code, values):
+    compare = {"primary": [{"metric": "train/reward", "margin": 0.02}], "step_one": False}
+    experiment_dir = simulated(seeds=[0, 1, 2], controls={"aa_reruns": 0}, compare=compare)
+    empty(experiment_dir)
+    content = judged(experiment_dir, formats=("json",)).content
+    problem = content.primaries[0].problem
+    assert (content.verdict, content.primaries[0].result) == ("INCONCLUSIVE", "not tested")
+    assert problem.code is code and {name: problem[name] for name in values} == values
+
+
+def test_runs_that_learned_nothing_propose_no_claim(simulated, judged, snapshot):
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0}, compare={"primary": []})
+    nothing = {"train/reward": 0.0, "train/grad_norm": 0.0, "train/loss": 0.0}
+    everywhere(experiment_dir, lambda row: row.update(nothing))
+    (step,) = judged(experiment_dir, formats=("json",)).next_steps
+    snapshot(step.text)
+    assert "--set steps=80" in step.command
+
+
+def still_memory(row):
+    row["memory/logprobs/peak_allocated_bytes"] = 2**30
+
+
+def to_the_ceiling(row):
+    row["train/reward"] = min(1.2 * row["train/reward"], 1.0) if row["step"] < 30 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [(still_memory, "memory/logprobs/peak_allocated_bytes"), (to_the_ceiling, "train/reward")],
+)
+def test_memory_and_a_reward_at_its_ceiling_need_not_move(simulated, judged, change, metric):
+    experiment_dir = simulated(controls={"aa_reruns": 0})
+    everywhere(experiment_dir, change)
+    claims = [Primary(metric=metric, margin=0.05)]
+    assert judged(experiment_dir, primaries=claims, formats=("json",)).verdict == "MATCH"
 
 
 def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):

@@ -15,7 +15,8 @@ from scipy.stats import binom
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.runs.layout import RunName
-from abrun.stats.equivalence import equivalence_test, power
+from abrun.stats.equivalence import equivalence_test
+from abrun.stats.power import power_at, sd_of_difference
 from abrun.stats.series import Series
 from abrun.stats.sigma_margin import Law, sigma_power
 from abrun.verdict.decide import judge
@@ -110,7 +111,7 @@ CELLS = [
 @pytest.mark.parametrize(("num_pairs", "margin", "rho", "cell"), CELLS)
 def test_equal_arms_match_as_often_as_the_table_says_and_are_no_mismatch(num_pairs, margin, rho, cell):
     rates = verdicts(num_pairs, rho, 0.0, margin)
-    assert rates["MATCH"] == near(power(margin, 1.0, rho, num_pairs))
+    assert rates["MATCH"] == near(power_at(margin, sd_of_difference(1.0, rho), num_pairs))
     assert rates["MATCH"] == pytest.approx(cell, abs=0.05)
     assert rates["MISMATCH"] <= at_most(0.05)
     assert rates["INVALID"] == 0

@@ -1,6 +1,7 @@
 """Step one, divergence, and the error rates of the equivalence claim on experiments with a known truth."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
 from abrun.report.evidence import evidence
+from abrun.stats.power import power_at
 from abrun.verdict.claims import with_holm, with_statistics
 from abrun.verdict.decide import decide
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import Claim, PrimaryResult
-from abrun.verdict.step_one import factor_of_maxima
+from abrun.verdict.step_one import StepOne, factor_of_maxima
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
 
@@ -322,6 +324,22 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
 # --- T3: error rates over simulated experiments ---
 
 EXPERIMENTS = 400
+STEP_ONE = StepOne(
+    arm="treatment",
+    metric="train/reward",
+    step=1,
+    seed=0,
+    num_pairs=6,
+    baseline=1.0,
+    treatment=1.0,
+    deviation=0.0,
+    scale=1.0,
+    scale_from="its size",
+    tolerance=1e-4,
+    tolerance_from="recipe",
+    aa_deviation=None,
+    result="pass",
+)
 
 
 def claim(name="train/reward", margin=1.0):
@@ -345,7 +363,7 @@ def claim(name="train/reward", margin=1.0):
     return PrimaryResult(arm="treatment", claim=tested)
 
 
-def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
+def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
     """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
     rng = np.random.default_rng(seed)
     reason = Code.FINITE(clean=[], broken=[], paired=True)
@@ -356,33 +374,9 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11):
         for number in range(num_claims):
             baseline = rng.normal(5, 2, num_pairs)
             treatment = baseline + rng.normal(shift, sd, num_pairs)
-            results.append(with_statistics(claim(f"m{number}"), baseline, treatment))
+            results.append(with_statistics(claim(f"m{number}", margin), baseline, treatment))
         found.append(decide([], [STEP_ONE], [passing], with_holm(results))[0])
     return {verdict: found.count(verdict) for verdict in ("MATCH", "MISMATCH", "INCONCLUSIVE")}
-
-
-def make_step_one():
-    from abrun.verdict.step_one import StepOne
-
-    return StepOne(
-        arm="treatment",
-        metric="train/reward",
-        step=1,
-        seed=0,
-        num_pairs=6,
-        baseline=1.0,
-        treatment=1.0,
-        deviation=0.0,
-        scale=1.0,
-        scale_from="its size",
-        tolerance=1e-4,
-        tolerance_from="recipe",
-        aa_deviation=None,
-        result="pass",
-    )
-
-
-STEP_ONE = make_step_one()
 
 
 def rare(rate=0.05):
@@ -391,18 +385,17 @@ def rare(rate=0.05):
 
 
 def test_equal_arms_match_as_often_as_the_power_says():
-    from abrun.stats.equivalence import power_at
-
     counts = verdicts(0.0)
     expected = power_at(1.0, 0.7, 6)
     assert counts["MATCH"] / EXPERIMENTS == pytest.approx(expected, abs=4 * np.sqrt(0.25 / EXPERIMENTS))
     assert counts["MISMATCH"] <= rare(0.01)  # needs p < alpha and a mean beyond the margin
 
 
-@pytest.mark.parametrize("shift", [1.0, -1.0])
 @pytest.mark.parametrize("num_pairs", [2, 3, 6, 15])
-def test_arms_that_differ_by_the_margin_match_at_most_as_often_as_alpha(shift, num_pairs):
+@pytest.mark.parametrize("shift", [1.0, -1.0])
+def test_a_difference_of_the_margin_is_called_either_way_at_most_as_often_as_alpha(shift, num_pairs):
     assert verdicts(shift, sd=0.3, num_pairs=num_pairs)["MATCH"] <= rare()
+    assert verdicts(shift, sd=0.7, num_pairs=num_pairs)["MISMATCH"] <= rare()
 
 
 def test_arms_that_differ_by_twice_the_margin_are_called_different():
@@ -411,46 +404,15 @@ def test_arms_that_differ_by_twice_the_margin_are_called_different():
     assert counts["MISMATCH"] > 0.85 * EXPERIMENTS  # of the margin exceeded, not only of a difference
 
 
-@pytest.mark.parametrize(("shift", "num_pairs"), [(0.9, 3), (1.0, 3), (1.0, 6), (-1.0, 15)])
-def test_a_difference_up_to_the_margin_is_called_a_mismatch_at_most_as_often_as_alpha(shift, num_pairs):
-    assert verdicts(shift, sd=0.7, num_pairs=num_pairs)["MISMATCH"] <= rare()
-
-
 def test_many_claims_do_not_make_false_mismatches():
     # A tiny margin leaves only the test of difference: without Holm 23 % of these would be mismatches.
-    rng = np.random.default_rng(5)
-    wrong = 0
-    for _ in range(EXPERIMENTS):
-        results = []
-        for number in range(5):
-            baseline = rng.normal(0, 1, 6)
-            treatment = baseline + rng.normal(0, 1, 6)
-            results.append(with_statistics(claim(f"m{number}", margin=1e-9), baseline, treatment))
-        wrong += any(result.result == "different" for result in with_holm(results))
-    assert wrong <= rare()
-
-
-def test_one_wrong_claim_of_three_prevents_the_match():
-    rng = np.random.default_rng(6)
-    matches = 0
-    for _ in range(EXPERIMENTS):
-        shifts = (0.0, 0.0, 1.0)
-        results = []
-        for number, shift in enumerate(shifts):
-            baseline = rng.normal(0, 1, 10)
-            results.append(
-                with_statistics(claim(f"m{number}"), baseline, baseline + rng.normal(shift, 0.3, 10))
-            )
-        matches += decide([], [STEP_ONE], [], with_holm(results))[0] == "MATCH"
-    assert matches <= rare()
+    assert verdicts(0.0, num_claims=5, sd=1.0, seed=5, margin=1e-9)["MISMATCH"] <= rare()
 
 
 def test_holm_counts_every_tested_claim():
     def tested(name, p):
         differences = np.array([1.0, 2.0, 3.0, 2.5])
         result = with_statistics(claim(name), np.zeros(4), differences)
-        from dataclasses import replace
-
         return replace(result, estimate=replace(result.estimate, p_difference=p, p_beyond=p))
 
     results = with_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])

@@ -50,8 +50,9 @@ def rows(
         yield {"step": step.format(100 * at), "reward": text, "loss": f"{1.5 - reward:.5f}"}
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("step", ["{:,}", "{}/6000", "{:.1f}", "{:.3f}"])
+@pytest.mark.parametrize(
+    ("kind", "step"), [("csv", "{:,}"), ("jsonl", "{:,}"), ("csv", "{}/6000"), ("jsonl", "{:.3f}")]
+)
 def test_a_collapse_behind_steps_of_text_is_seen(tmp_path: Path, kind: str, step: str) -> None:
     sources = write_arms(tmp_path, lambda arm, seed: list(rows(arm, seed, step=step)), kind)
     found = described(sources, tmp_path / "out", CLAIM)
@@ -60,10 +61,15 @@ def test_a_collapse_behind_steps_of_text_is_seen(tmp_path: Path, kind: str, step
     assert claim.estimate.mean_difference == pytest.approx(-COLLAPSED, abs=0.02)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("value", ["{:.2%}", "{:.3f} r", "diverged"])
-@pytest.mark.parametrize("from_step", [30, 55])
-@pytest.mark.parametrize("collapses", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "value", "from_step", "collapses"),
+    [
+        ("csv", "{:.2%}", 30, True),
+        ("jsonl", "{:.3f} r", 55, False),
+        ("csv", "diverged", 55, True),
+        ("jsonl", "diverged", 30, False),
+    ],
+)
 def test_values_left_out_of_the_window_in_every_run_are_invalid(
     tmp_path: Path, kind: str, value: str, from_step: int, collapses: bool
 ) -> None:

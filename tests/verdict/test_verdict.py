@@ -1,7 +1,5 @@
 """Experiments with a known truth on disk: the verdict, and that the reason is the right one."""
 
-import json
-
 import pytest
 
 from abrun.messages import sentence
@@ -20,27 +18,6 @@ REWARD = Primary(metric="train/reward", margin=0.02)
 # --- MATCH ---
 
 
-def test_bit_identical_arms_may_be_a_treatment_that_was_not_applied(simulated, judged):
-    experiment_dir = simulated()
-    copy_baseline(experiment_dir)
-    for seed in range(5):
-        directory = experiment_dir / f"treatment/seed-{seed}"
-        edit_rows(directory, lambda row: row.update({STEP_TIME: 0.1 * row["step"]}))
-    comparison = judged(experiment_dir)
-    primary = comparison.arms[0].primaries[0]
-    assert comparison.verdict == "INCONCLUSIVE"
-    assert comparison.content.reasons[0]["problem"] == Code.ARMS_IDENTICAL()
-    assert (primary.estimate.certified_bound, primary.estimate.p_difference) == (0.0, 1.0)
-    assert primary.power.pairs_needed == 2
-    assert all(one.ratio == 0.0 for one in comparison.arms[0].divergence if one.noise_floor == "measured")
-
-
-def copy_baseline(experiment_dir):
-    for seed in range(5):
-        source = experiment_dir / f"baseline/seed-{seed}/metrics.jsonl"
-        (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_bytes(source.read_bytes())
-
-
 def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
     comparison = judged(simulated(shift=0.01, noise=0.001))
     primary = comparison.arms[0].primaries[0]
@@ -51,25 +28,6 @@ def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, j
 # --- MISMATCH ---
 
 
-def test_a_shift_at_the_margin_never_matches(simulated, judged):
-    assert judged(simulated(shift=0.02)).verdict in ("MISMATCH", "INCONCLUSIVE")
-
-
-def test_a_new_nan_is_a_mismatch(simulated, judged):
-    experiment_dir = simulated()
-
-    def late(row):
-        if row["step"] >= 37:
-            row["train/reward"] = "NaN"
-
-    edit_rows(experiment_dir / "treatment/seed-1", late)
-    comparison = judged(experiment_dir)
-    assert comparison.verdict == "MISMATCH"
-    broken = reason_of(comparison, Code.NOT_FINITE)
-    assert (broken["metric"], broken["run"], broken["step"]) == ("train/reward", "treatment/seed-1", 37)
-    assert comparison.arms[0].primaries[0].claim.seeds == (0, 2, 3, 4)
-
-
 def test_a_treatment_that_crashes_before_its_first_step_is_a_mismatch(simulated, judged):
     experiment_dir = simulated()
     for seed in range(5):
@@ -78,9 +36,6 @@ def test_a_treatment_that_crashes_before_its_first_step_is_a_mismatch(simulated,
     comparison = judged(experiment_dir, formats=("json", "markdown", "png"))
     assert comparison.verdict == "MISMATCH"
     assert reason_of(comparison, Code.RUN_FAILED)["num_more"] == 4
-
-
-# --- INCONCLUSIVE ---
 
 
 # --- INVALID ---
@@ -105,10 +60,14 @@ def test_a_seed_without_its_pair(simulated, judged):
     invalid(judged(experiment_dir), Code.UNPAIRED_SEEDS, seeds=[4], arm="treatment")
 
 
-def test_a_run_without_its_configuration(simulated, judged):
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [("config.json", Code.CONFIG_MISSING), ("environment.json", Code.ENVIRONMENT_MISSING)],
+)
+def test_a_run_that_does_not_say_what_it_was(simulated, judged, file, code):
     experiment_dir = simulated()
-    (experiment_dir / "treatment/seed-2/config.json").unlink()
-    invalid(judged(experiment_dir), Code.CONFIG_MISSING, run="treatment/seed-2")
+    (experiment_dir / f"treatment/seed-2/{file}").unlink()
+    invalid(judged(experiment_dir), code, run="treatment/seed-2")
 
 
 @pytest.mark.parametrize(
@@ -128,13 +87,6 @@ def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judg
         invalid(comparison, cost, runs=[run], failure=f"exit code 1: {OUT_OF_MEMORY}")
         snapshot(sentence(reason_of(comparison, cost)))
     assert codes_of(comparison) == costs
-
-
-def test_invalid_comes_before_mismatch(simulated, judged):
-    experiment_dir = simulated(shift=0.04)
-    fail(experiment_dir / "baseline/seed-1", after_steps=5)
-    fail(experiment_dir / "treatment/seed-2", after_steps=5)
-    invalid(judged(experiment_dir))
 
 
 def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
@@ -167,31 +119,8 @@ def test_a_torn_last_line_of_a_finished_run_is_damage_and_a_missing_one_shortens
     assert comparison.arms[0].coverage == Coverage(shared_steps=39, all_steps=40)
 
 
-def test_a_treatment_that_was_not_applied(simulated, judged):
-    experiment_dir = simulated()
-    baseline = experiment_dir / "baseline/seed-1/config.json"
-    treatment = experiment_dir / "treatment/seed-1/config.json"
-    edit(treatment, lambda content: content.update(config=read_config(baseline)))
-    expected = {"key": "policy.logprobs.impl", "value": "logits", "declared": "chunked"}
-    invalid(judged(experiment_dir), Code.CONFIG_NOT_AS_DECLARED, run="treatment/seed-1", **expected)
-
-
-def read_config(path):
-    return json.loads(path.read_text())["config"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"versions": {"torch": "2.12.0", "transformers": "5.5.3"}},
-        {"devices": ["NVIDIA H100"]},
-        {"prompts_sha256": "f" * 64},
-        {"python": "3.12.1"},
-        {"initial_weights_hash": "f" * 16},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_environment(simulated, judged, change, snapshot):
+@pytest.mark.parametrize("change", [{"devices": ["NVIDIA H100"]}, {"python": "3.12.1"}], ids=str)
+def test_another_machine(simulated, judged, change, snapshot):
     experiment_dir = simulated()
     edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
     comparison = judged(experiment_dir)
@@ -232,12 +161,6 @@ def test_another_model_has_other_initial_weights(simulated, judged):
         assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 
-def test_an_unknown_environment(simulated, judged):
-    experiment_dir = simulated()
-    (experiment_dir / "treatment/seed-2/environment.json").unlink()
-    invalid(judged(experiment_dir), Code.ENVIRONMENT_MISSING, run="treatment/seed-2")
-
-
 def test_a_metric_missing_at_one_step(simulated, judged):
     experiment_dir = simulated()
     edit_rows(
@@ -246,17 +169,6 @@ def test_a_metric_missing_at_one_step(simulated, judged):
     )
     missing = {"metric": "train/token_mult_prob_error", "role": "guard", "step": 9}
     invalid(judged(experiment_dir), Code.METRIC_MISSING, **missing)
-
-
-def test_a_claim_on_a_metric_nobody_recorded(simulated, judged, snapshot):
-    claim = {"metric": "validation/accuracy", "margin": 0.1}
-    comparison = judged(simulated(compare={"primary": [claim]}, validation={"every": 40}))
-    invalid(comparison, Code.METRIC_MISSING, metric="validation/accuracy", role="primary", run=None)
-    assert len(comparison.content.reasons) == 1
-    other, again = comparison.next_steps
-    snapshot(other.text)
-    assert '"primary": [{"metric": "train/reward", "margin": 0.05}]' in other.command
-    assert again.command.endswith(" --dry-run")
 
 
 def test_nothing_to_check_at_step_one(simulated, judged):
@@ -284,11 +196,6 @@ def test_worst_is_ordered_as_the_exit_codes():
 
 
 # --- claims made by hand ---
-
-
-def test_declared_claims_given_again_are_not_post_hoc(simulated, judged):
-    again = Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")
-    assert not judged(simulated(), primaries=[again]).content.post_hoc
 
 
 def test_in_another_order_they_are_the_same_claims(simulated, judged):

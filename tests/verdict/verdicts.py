@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from abrun.verdict.decide import ArmSection
 from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
 from abrun.verdict.validity import Coverage
-from abrun.verdict.verdict_file import SCHEMA_VERSION, ArmSection, VerdictFile
+from abrun.verdict.verdict_file import SCHEMA_VERSION, VerdictFile
 
 CLAIM = PrimaryResult(
     arm="treatment",

@@ -558,8 +558,6 @@ function finalWeights() {
         ["pairs equal bit for bit"],
         ["distance / baseline's norm (from a sketch, within 8 %)", "right"],
         ["A/A", "right"],
-        ["of the tensor farthest apart", "right"],
-        ["tensor"],
         ["seed", "right"],
       ]),
       list.map((one) => [
@@ -567,8 +565,6 @@ function finalWeights() {
         `${one.num_equal} of ${one.num_pairs}`,
         number(one.relative_difference, 2),
         number(one.aa_relative_difference, 2),
-        number(one.tensor_relative_difference, 2),
-        one.tensor === null ? "" : el("span", { class: "name" }, one.tensor),
         one.seed === null ? "" : String(one.seed),
       ]),
     ),
