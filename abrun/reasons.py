@@ -81,7 +81,8 @@ class Code(StrEnum):
     ADVANTAGES_ZERO, NEVER_MOVED, CUT_SHORT, ARMS_IDENTICAL = auto(), auto(), auto(), auto()
     DEAD_SEEDS, CLIMB_NOT_SHOWN, NOTHING_CLIMBED, ONE_RUN_AS_TWO_SEEDS = auto(), auto(), auto(), auto()
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
-    TOO_FEW_FOR_MISMATCH = auto()
+    WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
+    DIFFERS_EARLIER = auto()
 
     # Descriptions and not tested
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

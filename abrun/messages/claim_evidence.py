@@ -56,6 +56,12 @@ def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) 
     )
 
 
+def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
+    """Eighths of training differ by more than the margin."""
+    found = f"most by {difference:+.3g} in {largest}" if len(blocks) > 1 else f"by {difference:+.3g}"
+    return f"the arms differ by more than the margin in steps {', '.join(blocks)} ({found})"
+
+
 def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
     """`whose`: a `reference`, or an `arm` of an `experiment`."""
     if "reference" in whose:
@@ -117,8 +123,16 @@ MESSAGES: dict[Code, Message] = {
     Code.BOUND_OF_ZERO: _same_summaries,
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin is wider than the baseline's level of {level:.3g}: an arm at "
     "0 would pass",
+    Code.WIDE_STEPS: "the metric moves in steps that are wide for so few pairs, and the interval allows for "
+    "one",
     Code.TOO_FEW_FOR_MISMATCH: "{paired:if two pairs|two runs of an arm} cannot show a mismatch: that takes "
     "{needed}{paired:if | of each}",
+    Code.RUNNING_MEAN: "changes of {metric} from step to step correlate by {correlation:.2f} with the "
+    "previous ones, as those of a running mean do, or of a curve almost without noise; if it is a running "
+    "mean, which shows a change late, compare the raw log",
+    Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, its best {best:.3g} (steps "
+    "{steps[0]}-{steps[1]})",
+    Code.DIFFERS_EARLIER: _differs_earlier,
     Code.EMPTY_WINDOW: "{metric}: window: got {window:repr}, which selects none of the {num} steps "
     "{steps[0]}-{steps[1]} at which it was recorded; use a wider window, such as 'all'",
     Code.METRIC_OUTSIDE_DOMAIN: "{metric}: {problem}: declare `transform: identity` for this metric",

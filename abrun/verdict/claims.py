@@ -41,6 +41,7 @@ from abrun.verdict.results import (
 from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
 from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
+from abrun.verdict.whole_curve import curve_warnings
 
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
@@ -134,7 +135,8 @@ def _tested(
     if lacking:
         return replace(result, problem=result.problem or lacking)
     step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
-    result = with_statistics(result, *arms, yardstick=measured, resolution=step)
+    plain = with_statistics(result, *arms, yardstick=measured)
+    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
     climb = float(np.mean(climbs(baselines, primary, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
@@ -143,7 +145,21 @@ def _tested(
         return result
     problem = result.problem or not_learned(baselines, primary, last, absolute_margin)
     result = replace(result, problem=problem)
-    return replace(result, warnings=(*result.warnings, *_margin_warnings(result, baselines, primary)))
+    steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
+    warnings = [
+        *result.warnings,
+        *_margin_warnings(result, baselines, primary),
+        *([Code.WIDE_STEPS()] if steps_decide else []),
+        *curve_warnings(
+            sides,
+            primary.metric,
+            result.claim.transform,
+            bounds,
+            absolute_margin,
+            holds=result.result == "equivalent" and not problem,
+        ),
+    ]
+    return replace(result, warnings=tuple(warnings))
 
 
 def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Reason | None:
@@ -276,6 +292,13 @@ def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, lea
     if claim.margin_unit == "sigma":
         samples[ARMS[0]] = baseline
     return skew_warning(samples, step=step, least=least)
+
+
+def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
+    """Return whether a claim by itself is shown, and whether the opposite is."""
+    p_beyond = result.estimate.p_beyond
+    beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
+    return result.result == "equivalent", beyond
 
 
 def _errors_at_the_margin(

@@ -13,6 +13,7 @@ from abrun.stats.series import Array
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
     "paired TOST",
+    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",

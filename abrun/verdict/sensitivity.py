@@ -25,10 +25,10 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import RecordedRun, Sides, stack
-from abrun.stats.copies import COPIED, copied, has_detail
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import NO_SERIES, Array, Series
 from abrun.verdict.summaries import climbs, direction_in, last_digit
+from abrun.verdict.whole_curve import COPIED, copied, has_detail
 
 # What is 0 at every step where nothing can be learned.
 DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)

@@ -161,7 +161,7 @@ def shares_prompts(pairs: Sequence[Pair]) -> bool:
 def _same_first_rewards(pairs: Sequence[Pair]) -> bool:
     """Check that every pair begins with one reward, and that the pairs have three rewards or more.
 
-    Where prompts are not shared, 3 to 10 pairs are so in 0.5 % of experiments or less (test_copies.py).
+    Where prompts are not shared, 3 to 10 pairs are so in 0.5 % of experiments or less (test_whole_curve.py).
     """
     values = [_first_values(pair.baseline, pair.treatment, REWARD) for pair in pairs]
     equal = all(both is not None and math.isfinite(both[0]) and both[0] == both[1] for both in values)

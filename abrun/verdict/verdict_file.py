@@ -1,4 +1,4 @@
-"""The content of `verdict.json`: the contract with its readers."""
+"""What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +35,8 @@ _EVIDENCE = (
     "savings",
 )
 _PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
+_RETIRED = ("by_prompt", "spent")  # in files of this schema version that earlier abruns wrote
+_REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -225,7 +227,7 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(content)
+        restored = records.with_reasons(_without_retired(content))
         restored["primaries"] = [_parts_of_row(row) for row in restored["primaries"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
@@ -235,6 +237,14 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
+
+
+def _without_retired(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping without evidence of earlier versions; a note without a code of today is its text."""
+    kept = {name: value for name, value in content.items() if name not in _RETIRED}
+    noted = zip(content["note_codes"], content["notes"], strict=True)
+    notes = [records.stored_reason(code, text) for code, text in noted]
+    return kept | {"note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +257,68 @@ class _VerdictAlone:
 def read_verdict(path: Path) -> Verdict:
     """Read the verdict alone, of any schema version. Raises StoreError."""
     return read_as(_VerdictAlone, path).verdict
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
+    from pydantic import TypeAdapter
+
+    schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _with_numbers_of_the_store(schema)
+    _flatten_claims(schema["$defs"])
+    schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
+
+
+def _flatten_claims(records_of: dict[str, Any]) -> None:
+    """Change the schema of a claim's result to that of its row."""
+    result = records_of["PrimaryResult"]
+    for part in _PARTS:
+        properties = records_of.pop(part.capitalize())
+        del result["properties"][part]
+        result["properties"] |= properties["properties"]
+        result["required"] = [*result["required"], *properties.get("required", ())]
+    del result["properties"]["warnings"]
+    result["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    result["required"].remove("claim")
+
+
+def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
+    for record in (schema, *schema.get("$defs", {}).values()):
+        properties = record.get("properties", {})
+        for name, content in list(properties.items()):
+            if _REASON in repr(content):
+                several = content.get("type") == "array"
+                beside = records.name_of_codes(name, list[Reason] if several else Reason)
+                properties |= {name: _sentences(content), beside: content}
+                if name in record.get("required", ()):
+                    record["required"].append(beside)
+    if "Code" in schema.get("$defs", {}):
+        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
+        schema["$defs"]["Reason"]["required"] = ["code", "values"]
+    return schema
+
+
+def _sentences(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_sentences(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("$ref") == _REASON:
+        return {"type": "string"}
+    return {key: _sentences(entry) for key, entry in schema.items()}
+
+
+def _with_numbers_of_the_store(schema: Any) -> Any:
+    """JSON has no NaN and Inf: the store writes them as text."""
+    if isinstance(schema, list):
+        return [_with_numbers_of_the_store(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number":
+        return {"$ref": "#/$defs/Number"}
+    return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
 
 
 def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:

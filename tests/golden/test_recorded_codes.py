@@ -1,4 +1,4 @@
-"""Each sentence of a recorded verdict.json is that of the code beside it."""
+"""Every recorded verdict.json fits the schema, and each of its sentences is that of the code beside it."""
 
 import json
 import re
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from abrun.messages import sentence
 from abrun.messages.records import reason_from_json
+from abrun.verdict import verdict_file
 
 RECORDED = Path(__file__).parent / "recorded"
+SCHEMA = json.loads(Path(verdict_file.__file__).with_name("verdict.schema.json").read_text())
 FILES = sorted(str(path.relative_to(RECORDED)) for path in RECORDED.rglob("*verdict.json"))
 LONG_NUMBER = re.compile(r"\d+\.\d{7,}")  # the recording shortens the numbers among the values
 
@@ -43,6 +46,7 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize("file", FILES)
 def test_each_recorded_sentence_is_that_of_the_code_beside_it(file: str) -> None:
     content = json.loads((RECORDED / file).read_text())
+    jsonschema.Draft202012Validator(SCHEMA).validate(content)
     recorded = list(pairs(content))
     assert recorded
     for told, code in recorded:

@@ -132,9 +132,9 @@ def test_three_pairs_alike_are_no_match_however_they_were_logged(digits, repeate
     treatment[:, 1] += 0.25  # or the arms would be the same bit for bit
     claim = Primary(metric=ACCURACY, margin=0.05, window=f"steps 4-{3 + repeated}", climbs=False)
     found = verdict(claim, ACCURACY, baseline=curves, treatment=treatment)
-    assert found.verdict == "INCONCLUSIVE"
+    assert found.verdict == "INCONCLUSIVE" and Code.WIDE_STEPS() in found.reasons[0]["warnings"]
     wide = verdict(claim.model_copy(update={"margin": 0.4}), ACCURACY, baseline=curves, treatment=treatment)
-    assert wide.verdict == "MATCH"
+    assert wide.verdict == "MATCH" and Code.WIDE_STEPS() not in wide.reasons[0]["warnings"]
 
 
 @pytest.mark.parametrize("test", [equivalence_test, equivalence_test])

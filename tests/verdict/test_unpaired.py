@@ -1,5 +1,6 @@
 """Runs that share no seed: said as such, tested by Welch; and one run of each arm, which is described."""
 
+import json
 import re
 
 import numpy as np
@@ -15,6 +16,7 @@ from abrun.report.comparing import compare_sources
 from abrun.report.planted import columns, write_sensitivity
 from abrun.verdict.guards import opposed
 from abrun.verdict.planted import sensitivity
+from abrun.verdict.verdict_file import json_schema
 from tests.reasons import only
 from tests.verdict.simulate import edit_rows
 
@@ -61,6 +63,10 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     assert reason["over"]["welch"]
     assert found.content.paired is False and found.content.step_one == [] == found.content.divergence
     assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
+    import jsonschema
+
+    content = json.loads((tmp_path / "out/verdict.json").read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(content)
 
 
 def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path, compared):

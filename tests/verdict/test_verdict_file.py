@@ -1,17 +1,28 @@
-"""verdict.json is read back as it was written, and refused in one line where it is not whole."""
+"""verdict.json keeps the contract that its published schema states."""
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
+import jsonschema
 import pytest
 
+import abrun.verdict
 from abrun.errors import StoreError
 from abrun.messages import records
 from abrun.reasons import Code, Reason
 from abrun.runs.files import json_text
-from abrun.verdict.verdict_file import as_json, read_verdict, read_verdict_file
+from abrun.verdict.verdict_file import as_json, json_schema, read_verdict, read_verdict_file
 from tests.verdict.simulate import edit_rows
 from tests.verdict.verdicts import claim, verdict
+
+SCHEMA = Path(abrun.verdict.__file__).parent / "verdict.schema.json"
+WRITE = "python -c 'import json; from abrun.verdict.verdict_file import json_schema; "
+WRITE += f"print(json.dumps(json_schema(), indent=1))' > abrun/verdict/{SCHEMA.name}"
+
+
+def test_the_published_schema_is_that_of_the_code():
+    assert json.loads(SCHEMA.read_text()) == json_schema(), f"write it again: {WRITE}"
 
 
 def nan(experiment_dir):
@@ -33,13 +44,14 @@ MANY = {"arms": {"baseline": {}, "a": {"policy.dtype": "bfloat16"}, "b": {"polic
     ("scenario", "change"),
     [({}, None), ({"shift": 0.1}, None), ({}, nan), ({}, exchanged), (SIGMA, None), (MANY, None)],
 )
-def test_every_verdict_is_read_back(simulated, judged, scenario, change):
+def test_every_verdict_fits_it(simulated, judged, scenario, change):
     experiment_dir = simulated(**scenario)
     if change:
         change(experiment_dir)
     judged(experiment_dir)
     path = experiment_dir / "report/verdict.json"
     content = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(content)
     assert json.loads(json_text(as_json(read_verdict_file(path)))) == content
 
 
@@ -83,6 +95,21 @@ class Noted:
     problem: Reason | None
     reasons: list[Reason]
     exit_code: int
+
+
+def test_a_file_of_an_earlier_version_is_read_without_its_retired_evidence(tmp_path):
+    path = tmp_path / "verdict.json"
+    content = as_json(verdict([claim()]))
+    content["by_prompt"] = [
+        {"arm": "a", "problem": "other prompts", "problem_code": {"code": "gone", "values": {}}}
+    ]
+    content |= {"spent": {"num_runs": 4}, "notes": ["ran hours apart"]}
+    content["note_codes"] = [{"code": "hours_apart", "values": {"gap_s": 7200.0}}]
+    content["primaries"][0] |= {"test": "control variate TOST", "unused_seeds": [3], "step_noise": None}
+    path.write_text(json.dumps(content))
+    found = read_verdict_file(path)
+    assert found.notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
+    assert found.primaries[0].claim.test == "control variate TOST"
 
 
 def test_reasons_are_read_from_the_codes_beside_their_sentences():

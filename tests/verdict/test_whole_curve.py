@@ -1,5 +1,6 @@
-"""Copies of runs are caught and distinct seeds are not; error rates of guards and of shared prompts."""
+"""Copies, running means, collapses and early differences: caught, and not said of equal arms by chance."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,15 +8,15 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from abrun.messages import sentence
+from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
-from abrun.stats.copies import copied
 from abrun.stats.series import Series
 from abrun.verdict.sensitivity import one_run_as_two_seeds
 from abrun.verdict.step_one import shares_prompts
+from abrun.verdict.whole_curve import copied, curve_warnings, smoothness
 from tests.snapshot import Snapshot
 from tests.verdict.test_guards import guards_of
 
@@ -65,6 +66,12 @@ def sides_of(baseline: dict[str, Curves], treatment: dict[str, Curves], *, paire
 
 def repeated(baseline: Curves, treatment: Curves, **options: Any) -> Reason | None:
     return one_run_as_two_seeds(sides_of({REWARD: baseline}, {REWARD: treatment}, **options), REWARD)
+
+
+def warnings_of(arms: Sequence[Curves]) -> list[Reason]:
+    """What is said of a claim within 0.05 over the last 20 % that holds."""
+    sides = sides_of({REWARD: arms[0]}, {REWARD: arms[1]})
+    return list(curve_warnings(sides, REWARD, "identity", (52, 64), 0.05, holds=True))
 
 
 # --- copies ---
@@ -168,6 +175,86 @@ def test_every_run_a_repeat_of_one_is_one_run() -> None:
     rng = np.random.default_rng(4)
     curves = learning(rng, 1) + 1e-5 * rng.standard_normal((6, STEPS))
     assert repeated(curves[:3], curves[3:])
+
+
+# --- running means ---
+
+
+def smoothed(values: Curves, keep: float) -> Curves:
+    means = values.copy()
+    for step in range(1, values.shape[1]):
+        means[:, step] = keep * means[:, step - 1] + (1 - keep) * values[:, step]
+    return means
+
+
+def test_running_means_are_said_and_raw_curves_are_not() -> None:
+    rng = np.random.default_rng(4)
+    raw = [learning(rng, 4, sd=0.01) for _ in range(2)]
+    assert not any(warning.code == Code.RUNNING_MEAN for warning in warnings_of(raw))
+    for kind in (
+        [smoothed(one, 0.99) for one in raw],
+        [one.cumsum(axis=1) / np.arange(1, STEPS + 1) for one in raw],
+    ):
+        assert any(warning.code == Code.RUNNING_MEAN for warning in warnings_of(kind))
+    coefficients = [smoothness(learning(rng, 5, persistence=0.9)) or 0.0 for _ in range(100)]
+    assert max(coefficients) < 0.9
+
+
+# --- collapse and early differences ---
+
+
+def test_a_collapse_of_both_arms_is_said(snapshot: Snapshot) -> None:
+    rng = np.random.default_rng(5)
+    arms = [learning(rng, 3) for _ in range(2)]
+    for one in arms:
+        one[:, 40:] -= 0.48
+    warnings = warnings_of(arms)
+    assert [(warning.code, warning["arm"]) for warning in warnings] == [
+        (Code.COLLAPSED, "baseline"),
+        (Code.COLLAPSED, "treatment"),
+    ]
+    assert 0.2 <= warnings[0]["level"] < 0.3 and 0.6 <= warnings[0]["best"] < 0.7
+    snapshot("\n".join(sentences(warnings)))
+
+
+def test_a_baseline_that_collapses_to_a_treatment_that_never_learned_is_said(
+    snapshot: Snapshot,
+) -> None:
+    rng = np.random.default_rng(6)
+    baseline, treatment = learning(rng, 4), 0.22 + 0.02 * noise(rng, (4, STEPS), 0.5)
+    baseline[:, 40:] = 0.22 + 0.02 * noise(rng, (4, STEPS - 40), 0.5)
+    collapsed, differs = warnings_of([baseline, treatment])
+    assert (collapsed.code, collapsed["arm"]) == (Code.COLLAPSED, "baseline")
+    assert differs.code == Code.DIFFERS_EARLIER and "25-32" in differs["blocks"]
+    snapshot(sentence(differs))
+
+
+def chance_of_a_warning(num_pairs: int, drop: float, gap: float, *, num: int = 300) -> float:
+    """The share of experiments with a warning, of a drop and a difference in one eighth, margin 0.05."""
+    rng = np.random.default_rng([num_pairs, round(100 * drop), round(100 * gap)])
+    warned = 0
+    for _ in range(num):
+        arms = [0.7 + 0.02 * noise(rng, (num_pairs, STEPS), 0.9) for _ in range(2)]
+        arms[0][:, 48:] -= drop
+        arms[1][:, 48:] -= drop
+        arms[1][:, 16:24] -= gap
+        warned += bool(warnings_of(arms))
+    return warned / num
+
+
+@pytest.mark.parametrize("num_pairs", PAIRS)
+def test_noise_alone_is_no_collapse_and_no_early_difference(num_pairs: int) -> None:
+    assert chance_of_a_warning(num_pairs, 0.0, 0.0) <= binom.ppf(0.999, 300, 0.01) / 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_pairs", PAIRS)
+def test_at_the_margin_a_warning_keeps_its_level(num_pairs: int) -> None:
+    num = 1000
+    for drop, gap in ((0.0, 0.05), (0.05, 0.0)):
+        share = chance_of_a_warning(num_pairs, drop, gap, num=num)
+        assert share <= binom.ppf(0.999, num, 0.10) / num  # two arms, each at 5 %
+    assert chance_of_a_warning(num_pairs, 0.3, 0.0, num=200) > 0.95
 
 
 # --- guards where both arms break the limit ---
