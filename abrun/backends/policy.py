@@ -104,11 +104,9 @@ class PolicyBackend(MicrobatchLoop, Generic[Routed]):
     and backward (`_run`).
     """
 
-    around_forward: Callable[[], AbstractContextManager[None]]
-
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self.settings, self.ranks = policy, ranks
-        self.around_forward = contextlib.nullcontext
+        self.around_forward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def logprobs(self, batch: Sequences) -> Tensor:
         return self._pass(batch)[0]

@@ -1,6 +1,6 @@
 """PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,8 +110,10 @@ class DtensorValueModel(ValueBackend):
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
         backbone = self._hidden_states
-        keeps = backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module)
-        for microbatch in gathered_once(backbone, microbatches) if keeps else microbatches:
+        each: Iterable[Microbatch[B]] = microbatches
+        if backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module):
+            each = gathered_once(backbone, microbatches)
+        for microbatch in each:
             loss = forward(microbatch)
             if backward:
                 loss.backward()
