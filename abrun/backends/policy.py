@@ -5,7 +5,7 @@ Letters: B sequences, S positions, b and s those of a micro-batch, R = layers * 
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from abrun.backends import B, Objective, ValueObjective
+from abrun.backends import B, Objective, Trained, ValueObjective
 from abrun.backends.head import Entropies, HeadOutput
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
+from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load
 from abrun.kernels import TokenLoss
@@ -30,11 +31,27 @@ Routed = TypeVar("Routed")  # what the routers of a mixture of experts did with 
 Balance = tuple[float, Load]  # the auxiliary loss's coefficient, and the global batch's load
 
 
-class MicrobatchLoop(ABC):
-    """Passes over the micro-batches of a batch, without gradient or with."""
+class TrainedModel(ABC):
+    """A trained model, and passes over the micro-batches of a batch, without gradient or with."""
 
     settings: Policy
     ranks: Ranks
+    _parameters: Trained
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        return self._parameters.optimizer_step(learning_rate)
+
+    def local_state(self) -> dict[str, Tensor]:
+        return self._parameters.local_state()
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self._parameters.load_local_state(state)
+
+    def pieces(self) -> Mapping[str, Held]:
+        return self._parameters.pieces()
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        return self._parameters.resident_tensors()
 
     @property
     def is_last_stage(self) -> bool:
@@ -97,18 +114,16 @@ class MicrobatchLoop(ABC):
         return parts
 
 
-class PolicyBackend(MicrobatchLoop, Generic[Routed]):
+class PolicyBackend(TrainedModel, Generic[Routed]):
     """A policy whose passes are the same on every backend; see abrun.backends.Backend.
 
     A backend says how one micro-batch goes forward (`_forward`), and in which order micro-batches go forward
     and backward (`_run`).
     """
 
-    around_forward: Callable[[], AbstractContextManager[None]]
-
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self.settings, self.ranks = policy, ranks
-        self.around_forward = contextlib.nullcontext
+        self.around_forward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def logprobs(self, batch: Sequences) -> Tensor:
         return self._pass(batch)[0]
@@ -207,7 +222,7 @@ class PolicyBackend(MicrobatchLoop, Generic[Routed]):
         return losses
 
 
-class ValueBackend(MicrobatchLoop):
+class ValueBackend(TrainedModel):
     """A value model whose passes are the same on every backend; see abrun.backends.ValueModel."""
 
     right_shift: bool

@@ -112,6 +112,6 @@ def gradients(backend: Any) -> dict[str, Tensor]:
     from abrun.backends.megatron.cpu import standing_in
 
     with standing_in(CPU):
-        finalize_model_grads([backend._sharded.module], None, force_all_reduce=True)
+        finalize_model_grads([backend._parameters.module], None, force_all_reduce=True)
     of_stage = backend._names.whole(lambda name: backend.model.get_parameter(name).main_grad)
     return {name: gradient.clone() for name, gradient in backend._stages.each_from_its_stage(of_stage)}

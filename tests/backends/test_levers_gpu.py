@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.llama import modeling_llama
 
-from abrun.backends import dtensor
-from abrun.backends.dtensor import DtensorBackend, value_model
+from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.algorithms import Ppo
@@ -114,8 +113,7 @@ def test_no_microbatch_waits_for_the_gpu(
     with waits() as to_make:
         made = Microbatches(batch, backend.settings, backend.ranks)
     assert len(made) >= 3 and len(to_make) <= 3 + 9 * len(made), to_make
-    for module in (dtensor, value_model):
-        monkeypatch.setattr(module, "Microbatches", lambda *_: made)
+    monkeypatch.setattr("abrun.backends.policy.Microbatches", lambda *_: made)
     for model, objective in updates:
         with waits() as in_the_loop:
             model.forward_backward(batch, objective)

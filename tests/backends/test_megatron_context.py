@@ -218,12 +218,11 @@ def with_fault(fault: str | None) -> list[float]:
 
 
 def shifted_in_slices() -> dict[str, Any]:
-    import abrun.backends.megatron.value_model as value_model
     from abrun.backends.packing import Packing
 
     gather = Packing.whole
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(value_model, "right_shifted", lambda values: values)
+        patch.setattr("abrun.backends.policy.right_shifted", lambda values: values)
         patch.setattr(Packing, "whole", lambda packing, own: gather(packing, right_shifted(own)))
         return train_values(*VALUES["own"])
 

@@ -99,7 +99,7 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
         if step == 0:
             found["extremes"] = [metrics["largest"], metrics["smallest"]]
             found["gradients"] = gradients(backend)
-            backend._sharded.module.zero_grad_buffer()
+            backend._parameters.module.zero_grad_buffer()
             backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
         norms.append(backend.optimizer_step(learning_rate))
     assert data.size() * torch.Size(backend.settings.backend.shape.values()).numel() == world_size

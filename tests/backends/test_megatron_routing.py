@@ -95,7 +95,7 @@ def measured(backend: Any, gradients_of: Any) -> dict[str, Any]:
 def of_megatron(cut: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
     def taken(backend: Any) -> dict[str, Tensor]:
         found = gradients(backend)
-        backend._sharded.module.zero_grad_buffer()
+        backend._parameters.module.zero_grad_buffer()
         return found
 
     return measured(make_backend("qwen3_moe", cut=cut, **BALANCED, **policy), taken)

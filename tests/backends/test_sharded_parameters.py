@@ -41,7 +41,7 @@ def trained(rank: int, world_size: int) -> None:
             losses = [network[name](inputs[step]).square().sum() for name in names]
             (share * torch.stack(losses).sum()).backward()
         before = parameters.local_state()
-        norm = parameters.step(0.1)
+        norm = parameters.optimizer_step(0.1)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), SETTINGS.max_grad_norm)
         reference.step()
         reference.zero_grad()
@@ -83,7 +83,7 @@ def test_biases_and_norms_of_several_dimensions_are_not_decayed(kind: str) -> No
     assert all(named[name].ndim >= 2 for name in spared)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    ShardedParameters(named, SETTINGS).step(0.1)
+    ShardedParameters(named, SETTINGS).optimizer_step(0.1)
     for name, parameter in named.items():
         factor = 1.0 if parameter.ndim < 2 or name in spared else 1 - 0.1 * SETTINGS.weight_decay
         torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)

@@ -106,10 +106,11 @@ class Watch:
                 self._tokens += int(sequence_lengths(batch.token_mask).sum())
             return forward_backward(batch, objective)
 
-        def went_forward(batch: Any, objective: Any, packing: Any) -> Any:
-            if self.steps.looks:
-                self._through += packing.num_own if packing else int(sequence_lengths(batch.token_mask).sum())
-            return forward(batch, objective, packing)
+        def went_forward(batch: Any, packing: Any, *settings: Any) -> Any:
+            if self.steps.looks and torch.is_grad_enabled():  # not a pass for old log-probs
+                lengths = sequence_lengths(batch.token_mask)
+                self._through += packing.num_own if packing else int(lengths.sum())
+            return forward(batch, packing, *settings)
 
         algorithm.step, policy.forward_backward, policy._forward = stepped, went_back, went_forward
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,6 @@ from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import Entropies, Head, HeadOutput, check_available, logprobs_of_tokens
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
-from abrun.backends.pieces import Held
 from abrun.backends.policy import Balance, PolicyBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing, route_dtype
@@ -102,6 +101,8 @@ class Routed(NamedTuple):
 class DtensorBackend(PolicyBackend[Routed]):
     """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
+    _parameters: ShardedParameters
+
     def __init__(
         self,
         load: Callable[[], Any],
@@ -154,11 +155,8 @@ class DtensorBackend(PolicyBackend[Routed]):
         self.module.train()
         self.module.requires_grad_(trainable)
         self._parameters = ShardedParameters(
-            dict(self.module.named_parameters()), policy.optimizer if trainable else None
+            dict(self.module.named_parameters()), policy.optimizer if trainable else None, prefix="network."
         )
-
-    def optimizer_step(self, learning_rate: float) -> float:
-        return self._parameters.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from published(self._network, itertools.chain(self._whole(), persistent_buffers(self._network)))
@@ -207,22 +205,12 @@ class DtensorBackend(PolicyBackend[Routed]):
             seed=seed,
         )
 
-    def local_state(self) -> dict[str, Tensor]:
-        return self._parameters.local_state()
-
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self._parameters.load_local_state(state)
+        super().load_local_state(state)
         forget_gathered(self.module)
 
-    def pieces(self) -> dict[str, Held]:
-        return self._parameters.pieces("network.")
-
-    def resident_tensors(self) -> Sequence[Tensor]:
-        return self._parameters.resident_tensors()
-
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under the network's own names, whole, one after the other. Collective."""
-        return ((name.removeprefix("network."), weight) for name, weight in self._parameters.whole())
+        return self._parameters.whole()
 
     def _decode(self, *inputs: Any) -> tuple[Tensor, Any]:
         if self.ranks.device.type == "cuda":

@@ -184,19 +184,24 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
 
 
 class ShardedParameters:
-    """The parameters of sharded modules with their optimizer; `optimizer` None: frozen."""
+    """The parameters of sharded modules with their optimizer; `optimizer` None: frozen.
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer | None) -> None:
+    `prefix`: of the parameters' names, which Hugging Face's lack.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], optimizer: Optimizer | None, *, prefix: str = ""
+    ) -> None:
         self._parameters: dict[str, Any] = parameters
-        self._settings = optimizer
+        self._settings, self._prefix = optimizer, prefix
         # What the optimizer sees of them, as it takes each number by itself: DTensor needs as long to hand on
         # its step as a GPU to do it.
         self._own = {name: _local(parameter) for name, parameter in parameters.items()} if optimizer else {}
         self._optimizer = _adamw(self._own, optimizer) if optimizer else None
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
+    def optimizer_step(self, learning_rate: float) -> float:
+        """See abrun.backends.Trained."""
         assert self._optimizer is not None and self._settings is not None
         norm = clip_gradients(self._parameters.values(), self._settings.max_grad_norm)
         for own, parameter in zip(self._own.values(), self._parameters.values(), strict=True):
@@ -219,11 +224,12 @@ class ShardedParameters:
                     state[f"optimizer/{key}/{name}"] = value
         return state
 
-    def pieces(self, prefix: str) -> dict[str, Held]:
-        """See abrun.backends.Trained. `prefix`: what Hugging Face's names lack of these parameters'."""
+    def pieces(self) -> dict[str, Held]:
+        """See abrun.backends.Trained."""
         found = {}
         for name, parameter in self._parameters.items():
-            own = Held.one(name.removeprefix(prefix), Piece(tuple(parameter.shape), own_slices(parameter)))
+            piece = Piece(tuple(parameter.shape), own_slices(parameter))
+            own = Held.one(name.removeprefix(self._prefix), piece)
             found[f"weights/{name}"] = own.under("weights/")
             if self._optimizer is not None:
                 for key, held in of_optimizer(own).items():
@@ -246,8 +252,9 @@ class ShardedParameters:
             tensor.copy_(state[name])
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, whole, one after the other. Collective."""
+        """Yield all weights by Hugging Face's names, whole, one after the other. Collective."""
         for name, parameter in self._parameters.items():
+            name = name.removeprefix(self._prefix)
             if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
                 yield name, _local(parameter)  # as `whole` has it, without the 0.1 ms that DTensor takes
             else:

@@ -1,6 +1,6 @@
 """PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import initial_value_weight
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
-from abrun.backends.pieces import Held
 from abrun.backends.policy import ValueBackend
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
@@ -86,32 +85,22 @@ class DtensorValueModel(ValueBackend):
         else:
             self._hidden_states = backbone
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
-        self._parameters = ShardedParameters(trained, settings.value_optimizer)
-
-    def optimizer_step(self, learning_rate: float) -> float:
-        return self._parameters.step(learning_rate)
-
-    def local_state(self) -> dict[str, Tensor]:
-        return self._parameters.local_state()
+        self._parameters = ShardedParameters(trained, settings.value_optimizer, prefix="base_model.")
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self._parameters.load_local_state(state)
+        super().load_local_state(state)
         for module in (self.head, self._hidden_states):
             if isinstance(module, nn.Module):  # not the policy's
                 forget_gathered(module)
-
-    def pieces(self) -> dict[str, Held]:
-        return self._parameters.pieces("base_model.")
-
-    def resident_tensors(self) -> Sequence[Tensor]:
-        return self._parameters.resident_tensors()
 
     def _run(
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
         backbone = self._hidden_states
-        keeps = backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module)
-        for microbatch in gathered_once(backbone, microbatches) if keeps else microbatches:
+        each: Iterable[Microbatch[B]] = microbatches
+        if backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module):
+            each = gathered_once(backbone, microbatches)
+        for microbatch in each:
             loss = forward(microbatch)
             if backward:
                 loss.backward()

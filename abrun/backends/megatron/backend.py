@@ -1,7 +1,7 @@
 """A policy on megatron-core: rows in and out, whatever is cut in between. See abrun.backends.megatron."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -17,10 +17,9 @@ from abrun.backends.megatron.names import Names
 from abrun.backends.megatron.network import make_network
 from abrun.backends.megatron.routing import Routed, Routing
 from abrun.backends.megatron.sharded import Sharded
-from abrun.backends.megatron.stages import StagedLoop, Stages
+from abrun.backends.megatron.stages import StagedModel, Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing
-from abrun.backends.pieces import Held
 from abrun.backends.policy import Balance, PolicyBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing
@@ -31,8 +30,10 @@ from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
 from abrun.rl.batch import Sequences
 
 
-class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
+class MegatronBackend(StagedModel, PolicyBackend[Routed]):
     """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
+
+    _parameters: Sharded
 
     def __init__(
         self,
@@ -55,14 +56,15 @@ class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
         self.model = self._make_module(network, head=True)
         self._routing = Routing(self.model, ranks)
         check_routing(policy, network, self._routing.num_layers)
-        self._sharded = Sharded(
+        self._names = Names(self.model, network)
+        self._parameters = Sharded(
             self.model,
+            self._names.held,
             policy.optimizer if trainable else None,
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
         )
-        self._names = Names(self.model, network)
-        self._names.load(network, self._sharded.assign)
+        self._names.load(network, self._parameters.assign)
         settings: dict[str, Any] = {
             "temperature": temperature,
             "filters": filters,
@@ -74,10 +76,7 @@ class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
         self._whole_head = Head(policy.logprobs, engine_dtype=engine_dtype, **settings)
         self._load = load
         self._skeleton = Skeleton(network)
-        self._stages, self._module = Stages(policy.backend, ranks), self._sharded.module
-
-    def optimizer_step(self, learning_rate: float) -> float:
-        return self._sharded.step(learning_rate)
+        self._stages, self._module = Stages(policy.backend, ranks), self._parameters.module
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from published(self._network, self._whole())
@@ -97,18 +96,6 @@ class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
         network = self._load()
         return MegatronValueModel(*parts, self._make_module(network, head=False), network, seed=seed)
 
-    def local_state(self) -> dict[str, Tensor]:
-        return self._sharded.local_state()
-
-    def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self._sharded.load_local_state(state)
-
-    def pieces(self) -> dict[str, Held]:
-        return self._sharded.pieces(self._names.held)
-
-    def resident_tensors(self) -> Sequence[Tensor]:
-        return self._sharded.resident_tensors()
-
     def _make_module(self, network: Any, *, head: bool) -> GPTModel:
         """This rank's part of a transformers network, without its weights."""
         assert isinstance(self.settings.backend, Megatron)
@@ -120,7 +107,7 @@ class MegatronBackend(StagedLoop, PolicyBackend[Routed]):
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under the network's own names, whole, one after the other. Collective."""
-        return self._stages.each_from_its_stage(self._names.whole(self._sharded.master))
+        return self._stages.each_from_its_stage(self._names.whole(self._parameters.master))
 
     @property
     def _network(self) -> Any:

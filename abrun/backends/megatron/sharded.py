@@ -28,19 +28,21 @@ from abrun.recipe.policy import Optimizer
 class Sharded:
     """A megatron module with its optimizer, if it has one; without, it is frozen.
 
+    `held_of` says of a parameter, by its name in the module, which pieces of whole tensors it is.
     `replicated`: every rank of a replica has all of the module and all of its gradients.
     """
 
     def __init__(
         self,
         module: Any,
+        held_of: Callable[[str], Held],
         optimizer: Optimizer | None,
         *,
         distributed: bool,
         device: torch.device,
         replicated: bool = False,
     ) -> None:
-        self._replicated, self._distributed = replicated, distributed
+        self._replicated, self._distributed, self._held_of = replicated, distributed, held_of
         self.module: Any = module  # what the schedule calls
         self._device, self._named = device, dict(module.named_parameters())
         self._optimizer: Any = None
@@ -99,8 +101,8 @@ class Sharded:
             if each.param_groups and each.param_groups[0]["is_expert_parallel"] == is_expert
         )
 
-    def step(self, learning_rate: float) -> float:
-        """Reduce, clip, step, zero the gradients. Returns the global gradient's L2 norm before clipping."""
+    def optimizer_step(self, learning_rate: float) -> float:
+        """See abrun.backends.Trained. Reduces the gradients first."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         with standing_in(self._device), quiet():
@@ -132,17 +134,17 @@ class Sharded:
             for name, tensor in self.local_state().items():
                 tensor.copy_(state[name])
 
-    def pieces(self, held_of: Callable[[str], Held]) -> dict[str, Held]:
-        """See abrun.backends.Trained; `held_of` says it of a parameter of the module, by its name."""
+    def pieces(self) -> dict[str, Held]:
+        """See abrun.backends.Trained."""
         found, trained = {}, {}
         for name, parameter in self._named.items():
-            held = replace(held_of(name), rounded=hasattr(parameter, "main_param"))
+            held = replace(self._held_of(name), rounded=hasattr(parameter, "main_param"))
             found[f"weights/{name}"] = held.under("weights/")
             trained[self._trained(parameter).data_ptr()] = name, parameter
         for index, (_, own) in enumerate(self._optimized()):
             name, parameter = trained[own.data_ptr()]
             span = self._own(parameter)
-            held = replace(held_of(name), span=(span.start, span.stop) if self._distributed else None)
+            held = replace(self._held_of(name), span=(span.start, span.stop) if self._distributed else None)
             if hasattr(parameter, "main_param"):
                 found[f"optimizer/master/{index}"] = held.under("weights/")
             for key, of_state in of_optimizer(held).items():

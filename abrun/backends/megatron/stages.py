@@ -26,7 +26,7 @@ from abrun.backends.megatron.network import Passing
 from abrun.backends.megatron.routing import Routed
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
-from abrun.backends.policy import MicrobatchLoop
+from abrun.backends.policy import TrainedModel
 from abrun.backends.ranks import Ranks
 from abrun.recipe.policy import Megatron
 from abrun.rl.batch import sequence_lengths
@@ -174,7 +174,7 @@ class Stages:
         return whole[:length].transpose(0, 1)
 
 
-class StagedLoop(MicrobatchLoop):
+class StagedModel(TrainedModel):
     """Passes of this rank's stage of `_module`."""
 
     _stages: Stages

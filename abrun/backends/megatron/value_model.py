@@ -1,6 +1,5 @@
 """PPO's value model on megatron-core: a scalar head on a backbone, its own or the policy's."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from abrun.backends.head import initial_value_weight
 from abrun.backends.megatron.groups import is_last_stage
 from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
-from abrun.backends.megatron.stages import StagedLoop, Stages
+from abrun.backends.megatron.stages import StagedModel, Stages
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held, Piece
 from abrun.backends.policy import ValueBackend
@@ -41,7 +40,7 @@ class ValueHead(MegatronModule):
         return hidden.float() @ self.weight[0] + self.bias
 
 
-class MegatronValueModel(StagedLoop, ValueBackend):
+class MegatronValueModel(StagedModel, ValueBackend):
     """See abrun.backends.ValueModel.
 
     `backbone`: one of its own, with the weights of the transformers `network`; or the policy's module, on
@@ -69,31 +68,20 @@ class MegatronValueModel(StagedLoop, ValueBackend):
             backbone.add_module(OF_HEAD, self.head)  # one module, so that one norm is clipped
         else:
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
-        self._sharded = Sharded(
+        self._names = Names(backbone, network) if own else None
+        self._parameters = Sharded(
             backbone if own else self.head,
+            self._held,
             settings.value_optimizer,
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
             replicated=not own,
         )
-        self._names = Names(backbone, network) if own else None
         if self._names is not None:
-            self._names.load(network, self._sharded.assign)
-        self._module = self._sharded.module if own else backbone
+            self._names.load(network, self._parameters.assign)
+        self._module = self._parameters.module if own else backbone
         # A pipeline's stages wait for each other's gradients, so there these are 0.
         self._detached = self._coefficient == 0 and ranks.pipeline is None
-
-    def optimizer_step(self, learning_rate: float) -> float:
-        return self._sharded.step(learning_rate)
-
-    def local_state(self) -> dict[str, Tensor]:
-        return self._sharded.local_state()
-
-    def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self._sharded.load_local_state(state)
-
-    def pieces(self) -> dict[str, Held]:
-        return self._sharded.pieces(self._held)
 
     def _held(self, name: str) -> Held:
         """Of a parameter, by names as the other backend's value model has them."""
@@ -103,9 +91,6 @@ class MegatronValueModel(StagedLoop, ValueBackend):
         assert self._names is not None
         held = self._names.held(name)
         return replace(held, pieces=tuple((of.removeprefix("model."), piece) for of, piece in held.pieces))
-
-    def resident_tensors(self) -> Sequence[Tensor]:
-        return self._sharded.resident_tensors()
 
     def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
         with torch.no_grad() if self._detached else nullcontext():

@@ -62,7 +62,7 @@ def local_grad_norm(site: Site) -> None:
         inner(learning_rate)
         return float(norm)
 
-    around(sharded, "step", step)
+    around(sharded, "optimizer_step", step)
 
 
 OF_OPTIMIZERS = {
