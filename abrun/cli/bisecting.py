@@ -115,7 +115,7 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
         if not keep:
             bisection.clean_up()
         raise
-    screen.print(report.shown(outcome))
+    screen.print(report.shown(bisection, outcome))
     if not keep:
         bisection.clean_up()
     screen.say(f"All of it is in {directory / FILE}")

@@ -19,7 +19,6 @@ from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, stored_recipe
-from abrun.recorded.experiment import Experiment
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import is_file
 from abrun.runs.experiment import is_experiment, planned_runs, run_state
@@ -57,12 +56,10 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a bisection ended; `found` is None where the good candidate could not be told from itself."""
+    """The end of a bisection."""
 
-    design: Design
-    candidates: list[Candidate]
     tests: list[Test]
-    found: Found | None
+    found: Found | None  # None: good does not match itself
     sentence: str
     exit_code: int  # 0: one candidate is named; 4: several are left, or it is open; 5: nothing to bisect
 
@@ -106,7 +103,8 @@ class Bisection:
         self._environments = environments
         self.design = design
         self._dir = experiment_dir
-        self._seeds = _seeds(recipe.seeds, design.counts[-1])
+        further = range(max(recipe.seeds) + 1, max(recipe.seeds) + 1 + design.counts[-1])
+        self._seeds = [*recipe.seeds, *further][: design.counts[-1]]
         self._tests: list[Test] = []
         # What differs in nothing but code is judged by claims and guards: step one is what code may change
         looks = list(design.counts) if len(design.counts) > 1 else []
@@ -115,8 +113,13 @@ class Bisection:
         )
 
     @property
+    def titles(self) -> dict[str, str]:
+        """The name of each arm for people."""
+        return {AGAIN: "good against itself", **{one.arm: one.title for one in self.candidates}}
+
+    @property
     def most_runs(self) -> int:
-        """Of the good candidate and its reruns, and of all that may be tested."""
+        """Runs of the good candidate and its reruns, and of all candidates that may be tested."""
         return self.design.counts[-1] * (2 + self.design.tests)
 
     def run(self, launch: Launch, say: Callable[[str], None]) -> Outcome:
@@ -126,12 +129,11 @@ class Bisection:
         again = self._test(AGAIN, launch, say)
         if again.answer == "skipped":
             raise EndpointError(f"good against itself ({self.candidates[0].title}): {again.reason}")
-        if again.answer != "good":
-            found, sentence = None, _no_ground(again)
-            outcome = self._outcome(found, sentence, 5 if again.answer == "bad" else 4)
-        else:
+        found = None
+        if again.answer == "good":
             found = search(self.design, lambda index: self._test_candidate(index, launch, say).answer)
-            outcome = self._outcome(found, *self._conclusion(found))
+        sentence, exit_code = self._conclusion(again, found)
+        outcome = Outcome(tests=self._tests, found=found, sentence=sentence, exit_code=exit_code)
         self._write(outcome)
         return outcome
 
@@ -148,13 +150,15 @@ class Bisection:
         return test
 
     def _test(self, arm: str, launch: Launch, say: Callable[[str], None]) -> Test:
-        test = self._tested(arm, launch)
+        test = self._judge_at_looks(arm, launch)
         self._tests.append(test)
         self._write(None)
-        say(f"{self._title(arm)}: {test.answer} ({test.num_pairs} pairs): {test.reason}")
+        title = self.titles[arm]
+        title += f" ({self.candidates[0].title})" * (arm == AGAIN)
+        say(f"{title}: {test.answer} ({test.num_pairs} pairs): {test.reason}")
         return test
 
-    def _tested(self, arm: str, launch: Launch) -> Test:
+    def _judge_at_looks(self, arm: str, launch: Launch) -> Test:
         """Judge a candidate at each look, until one decides."""
         answers: dict[str, Answer] = {"MATCH": "good", "MISMATCH": "bad", "INVALID": "skipped"}
         answer, reason = "undecided", ""
@@ -169,26 +173,16 @@ class Bisection:
         return Test(candidate=arm, answer=answer, num_pairs=num_pairs, reason=reason)
 
     def _judged(self, arm: str, num_pairs: int) -> ArmVerdict:
-        (verdict,) = judge(
-            self._pairs_of(load_experiment(self._dir), arm, num_pairs),
-            self._compare.primary,
-            alpha=self.design.level,
-            may_repeat=True,  # most changes of code change no number
-        )
-        return verdict
-
-    def _pairs_of(self, experiment: Experiment, arm: str, num_pairs: int) -> Experiment:
-        """One candidate against the good one, over the first pairs."""
-        seeds, runs = self._seeds[:num_pairs], {}
-        for name, run in experiment.runs.items():
-            if name.seed not in seeds or name.arm not in (BASELINE, arm):
-                continue
-            if name.rerun:  # of the good candidate, judged as an arm or not at all
-                name = RunName(arm=AGAIN, seed=name.seed)
-                run = replace(run, name=name, identity=None)
-            if name.arm in (BASELINE, arm):
-                runs[name] = run
-        return replace(
+        """Judge one candidate against the good one, over the first pairs."""
+        experiment, runs = load_experiment(self._dir), {}
+        for seed in self._seeds[:num_pairs]:
+            first = RunName(arm=BASELINE, seed=seed)
+            second = _second_run(arm, seed)
+            runs[first] = experiment.runs[first]
+            renamed = RunName(arm=arm, seed=seed)  # a rerun of the good candidate is judged as an arm
+            identity = None if arm == AGAIN else experiment.runs[second].identity
+            runs[renamed] = replace(experiment.runs[second], name=renamed, identity=identity)
+        pairs = replace(
             experiment,
             arms=(BASELINE, arm),
             compare=self._compare,
@@ -197,15 +191,15 @@ class Bisection:
             planted={},
             treatment_diff={arm: (experiment.treatment_diff or {}).get(arm, {})},
         )
+        may_repeat = True  # most changes of code change no number
+        (verdict,) = judge(pairs, self._compare.primary, alpha=self.design.level, may_repeat=may_repeat)
+        return verdict
 
     def _have_run(self, arm: str, num_pairs: int, launch: Launch) -> str | None:
         """Make the first pairs of a candidate; why it cannot be tested, or None. Raises for the good one."""
         seeds = self._seeds[:num_pairs]
         good = [RunName(arm=BASELINE, seed=seed) for seed in seeds]
-        names = [
-            RunName(arm=BASELINE, seed=seed, rerun=1) if arm == AGAIN else RunName(arm=arm, seed=seed)
-            for seed in seeds
-        ]
+        names = [_second_run(arm, seed) for seed in seeds]
         endpoint = arm in (AGAIN, self.candidates[-1].arm)
         states = self._states([*good, *names])
         failed = [name for name in names if states[name] == "failed" and self._ended_by_itself(name)]
@@ -231,17 +225,16 @@ class Bisection:
 
     def _made(self, arm: str) -> str | None:
         """Make ready what an arm needs, the good candidate too; why it cannot be."""
-        good, *others = self.candidates
-        try:
-            self._environments.make(good)
-        except SetupError as error:
-            raise EndpointError(f"good ({good.title}): setup failed: {error}") from None
-        try:
-            for candidate in others:
-                if candidate.arm == arm:
-                    self._environments.make(candidate)
-        except SetupError as error:
-            return f"setup failed: {error}"
+        for candidate in self.candidates:
+            is_good = candidate is self.candidates[0]
+            if not is_good and candidate.arm != arm:
+                continue
+            try:
+                self._environments.make(candidate)
+            except SetupError as error:
+                if is_good:
+                    raise EndpointError(f"good ({candidate.title}): setup failed: {error}") from None
+                return f"setup failed: {error}"
         return None
 
     def _plan(self, names: Sequence[RunName]) -> Plan:
@@ -277,20 +270,23 @@ class Bisection:
         return {name: run_state(self._dir, name).status if name in there else "missing" for name in names}
 
     def _ended_by_itself(self, name: RunName) -> bool:
-        """Whether a failed run was seen to end: what a killed launcher takes with it failed by no code."""
+        """Return True if a failed run was seen to end: a killed launcher's runs failed by no code."""
         return run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
         state = run_state(self._dir, name)
         return f"{name} {state.status}: {state.message or 'no reason is recorded'}"
 
-    def _title(self, arm: str) -> str:
-        if arm == AGAIN:
-            return f"good against itself ({self.candidates[0].title})"
-        return next(one.title for one in self.candidates if one.arm == arm)
-
-    def _conclusion(self, found: Found) -> tuple[str, int]:
+    def _conclusion(self, again: Test, found: Found | None) -> tuple[str, int]:
+        """Return the result's sentence and exit code."""
         good, bad = self.candidates[0], self.candidates[-1]
+        if found is None:
+            if again.answer == "bad":
+                return f"good differs from its own reruns, so that nothing can be told: {again.reason}", 5
+            return (
+                f"good cannot be told to match itself at {again.num_pairs} pairs, so that nothing would: "
+                f"{again.reason}; give more --max-seeds or a wider margin, under another --name"
+            ), 4
         if found.endpoint == "good":
             return f"{bad.title} does not differ from {good.title} beyond the claims: nothing to bisect", 5
         if found.endpoint == "undecided":
@@ -306,16 +302,6 @@ class Bisection:
         if len(suspects) == 1:
             return f"{suspects[0]} broke it ({level})", 0
         return f"one of these {len(suspects)} broke it: {'; '.join(suspects)} ({level})", 4
-
-    def _outcome(self, found: Found | None, sentence: str, exit_code: int) -> Outcome:
-        return Outcome(
-            design=self.design,
-            candidates=self.candidates,
-            tests=self._tests,
-            found=found,
-            sentence=sentence,
-            exit_code=exit_code,
-        )
 
     def _declared(self) -> dict[str, Any]:
         """What must not change once there are results: levels would mean nothing."""
@@ -345,26 +331,15 @@ class Bisection:
         content |= {"level": self.design.level, "tests": [asdict(test) for test in self._tests]}
         if outcome:
             found = outcome.found
+            suspects = found.suspects if found and found.endpoint == "bad" else ()
             content |= {
                 "result": outcome.sentence,
                 "exit_code": outcome.exit_code,
-                "suspects": [self.candidates[index].arm for index in found.suspects]
-                if found and found.endpoint == "bad"
-                else [],
+                "suspects": [self.candidates[index].arm for index in suspects],
             }
         write_json(self._dir / FILE, content)
 
 
-def _no_ground(again: Test) -> str:
-    if again.answer == "bad":
-        return f"good differs from its own reruns, so that nothing can be told: {again.reason}"
-    return (
-        f"good cannot be told to match itself at {again.num_pairs} pairs, so that nothing would: "
-        f"{again.reason}; give more --max-seeds or a wider margin, under another --name"
-    )
-
-
-def _seeds(first: Sequence[int], number: int) -> list[int]:
-    """The recipe's seeds, then those after the largest."""
-    more = range(max(first) + 1, max(first) + 1 + number)
-    return [*first, *more][:number]
+def _second_run(arm: str, seed: int) -> RunName:
+    """Return the run that is compared with the good candidate's: its rerun, or a candidate's."""
+    return RunName(arm=BASELINE, seed=seed, rerun=1) if arm == AGAIN else RunName(arm=arm, seed=seed)

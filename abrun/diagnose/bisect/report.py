@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.diagnose.bisect.command import AGAIN, Bisection, Outcome
+from abrun.diagnose.bisect.command import Bisection, Outcome
 from abrun.diagnose.bisect.search import Design
 from abrun.present.tables import Table, columns
 from abrun.stats.sequential import level_of_a_look
@@ -35,10 +35,9 @@ def planned(bisection: Bisection) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-def shown(outcome: Outcome) -> RenderableType:
-    """Every test in its order, then the result."""
-    titles = {candidate.arm: candidate.title for candidate in outcome.candidates}
-    titles[AGAIN] = "good against itself"
+def shown(bisection: Bisection, outcome: Outcome) -> RenderableType:
+    """Return every test in its order, then the result."""
+    titles = bisection.titles
     rows = [(titles[test.candidate], test.answer, str(test.num_pairs), test.reason) for test in outcome.tests]
     table = Table(columns("candidate", "answer", "pairs", "why", fold=True), rows)
     return Group(table, Text(outcome.sentence, style="bold"))

@@ -180,13 +180,14 @@ def test_it_is_named_and_the_same_call_goes_on_after_a_stop(
     with pytest.raises(StoppedError):
         run(bisection(repo, tmp_path, "v4", "v8"), stopped)
     went_on = Inline(tmp_path / "tiny-bisect")
-    outcome = run(bisection(repo, tmp_path, "v4", "v8"), went_on)
+    search = bisection(repo, tmp_path, "v4", "v8")
+    outcome = run(search, went_on)
     assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence
     assert [test.answer for test in outcome.tests] == ["good", "bad", "bad", "good"]  # A/A, v8, v6, v5
     assert len(stopped.made) + len(went_on.made) == 5 * 4 and not {*stopped.made} & {*went_on.made}
     assert found(tmp_path)["suspects"] == [git(repo, "rev-parse", "v6")[:12]]
     snapshot([outcome.sentence, *(test.reason for test in outcome.tests)])
-    terminal().print(shown(outcome))
+    terminal().print(shown(search, outcome))
     again = Inline(tmp_path / "tiny-bisect")
     one = bisection(repo, tmp_path, "v4", "v8")
     assert run(one, again).sentence == outcome.sentence and not again.made  # all of it is on disk
@@ -201,12 +202,13 @@ def test_it_is_named_and_the_same_call_goes_on_after_a_stop(
 def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo, tmp_path, monkeypatch):
     inline = Inline(tmp_path / "tiny-bisect")
     inline.broken = {git(repo, "rev-parse", "v6")[:12]}
-    outcome = run(bisection(repo, tmp_path, "v4", "v8"), inline)
+    search = bisection(repo, tmp_path, "v4", "v8")
+    outcome = run(search, inline)
     assert outcome.exit_code == 4 and outcome.sentence.startswith("one of these 2 broke it: ")
     assert "change 6" in outcome.sentence and "change 7" in outcome.sentence
     skipped = next(test for test in outcome.tests if test.answer == "skipped")
     assert "exit code 1: no such function" in skipped.reason
-    assert outcome.found is not None and outcome.found.tests <= outcome.design.tests
+    assert outcome.found is not None and outcome.found.tests <= search.design.tests
     again = Inline(tmp_path / "tiny-bisect")
     assert run(bisection(repo, tmp_path, "v4", "v8"), again).sentence == outcome.sentence and not again.made
 
