@@ -157,7 +157,6 @@ def _run(
             if options.detach:
                 return None
             outcome = wait_for(plan, experiment_dir, planned.cluster, view)
-    view.summarize()
     return outcome
 
 

@@ -359,8 +359,6 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self.done.wait(POLL_S):
             now, signs = time.monotonic(), progress.signs(self._lines)
-            if any(sign.doing == progress.WAITING for sign in signs.values()):
-                self._began_s = now
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first is not None:

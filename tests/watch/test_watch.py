@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from abrun import watch
-from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import read_json, write_json
@@ -24,6 +23,7 @@ from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch import overview
 from abrun.watch.reading import time_left_s
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 
@@ -182,18 +182,6 @@ def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_pat
     assert ("elapsed" in text.splitlines()[2]) == (width > 100)
 
 
-def test_the_end_of_a_launch_is_summed_up_arm_by_arm(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, treatment_1=60)
-    console = Console(width=120, record=True, file=io.StringIO())
-    view = watch.View(console)
-    view.follow(experiment_dir)
-    view.summarize()
-    lines = [line.strip("│ ").split() for line in console.export_text().splitlines()]
-    assert lines[0][1:8] == ["demo:", "150", "steps", "of", "3", "runs", "in"]
-    assert lines[2][:7] == ["baseline", "1", "finished", "1.000", "0.50", "s", "84"]
-    assert lines[3][:5] == ["treatment", "1", "running,", "1", "finished"] and lines[3][5] == "0.750"
-
-
 def test_nan_is_seen(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
     add_steps(
@@ -320,16 +308,15 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapsh
     assert said() == ["a line\n"]
 
 
-def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_an_experiment_and_an_arm_have_no_log(tmp_path: Path, snapshot: Snapshot) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=3)
-    failed = RunDir(experiment_dir / "treatment" / "seed-0")
-    failed.begin_attempt().fail(Code.FOREIGN_TEXT(text="out of memory"), exit_code=2)
-    snapshot(list(watch.log_of(experiment_dir, lambda experiment_dir: None, follow=True)))
-    arm = experiment_dir / "treatment"
-    with pytest.raises(StoreError) as refused:
-        list(watch.log_of(arm, lambda experiment_dir: None, follow=False))
-    assert refused.value.code is Code.LOG_OF_ARM and str(failed.path) in str(refused.value)
-    snapshot(refused.value)
+    for directory, code in (
+        (experiment_dir, Code.RUN_IS_EXPERIMENT),
+        (experiment_dir / "treatment", Code.NO_RUN_OR_EXPERIMENT),
+    ):
+        with refused(code) as caught:
+            list(watch.log_of(directory, lambda experiment_dir: None, follow=False))
+        snapshot(caught.value)
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,7 +437,7 @@ def test_a_job_queues_itself_again_where_its_runs_were_interrupted(
     status: Any, requeued: bool, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ended:
-        def __init__(self, queue: Any, *_: Any) -> None:
+        def __init__(self, queue: Any, *_: Any, **__: Any) -> None:
             self._jobs = queue.jobs
 
         def run(self) -> None:
