@@ -12,7 +12,7 @@ from abrun.experiment.plan import Plan, decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import Cluster
-from abrun.launch.local import Slots
+from abrun.launch.local import runs_at_once
 from abrun.launch.notes import notes
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import units
@@ -229,12 +229,7 @@ def _devices(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[Re
 
 
 def _at_once(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
-    slots = Slots(machine, num_jobs)
-    at_once = 0
-    while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config)):
-        slots.take(place)
-        at_once += 1
-    return at_once
+    return runs_at_once(machine, num_jobs, (run.config for run in plan.runs))
 
 
 def _diff(plan: Plan) -> list[RenderableType]:

@@ -78,7 +78,10 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     run = RunDir(asked.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), mask) as pass_on:
+    with (
+        stopping_signals() as requests,
+        capped(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+    ):
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):

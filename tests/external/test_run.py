@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from abrun.errors import LaunchError
-from abrun.experiment.command import external
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import Follower
@@ -46,6 +45,7 @@ from tests.snapshot import Snapshot
 HERE = Path(__file__).parent
 FOREIGN = HERE / "foreign.yaml"
 SCRIPT = f"trainer.parameters.script={HERE / 'foreign_trainer.py'}"
+FOLLOWER = (sys.executable, "-P", "-m", "abrun.external")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
 
@@ -74,7 +74,7 @@ def prepared(tmp_path: Path, *overrides: str) -> Path:
 
 def start(directory: Path) -> "subprocess.Popen[bytes]":
     log = (directory / "stdout.log").open("ab")
-    return subprocess.Popen(external(directory), stdout=log, stderr=log)
+    return subprocess.Popen([*FOLLOWER, str(directory)], stdout=log, stderr=log)
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
@@ -364,7 +364,7 @@ def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path, before: st
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
     code = f"import os, signal, sys; from abrun.processes import start\n{before}\n"
     code += "start(sys.argv[1:], os.environ, dies_by=signal.SIGTERM).wait()"
-    launcher = subprocess.Popen([sys.executable, "-c", code, *external(directory)])
+    launcher = subprocess.Popen([sys.executable, "-c", code, *FOLLOWER, str(directory)])
     until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
     launcher.kill()
     launcher.wait()
