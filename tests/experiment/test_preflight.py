@@ -391,7 +391,6 @@ def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: py
 
 
 GEMMA: dict[str, Any] = {"model_type": "gemma3", "text_config": {"sliding_window": 1024}}
-PACKED = ["policy.packing=true"]
 
 
 def cut(backend: str) -> list[str]:
