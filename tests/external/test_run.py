@@ -37,7 +37,6 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
-from abrun.verdict.code import code_notes
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, run_to_end
 from tests.snapshot import Snapshot
@@ -156,26 +155,6 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, sna
         reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
         assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))
-
-
-def test_the_commit_of_run_folders_is_read(tmp_path: Path, snapshot: Snapshot) -> None:
-    for arm, sha in (("baseline", "a" * 40), ("treatment", "b" * 40)):
-        for seed in (0, 1):
-            directory = tmp_path / arm / f"seed-{seed}"
-            write_run(directory, "by-hand", RunName(arm=arm, seed=seed), load_recipe(FOREIGN).run_config(arm))
-            run = RunDir(directory)
-            run.begin_launch([], {"sha": sha, "dirty": False, "diff": None})
-            writer = run.begin_attempt()
-            writer.metrics(1, {"train/reward": 0.1 + seed})
-            writer.finish(1)
-    experiment = open_sources([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
-    (note,) = code_notes(experiment)
-    assert (note.code, note["baseline_code"], note["code"]) == (
-        Code.ARMS_OF_OTHER_CODE,
-        ["aaaaaaa"],
-        ["bbbbbbb"],
-    )
-    snapshot(sentence(note))
 
 
 def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path, snapshot) -> None:

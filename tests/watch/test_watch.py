@@ -162,26 +162,6 @@ def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
     assert "1:05 elapsed" in lines[-1]
 
 
-def test_a_run_that_failed_again_before_a_step_has_no_elapsed_time(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=3, treatment_0=3)
-    add_steps(experiment_dir / "baseline/seed-0", 4, 4, time_s=time.time() - 7000)
-    ended = {"status": "failed", "started_s": time.time() - 60, "ended_s": time.time(), "message": "x"}
-    write_json(experiment_dir / "baseline/seed-0/attempts/0002.json", ended)
-    row = drawn(experiment_dir, 140).splitlines()[3]
-    assert "failed" in row and not re.search(r"-\d+:", row)
-
-
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_path: Path, width: int) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=1)
-    for step, rate in ((2, 4321.6), (3, 9000.0), (4, 10.0)):  # the median's, as of step times
-        row = {"performance__tokens_per_sec_per_gpu": rate, "time_s": time.time()}
-        add_steps(experiment_dir / "baseline" / "seed-0", step, step, **row)
-    text = drawn(experiment_dir, width)
-    assert ("tokens/s" in text, "4,322" in text) == (width > 130, width > 130)
-    assert ("elapsed" in text.splitlines()[2]) == (width > 100)
-
-
 def test_nan_is_seen(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
     add_steps(
@@ -200,14 +180,6 @@ def test_failures_and_corrupt_lines_are_said_below_the_table(tmp_path: Path) -> 
     text = drawn(experiment_dir, 200)
     assert "baseline/seed-0: out of [memory]" in text
     assert "treatment/seed-0: " in text and "line 11: got 'garbage'" in text
-
-
-@pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[1]"])
-def test_a_row_of_no_step_is_passed_over(tmp_path: Path, step: str) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=10)
-    with (experiment_dir / "baseline" / "seed-0" / "metrics.jsonl").open("a") as file:
-        file.write(f'{{"step": {step}, "attempt": 1, "train/reward": 7.0}}\n')
-    assert "10/60" in drawn(experiment_dir, 200)
 
 
 def with_warm_start(run_dir: Path) -> Path:
