@@ -65,23 +65,23 @@ def main() -> int:
         return 2
 
 
-def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
-    settings = validated(Ray, said.get("settings", {}), str(experiment_dir / record.FOLDER))
+def _run(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
+    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / record.FOLDER))
     say = partial(_print, experiment_dir / record.FOLDER / record.LOG)
     _tell(experiment_dir, job, {})
-    _enter(said["cwd"])
+    _enter(submitted["cwd"])
     say(f"{job} begins on {socket.gethostname()}")
     lease = _lease(experiment_dir)
     try:
         engine_of = _cluster()
         plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
         queue, tell = Queue(plan, experiment_dir), partial(_tell, experiment_dir, job)
-        engine = engine_of(settings, plan, experiment_dir, queue.jobs, said.get("num_jobs"), tell)
-        arguments = queue, engine, lease, float(settings.save_s), said.get("git")
+        engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), tell)
+        arguments = queue, engine, lease, float(settings.save_s), submitted.get("git")
         stopped_by = Supervisor(*arguments, say=say).run()
     finally:
         lease.close()
-    if stopped_by is None and said.get("compare"):
+    if stopped_by is None and submitted.get("compare"):
         with open_log(experiment_dir / record.FOLDER / COMPARED) as output:
             output.truncate(0)
             argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
