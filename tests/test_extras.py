@@ -18,7 +18,7 @@ from abrun.api import compare
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.megatron import megatron_refusal
+from abrun.recipe.packages import megatron_refusal
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
 from tests.snapshot import Snapshot

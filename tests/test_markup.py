@@ -33,6 +33,7 @@ COMMANDS: dict[str, list[Command]] = {
     "recipes": [lambda name: [name]],
     "schema": [lambda name: [name]],
     "launch": [lambda name: ["recipe.yaml", "--dry-run"], lambda name: [f"{name}.yaml"]],
+    "export": [lambda name: [f"{name}.yaml", "--to", "jobset"]],
     "watch": [lambda name: ["stored", "--runs-dir", f"runs/{name}"]],
     "status": [
         lambda name: ["stored", "--runs-dir", f"runs/{name}"],

@@ -14,10 +14,12 @@ from torch import Tensor
 from abrun.backends.head import Entropies
 from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
+from abrun.models import open_network
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
+from abrun.rl.losses import TokenLosses
 from abrun.rl.metrics import MetricParts
 
 B = TypeVar("B", bound=Sequences)
@@ -32,28 +34,31 @@ class Objective(Protocol[B_contra]):
         """Whether its losses or metrics need entropies: without, they are given None."""
         ...
 
-    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Each token's share of the global loss [...], 0 where masked.
+    def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
+        """Compute each token's share of the global loss [...], 0 where masked.
 
         All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
         log-probs at once asks for them. A token's loss is the same in both.
         """
         ...
 
-    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
-        """A microbatch's contributions, from log-probs and entropies [B, S] without gradient."""
+    def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None, losses: Any) -> MetricParts:
+        """Return a microbatch's contributions, from log-probs and entropies [B, S] without gradient.
+
+        `losses` is what `losses` returned for the microbatch; the caller has disabled gradients.
+        """
         ...
 
 
 class ValueObjective(Protocol[B_contra]):
     """What a step's value model minimises: the sum of a loss over all tokens of the global batch."""
 
-    def losses(self, batch: B_contra, values: Tensor) -> Tensor:
-        """Each token's share of the global loss [B, S], 0 where masked."""
+    def losses(self, batch: B_contra, values: Tensor) -> TokenLosses:
+        """Compute each token's share of the global loss [B, S], 0 where masked."""
         ...
 
-    def metrics(self, batch: B_contra, values: Tensor) -> MetricParts:
-        """A microbatch's contributions, from values [B, S] without gradient."""
+    def metrics(self, batch: B_contra, values: Tensor, losses: Any) -> MetricParts:
+        """Return a microbatch's contributions, from values [B, S] without gradient; `losses` as above."""
         ...
 
 
@@ -159,10 +164,27 @@ class Backend(Trained, Protocol):
 def make_backend(
     config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
 ) -> Backend:
-    """The policy of a run, on the backend that its recipe names.
+    """Make the policy of a run, on the backend that its recipe names.
 
     `weights`, a checkpoint folder, replaces the recipe's own initial ones; a preset without is initialised
-    from `seed`. Raises RecipeError where the model does not fit the backend.
+    from `seed`. Raises RecipeError if the model does not fit the backend.
+
+    A backend gets `load_initial`, which makes a network with the run's initial weights, on the CPU and alike
+    on every rank, or on the meta device with a `checkpoint` to read them from: the policy's, and that of a
+    value model with a backbone of its own. Its log-probs are of the distribution that a sampler at
+    `temperature` with `filters` draws from; the sampler's own LM head runs in `engine_dtype`.
     """
-    make = load(BACKENDS[config.policy.backend.type])
-    return make(config, ranks, weights=weights, seed=seed, trainable=trainable)
+    temperature, filters = config.trained_distribution
+
+    def load_initial() -> Any:
+        return open_network(config.model, weights=weights, seed=seed, decodes=trainable and config.decodes)
+
+    return load(BACKENDS[config.policy.backend.type])(
+        load_initial,
+        config.policy,
+        ranks,
+        temperature=temperature,
+        filters=filters,
+        engine_dtype=config.rollout.head_dtype,
+        trainable=trainable,
+    )

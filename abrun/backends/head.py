@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from abrun.backends.collectives import gathered
+from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.kernels import DEFAULT_MEMORY_BUDGET_BYTES, TokenLoss, linear_logprobs, linear_policy_loss, project
 from abrun.models import cache_name
@@ -30,6 +31,7 @@ class HeadOutput(NamedTuple):
     logprobs: Tensor  # [...]
     entropies: Tensor | None  # [...], in nats
     loss: Tensor | None  # [], of a pass that computes one: it alone has a gradient
+    balance: Tensor | None = None  # [], the experts' auxiliary loss, where the pass itself does not add it
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "HeadOutput":
         """With both per-token results changed."""
@@ -80,7 +82,7 @@ class Head:
             "group": group,
         }
 
-    def judge(
+    def logprobs(
         self,
         hidden: Tensor,  # [..., H]
         weight: Tensor,  # [V, H], or this rank's rows of it
@@ -108,6 +110,10 @@ class Head:
             *linear_logprobs(hidden, weight, target, chunk_size=self._chunk_size, **asked, **self._settings),
             loss=None,
         )
+
+    def set_temperature(self, temperature: float) -> None:
+        """Compute log-probs at another temperature from now on."""
+        self._temperature = self._settings["temperature"] = temperature
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
         """The rollout engine's logits, before any temperature; of the whole vocabulary on every rank."""
@@ -148,6 +154,37 @@ class Head:
         if self._group is None or self._vocab_size is None:
             return weight
         return padded_shard(weight, self._vocab_size, self._group.size())
+
+
+def logprobs_of_tokens(
+    head: Head,
+    hidden: Tensor,  # [B, S, H], or this rank's tokens of a packed stream [1, own, H]
+    weight: Tensor,  # [V, H], or this rank's rows of it
+    token_ids: Tensor,  # [B, S], or packed [1, T]
+    token_mask: Tensor,  # [B, S] bool, or packed [1, T]: the tokens whose log-probs are computed
+    entropies: Entropies,
+    token_loss: TokenLoss | None,
+    packing: Packing | None,
+    support: Tensor | None,  # [B, S, W], or packed [1, T, W]
+) -> HeadOutput:
+    """Log-probs and entropies, shaped as `token_ids`, each from the hidden state before its token; 0 outside
+    the mask.
+
+    With `token_loss` also the sum of that loss over the B * (S - 1) tokens that have a log-prob, cut into
+    slices. A sequence's first token has none, so a packed stream, one row, is treated like any other.
+    """
+    target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
+    support = None if support is None else support[:, 1:]
+    split = packing.split if packing else None
+    if packing is None or split is None:
+        hidden = hidden[:, :-1]
+    else:
+        target = split.cut(target, IGNORED)
+        support = None if support is None else packing.own(support)
+    output = head.logprobs(hidden, weight, target, entropies, token_loss, support)
+    if split is not None:
+        output = output.mapped(lambda values: split.whole(values)[:, : token_ids.shape[1] - 1])
+    return output.mapped(lambda values: nn.functional.pad(values, (1, 0)))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -43,7 +43,7 @@ class Microbatches(Generic[B]):
     be known on the CPU is known then, and the GPU never waits for it. Collective."""
 
     def __init__(self, batch: B, policy: Policy, ranks: Ranks) -> None:
-        self._shape = batch.token_ids.shape
+        self.shape = batch.token_ids.shape
         rows = _rows_of(batch, policy.share_prompts)
         if policy.micro_batch_tokens is None:
             self._route, parts = None, list(batch.split(policy.micro_batch_size))
@@ -77,11 +77,11 @@ class Microbatches(Generic[B]):
 
     def in_rows(self, found: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
         """What the microbatches gave, as rows of the batch, 0 where a microbatch was narrower. Collective."""
-        width = self._shape[1] if self._route is None else self._route.width
+        width = self.shape[1] if self._route is None else self._route.width
         rows = torch.cat([_as_wide(each, width) for each in found])
         if self._route is None:
             return rows
-        return _as_wide(self._route.back(rows), self._shape[1])
+        return _as_wide(self._route.back(rows), self.shape[1])
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Route:
 def _route(own: _Rows, rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
     """Collective, as every rank deals out the samples of all."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
-    of_all = _Rows(ranks.gather(own.lengths), ranks.gather(own.shared)) if size > 1 else own
+    of_all = _Rows(ranks.all_gather_data(own.lengths), ranks.all_gather_data(own.shared)) if size > 1 else own
     by_rank = _dealt_rows(of_all, rows_together, max_tokens, size)
     own_rows = len(own.lengths)
 

@@ -1,4 +1,7 @@
-"""A run's ranks: which of them share what, and how to add up and gather over the right ones of them.
+"""A run's ranks, and collectives over groups of them. A method is named after its collective and its group.
+
+Groups: `data` (one rank of each replica of the policy), `context`, `replica` (all ranks of one replica), and
+`world`. Every rank of a group has to call its collective; two groups mixed up are a deadlock.
 
 Every rank of a replica of the policy holds the same rows of the batch, whole: tensor, context and pipeline
 parallelism cut a row only inside the model. So samples, counts and metrics are shared, added up and gathered
@@ -56,42 +59,42 @@ class Ranks:
         """Whether this is the rank that writes."""
         return self.rank == 0
 
-    def share(self, num_rows: int) -> slice:
-        """This rank's consecutive rows of `num_rows` of the global batch."""
+    def data_slice(self, num_rows: int) -> slice:
+        """Return this rank's consecutive rows of `num_rows` of the global batch."""
         count = num_rows // self.data.size()
         return slice(self.data.rank() * count, (self.data.rank() + 1) * count)
 
-    def total(self, *values: float) -> list[float]:
-        """Sums over the global batch, of what each rank found in its share. Collective."""
+    def all_reduce_sum_data(self, *values: float) -> list[float]:
+        """Sum each value over the data-parallel ranks, so over the global batch; float64. Collective."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals, group=self.data)
         return totals.tolist()
 
-    def gather(self, values: Sequence[T]) -> list[T]:
-        """What each rank has of the global batch, in its order. Collective."""
+    def all_gather_data(self, values: Sequence[T]) -> list[T]:
+        """Join the lists of the data-parallel ranks, in the order of the global batch. Collective."""
         return gathered(values, self.data)
 
-    def context_share(self, num_rows: int) -> slice:
-        """This rank's consecutive rows of those that all ranks of its context hold; can be none."""
+    def context_slice(self, num_rows: int) -> slice:
+        """Return this rank's consecutive rows of those that all ranks of its context hold; can be none."""
         if self.context is None:
             return slice(0, num_rows)
         count = -(-num_rows // self.context.size())
         return slice(self.context.rank() * count, (self.context.rank() + 1) * count)
 
-    def gather_context(self, values: Sequence[T]) -> list[T]:
-        """What each rank of this one's context has, in its order. Collective."""
+    def all_gather_context(self, values: Sequence[T]) -> list[T]:
+        """Join the lists of this context's ranks, in their order. Collective."""
         return list(values) if self.context is None else gathered(values, self.context)
 
-    def replica_share(self, num_rows: int) -> slice:
-        """This rank's consecutive rows of those that all ranks of its replica hold; can be none."""
+    def replica_slice(self, num_rows: int) -> slice:
+        """Return this rank's consecutive rows of those that all ranks of its replica hold; can be none."""
         size, index = 1, 0
         for group in self._of_replica:
             index, size = index + group.rank() * size, size * group.size()
         count = -(-num_rows // size)
         return slice(index * count, (index + 1) * count)
 
-    def gather_replica(self, values: Sequence[T]) -> list[T]:
-        """What each rank of this one's replica has, in their order. Collective."""
+    def all_gather_replica(self, values: Sequence[T]) -> list[T]:
+        """Join the lists of this replica's ranks, in their order. Collective."""
         found = list(values)
         for group in self._of_replica:
             found = gathered(found, group)
@@ -102,27 +105,27 @@ class Ranks:
         """The groups that make up a replica, each of whole ones of those before it."""
         return [group for group in (self.tensor, self.context, self.pipeline) if group is not None]
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Each number's largest value on any rank at all. Collective."""
+    def all_reduce_max_world(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over all ranks; float64. Collective."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.tolist()
 
-    def of_all(self, value: T) -> list[T]:
-        """The value of every rank at all, in the order of the ranks. Collective."""
+    def all_gather_world(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of ranks. Collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
-    def of_first(self, value: T | None) -> T:
-        """The value that the first rank has. Collective."""
+    def broadcast_world(self, value: T | None) -> T:
+        """Return the value of rank 0. Collective."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return cast(T, values[0])
 
     @property
-    def everyone(self) -> ProcessGroup:
-        """Every rank at all."""
+    def world(self) -> ProcessGroup:
+        """Return the group of all ranks."""
         group: Any = dist.group.WORLD
         return group
 
@@ -132,7 +135,7 @@ class Ranks:
 
 
 def gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
-    """What each rank of a group has, in their order. Collective over the group."""
+    """Join the lists of a group's ranks, in their order. Collective."""
     if group.size() == 1:
         return list(values)
     by_rank: list[Sequence[T]] = [[] for _ in range(group.size())]

@@ -107,6 +107,35 @@ def launch(
 
 
 @app.command(rich_help_panel=RUN)
+@outlives_output
+def export(
+    recipe: RecipeFile,
+    to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A new folder; default: <name>-<engine>.")
+    ] = None,
+    overrides: Overrides = None,
+    name: Name = None,
+    no_compare: NoCompare = False,
+) -> None:
+    """Write an experiment's manifests for an engine that abrun itself starts nothing on.
+
+    Examples:
+        abrun export recipe.yaml --to jobset --output manifests
+        abrun export recipe.yaml --to skypilot
+    """
+    from abrun.experiment.options import LaunchOptions
+    from abrun.experiment.plan import make_plan
+    from abrun.launch.export.command import export as write_manifests
+    from abrun.launch.prepare import experiment_dir_of
+    from abrun.recipe.experiment import load_recipe
+
+    plan = make_plan(load_recipe(recipe, overrides or []))
+    name = experiment_dir_of(plan.recipe.name, LaunchOptions(name=name)).name
+    print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
+
+
+@app.command(rich_help_panel=RUN)
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     """Follow an experiment that another shell or another host launches, or the jobs of a cluster.
 

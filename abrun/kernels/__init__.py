@@ -9,11 +9,12 @@ float32 run in TF32 on a GPU only where torch's own setting allows it
 (torch.backends.cuda.matmul; IEEE by default).
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from .head import Head, resolve_head
+from .head import Head, HeadOptions, resolve_head
 from .linear import LinearLogprobs, LinearPolicyLoss, Tiles, TokenLoss
 from .logits import dense_logprobs
 from .products import project
@@ -33,16 +34,9 @@ def linear_logprobs(
     impl: str,
     entropy: bool = False,
     entropy_gradient: bool = True,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    ignore_index: int = -100,
-    vocab_size: int | None = None,
-    head_dtype: torch.dtype | None = None,
-    logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
-    group: ProcessGroup | None = None,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Tensor, Tensor | None]:  # float32 [...] log-probs, float32 [...] entropy
     """Log-prob of each target under softmax(z / temperature), and the entropy of that softmax, in nats.
 
@@ -73,19 +67,7 @@ def linear_logprobs(
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}; it is at least 1, or None to choose by memory")
-    head = resolve_head(
-        hidden,
-        weight,
-        target,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-        ignore_index=ignore_index,
-        vocab_size=vocab_size,
-        head_dtype=head_dtype,
-        logits_dtype=logits_dtype,
-        group=group,
-    )
+    head = resolve_head(hidden, weight, target, **options)
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
     # Under autocast a float32 head would run in bfloat16 without a word.
@@ -105,15 +87,8 @@ def linear_policy_loss(
     impl: str,
     entropy: bool = False,
     entropy_gradient: bool = True,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    ignore_index: int = -100,
-    vocab_size: int | None = None,
-    head_dtype: torch.dtype | None = None,
-    logits_dtype: torch.dtype | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
-    group: ProcessGroup | None = None,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # float32 [] loss, float32 [...] log-probs, float32 [...] entropy
     """The sum of a per-token loss of the log-probs and entropies, with both gradients from one pass.
 
@@ -130,19 +105,7 @@ def linear_policy_loss(
 
     Log-probs and entropies are returned without gradient. All else is as in linear_logprobs.
     """
-    head = resolve_head(
-        hidden,
-        weight,
-        target,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-        ignore_index=ignore_index,
-        vocab_size=vocab_size,
-        head_dtype=head_dtype,
-        logits_dtype=logits_dtype,
-        group=group,
-    )
+    head = resolve_head(hidden, weight, target, **options)
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
     wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -1,6 +1,7 @@
 """What a log-prob is in one call: its settings, checked, and this rank's share of the vocabulary."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -55,19 +56,32 @@ class Head:
         return values
 
 
+class HeadOptions(TypedDict, total=False):
+    """Options of a head: `linear_logprobs` says what they mean, and `resolve_head` has their defaults."""
+
+    temperature: float
+    logit_scale: float
+    logit_softcap: float | None
+    ignore_index: int
+    vocab_size: int | None
+    head_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    group: ProcessGroup | None
+
+
 def resolve_head(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V/P, H]
     target: Tensor,  # [...]
     *,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float | None,
-    ignore_index: int,
-    vocab_size: int | None,
-    head_dtype: torch.dtype | None,
-    logits_dtype: torch.dtype | None,
-    group: ProcessGroup | None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    head_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
 ) -> Head:
     """Check that the arguments fit together, and find this rank's rows among the shards.
 

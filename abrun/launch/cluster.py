@@ -13,7 +13,7 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import SCHEDULERS, load
-from abrun.recipe.launcher import LauncherSettings
+from abrun.recipe.launcher import Exported, LauncherSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import owner_of
@@ -150,6 +150,8 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> Cluster | None:
     """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
+    if isinstance(settings, Exported):
+        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
         return None
     return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)

@@ -217,12 +217,12 @@ def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
     for kind in (FakeTensor, FunctionalTensor):
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
-    yield patch("abrun.backends.dtensor.open_network", functools.partial(hollow_network, dtype=master_dtype))
+    yield patch("abrun.backends.open_network", functools.partial(hollow_network, dtype=master_dtype))
     yield patch("abrun.backends.attention.stream_deviation", lambda *_, **__: None)  # nothing to compare
     yield patch("abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _reducing_in(master_dtype))
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
-    yield patch.object(Head, "judge", _judging(account, Head.judge))
+    yield patch.object(Head, "logprobs", _judging(account, Head.logprobs))
     for method in ("unshard", "wait_for_unshard"):
         yield patch.object(FSDPParamGroup, method, _gathering(account, getattr(FSDPParamGroup, method)))
     yield patch.object(FSDPParamGroup, "post_backward", _reducing(account, FSDPParamGroup.post_backward))

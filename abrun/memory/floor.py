@@ -9,7 +9,7 @@ from typing import Any
 from abrun.experiment.preflight.model_files import shape_of
 from abrun.memory.step import is_cut
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings
-from abrun.recipe.dtensor import PLAIN_DECODERS
+from abrun.recipe.model_fit import PLAIN_DECODERS
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 

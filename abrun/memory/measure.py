@@ -29,9 +29,8 @@ from abrun.models.parts import RandomWeights
 from abrun.processes import progress
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import Sequences
+from abrun.rl.batch import Sequences, random_rollouts
 from abrun.train.__main__ import ran_out
-from abrun.train.batches import RandomBatches
 from abrun.train.data import check_length
 from abrun.train.loop import Algorithm, make_algorithm
 from abrun.train.phases import LiveTensors
@@ -160,16 +159,15 @@ class Cell:
         """A step's update on random tokens: as many microbatches as it takes to have one after another."""
         setup, algorithm_settings = self._setup, self._config.algorithm
         assert setup is not None
-        source = RandomBatches(
+        batch: Any = random_rollouts(
             num_rows(self._config, self._num_sequences),
             length,
             len(setup.data.text.tokenizer),
             self._device,
             rows_together=2 if isinstance(algorithm_settings, Dpo) else 1,
         )
-        batch: Any = source.collect(1)[0]
         if isinstance(algorithm_settings, Sft | Dpo):
-            batch = batch.at(Sequences)
+            batch = batch.with_fields(Sequences)
         algorithm.update(batch, step=1)
 
     def _sample(self, setup: Setup) -> None:

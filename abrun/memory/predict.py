@@ -30,8 +30,8 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import Declared
+from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
 from abrun.recipe.run import OwnRunConfig
-from abrun.recipe.vllm import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION

@@ -25,10 +25,9 @@ from abrun.models import config_of, load_text, positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Ppo, Sft
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import Sequences
+from abrun.rl.batch import Sequences, random_rollouts
 from abrun.rollout.vllm.starting import cache_bytes
 from abrun.tasks import make_task
-from abrun.train.batches import RandomBatches
 from abrun.train.learner import Learner
 from abrun.train.lengths import longest_of, new_tokens
 from abrun.train.loop import make_algorithm
@@ -86,17 +85,16 @@ def trace(
         setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
-        reference = getattr(algorithm, "_reference", None)
+        reference = getattr(algorithm, "reference", None)
         if reference is not None:
             account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
         rows, device = num_rows(config, num_sequences), setup.ranks.device
         experts = any(".experts." in name for name in setup.learner.local_state())
         vllm = _vllm(run, setup.policy)
         for length in lengths:
-            source = RandomBatches(rows, length, 100, device, rows_together=together)
-            batch = source.collect(1)[0]
+            batch = random_rollouts(rows, length, 100, device, rows_together=together)
             if isinstance(config.algorithm, Sft | Dpo):
-                batch = batch.at(Sequences)
+                batch = batch.with_fields(Sequences)
             algorithm.update(batch, step=1)
             size = {"length": length, "num_sequences": num_sequences}
             yield {**size, "experts": experts, "vllm": vllm, "by_phase": phases.collect()}

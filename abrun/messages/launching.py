@@ -27,6 +27,8 @@ MESSAGES: dict[Code, Message] = {
     "planted",
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; give it by --set, or drop it here",
     Code.NO_FAULT_FITS: "{recipe}: got no fault that it can plant; see: abrun faults",
+    Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, for which abrun writes manifests and "
+    "starts nothing: use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
     "most 100, and not {reserved:repr}",
     Code.EXPERIMENT_EXISTS: "{directory}: an experiment is here already, {finished} of {runs} runs "
@@ -41,6 +43,13 @@ MESSAGES: dict[Code, Message] = {
     Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
     "{warm_start}, and the runs of its arm that are here started from {recorded}, which this version makes "
     "otherwise: resume with the abrun that launched them, or give another --name",
+    Code.EXPORT_FOLDER_IN_USE: "{folder}: is here already, and not an empty folder; remove it, or choose "
+    "another -o",
+    Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
+    Code.EXPORT_WITHOUT_RUN: "{run}: no run of the recipe {recipe}; export it again",
+    Code.WARM_START_NOT_MADE: "{run}: starts from {path}, which is not there yet: submit the warm start "
+    "first",
+    Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: what abrun export writes there",
     Code.NODE_WITHOUT_RUN: "{directory}: not on {host}, and on {seen_on} it is: the nodes have to share it; "
     "launch with --runs-dir on a file system that all of them see",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",

@@ -188,6 +188,10 @@ MESSAGES: dict[Code, Message] = {
     Code.SAVE_TIME_TOO_LONG: "launcher.save_s: got {save_s}, and launcher.time, {time!r}, is {limit_s:.0f} "
     "s; allowed: less than that: lower it, or ask for more time",
     Code.PYXIS_MISSING: "launcher.container: got {image!r}, and Slurm has no pyxis plugin: {problem}",
+    Code.LAUNCHER_CLAIM_MISSING: "launcher.claim: missing; name the claim that holds all runs",
+    Code.LAUNCHER_IMAGE_MISSING: "launcher.image: missing; name an image with abrun",
+    Code.LAUNCHER_ACCELERATOR_MISSING: "launcher.accelerator: missing; arm {arm} has {gpus} GPUs a node: "
+    "name one, such as H100",
     # Settings without effect
     Code.ARMS_WITHOUT_EFFECT: "{arms:plural arm} {arms:list}: {problem}",
     Code.COMMANDS_WITHOUT_SEED: "{arms:plural arm} {arms:list}: trainer.argv and trainer.env never use "

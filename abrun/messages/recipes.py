@@ -26,7 +26,7 @@ ALLOWED = {
 }
 _OF_NODES = (
     "it is written into scripts and shown by clusters: let the nodes have it in their own environment or "
-    "files"
+    "files, or name it in launcher.secrets of a jobset or skypilot"
 )
 _INSTEAD = (
     "pass it to a command as a variable of its environment, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, "

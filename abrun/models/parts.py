@@ -18,7 +18,7 @@ from abrun.models.checks import check_decoding, check_network, silence
 from abrun.models.families import facts_of
 from abrun.models.sources import read_config, weight_files
 from abrun.models.unread import find_unread
-from abrun.recipe.dtensor import PLAIN_DECODERS
+from abrun.recipe.model_fit import PLAIN_DECODERS
 from abrun.seeds import derive
 
 LARGE = 10**8  # parameters of an embedding: a preset of that size is never made whole on a CPU

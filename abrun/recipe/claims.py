@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -80,9 +81,8 @@ class Primary(Section):
     def _limit_is_readable(cls, limit: Any) -> Any:
         of_baseline = isinstance(limit, str) and re.fullmatch(RATIO, limit)
         number: Any = float(limit[:-1]) if of_baseline else limit
-        if limit is not None and (
-            type(number) not in (int, float) or not math.isfinite(number) or (of_baseline and number <= 0)
-        ):
+        is_number = type(number) in (int, float) and abs(number) <= sys.float_info.max
+        if limit is not None and (not is_number or (of_baseline and number <= 0)):
             raise FieldError(f"got {shortened(limit)}; allowed: a number, or '0.6x' of the baseline")
         return limit
 

@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 BACKENDS = {
-    "dtensor": "abrun.backends.dtensor:make_backend",
+    "dtensor": "abrun.backends.dtensor:DtensorBackend",
     "megatron": "abrun.backends.megatron:make_backend",
 }
 ENGINES = {

@@ -5,52 +5,60 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.reading import parse_yaml
-from abrun.recipe.refusals import shortened, validated
+from abrun.recipe.refusals import shortened, type_name, validated
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Count, FieldError, Section, line_of_text, word
 from abrun.redaction import REFERENCE
 from abrun.regular_files import read_regular
 
 TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
-TAKEN = [
-    "account",
-    "array",
-    "chdir",
-    "constraint",
-    "container-image",
-    "cpus-per-task",
-    "dependency",
-    "error",
-    "export",
-    "gpus",
-    "gpus-per-node",
-    "gres",
-    "job-name",
-    "no-requeue",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "partition",
-    "qos",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "wait",
-    "wrap",
-]
-VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+TAKEN = (  # noqa: SIM905 (options of sbatch that follow from the recipe)
+    "account array chdir constraint container-image cpus-per-task dependency error export gpus gpus-per-node "
+    "gres job-name no-requeue nodes ntasks ntasks-per-node open-mode output parsable partition qos requeue "
+    "signal test-only time wait wrap"
+).split()
 MOST_PROFILE = 1 << 16  # bytes
+VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+# What Kubernetes' server checks beyond its schema: names of objects, keys and values of labels
+OBJECT = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+
+
+def _matching(pattern: str, allowed: str, most: int = 253, *, values: bool = False) -> AfterValidator:
+    """Check a text, or each text of a list, or the keys (or the `values`) of a mapping."""
+
+    def check(value: Any) -> Any:
+        texts = value.values() if values else [value] if isinstance(value, str) else value
+        for text in texts:
+            if len(text) > most or not re.fullmatch(pattern, text):
+                raise FieldError(f"got {shortened(text)}; allowed: {allowed}")
+        return value
+
+    return AfterValidator(check)
+
+
+Word = Annotated[str, AfterValidator(word)]
+Line = Annotated[str, AfterValidator(line_of_text)]
+Lines = Annotated[list[str], AfterValidator(lambda lines: [line_of_text(line) for line in lines])]
+IS_OBJECT = _matching(OBJECT, "small letters, digits, '-' and '.'")
+IS_KEY = _matching(rf"({OBJECT}/)?{LABEL}", "such as nvidia.com/gpu, at most 63 after the '/'", 317)
+ARE_LABELS = _matching(
+    f"({LABEL})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
+)
+Name = Annotated[Word, IS_OBJECT]
+
+
+def _duration(time: str) -> str:
+    if not re.fullmatch(TIME, time):
+        raise FieldError(f"got {shortened(time)}; allowed: such as '90' (minutes), '2:00:00', '1-12:00:00'")
+    return time
 
 
 class Local(Section):
@@ -70,46 +78,22 @@ class Slurm(Section):
     """Jobs of Slurm. What is left open here is taken from the user's profile, then from Slurm's defaults."""
 
     type: Literal["slurm"]
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    account: Line | None = None
+    partition: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
     # The limit of a job, as sbatch takes it ("2:00:00"). A run that takes longer goes on in the next one
-    time: str | None = None
+    time: Annotated[str, AfterValidator(_duration)] | None = None
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120  # before that limit runs save a checkpoint and stop
     requeues: Annotated[int, Field(ge=0)] = 20  # how often a job begins again after limit, preemption, fault
     cpus_per_rank: Count = 1
-    interface: str | None = None  # the network that nodes talk over, such as ib0; default: the libraries' own
-    python: str | None = None  # of the nodes or the container; default: the one that launches
-    setup: list[str] = Field(default=[])  # lines of shell before that, such as: module load cuda
+    # The network that nodes talk over, such as ib0; default: the libraries' own
+    interface: Word | None = None
+    python: Line | None = None  # of the nodes or the container; default: the one that launches
+    setup: Lines = Field(default=[])  # lines of shell before that, such as: module load cuda
     container: Container | None = None
-    sbatch: dict[str, str | int | bool] = Field(
-        default={}
-    )  # any other options of sbatch: {exclusive: true, mem: 64G}
-
-    @field_validator("time")
-    @classmethod
-    def _time_is_one(cls, time: str | None) -> str | None:
-        if time is not None and not re.fullmatch(TIME, time):
-            raise FieldError(
-                f"got {shortened(time)}; allowed: such as '90' (minutes), '2:00:00', '1-12:00:00'"
-            )
-        return time
-
-    @field_validator("account", "partition", "qos", "constraint", "python")
-    @classmethod
-    def _is_a_line(cls, value: str | None) -> str | None:
-        return value if value is None else line_of_text(value)
-
-    @field_validator("interface")
-    @classmethod
-    def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else word(value)
-
-    @field_validator("setup")
-    @classmethod
-    def _setup_is_lines(cls, setup: list[str]) -> list[str]:
-        return [line_of_text(line) for line in setup]
+    # Any other options of sbatch: {exclusive: true, mem: 64G}
+    sbatch: dict[str, str | int | bool] = Field(default={})
 
     @field_validator("sbatch")
     @classmethod
@@ -136,8 +120,9 @@ class Ray(Section):
     cpus_per_rank: Count = 1
     # What else each node of a run has to have for it, in Ray's names: {"accelerator_type:H200": 0.001}
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
-    interface: str | None = None  # the network that nodes talk over, such as ib0; default: the libraries' own
-    python: str | None = None  # of the cluster's machines; default: the one that launches
+    # The network that nodes talk over, such as ib0; default: the libraries' own
+    interface: Word | None = None
+    python: Line | None = None  # of the cluster's machines; default: the one that launches
     # Variables of all processes. No secrets: Ray's dashboard shows them
     env: dict[str, str] = Field(default={})
 
@@ -150,16 +135,6 @@ class Ray(Section):
                 "(for a cluster of this machine alone: ray start --head, and 'auto')"
             )
         return address
-
-    @field_validator("python")
-    @classmethod
-    def _is_a_line(cls, value: str | None) -> str | None:
-        return value if value is None else line_of_text(value)
-
-    @field_validator("interface")
-    @classmethod
-    def _is_a_word(cls, value: str | None) -> str | None:
-        return value if value is None else word(value)
 
     @field_validator("env")
     @classmethod
@@ -182,11 +157,66 @@ class Ray(Section):
         return resources
 
 
-LauncherSettings = Local | Slurm | Ray
+class Exported(Section):
+    """What both kinds of manifests need to know. The image has to hold abrun, of the version that exports."""
+
+    image: Word | None = None
+    # Where every node sees the folder of all experiments
+    runs_dir: Annotated[
+        str, _matching("(/[A-Za-z0-9._-]+)+", "an absolute path without spaces, such as /runs", 4096)
+    ] = "/runs"
+    cpus_per_rank: Count = 1
+    secrets: Lines = Field(default=[])
+    python: Line = "python"  # of the image
+    setup: Lines = Field(default=[])  # lines of shell before that, such as: source /opt/venv/bin/activate
+    # Seconds that runs get to save a checkpoint when asked to stop
+    save_s: Annotated[int, Field(ge=1, le=65535)] = 120
+
+
+class JobSet(Exported):
+    """Manifests for Kubernetes with the JobSet controller. `secrets`: of what names, whose keys are set."""
+
+    type: Literal["jobset"]
+    secrets: Annotated[Lines, IS_OBJECT] = Field(default=[])
+    claim: Name | None = None  # the PersistentVolumeClaim (ReadWriteMany) that runs_dir is; abrun makes none
+    namespace: Name | None = None
+    queue: Name | None = None  # of Kueue, which then admits all pods of a pair or none
+    node_selector: Annotated[dict[str, str], IS_KEY, ARE_LABELS] = Field(default={})
+    gpu: Annotated[Word, IS_KEY] = "nvidia.com/gpu"  # what the cluster calls a GPU
+    # Of a run on each node, as Kubernetes takes it
+    memory: Annotated[Word, _matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?)?", "such as 64Gi")] | None = None
+
+
+class SkyPilot(Exported):
+    """Task files for SkyPilot. `secrets`: environment variables that `sky` is to pass on."""
+
+    type: Literal["skypilot"]
+    secrets: Annotated[Lines, _matching(VARIABLE, "names of environment variables")] = Field(default=[])
+    volume: Word | None = None  # of `sky volumes`, mounted at runs_dir; else what image or setup mount there
+    # Such as H100; needed with cluster.gpus_per_node
+    accelerator: (
+        Annotated[
+            str, _matching("[A-Za-z0-9_.-]+", "a name such as H100; how many, says cluster.gpus_per_node")
+        ]
+        | None
+    ) = None
+    # Any other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
+    resources: dict[str, str | int | float | bool] = Field(default={})
+
+    @field_validator("resources")
+    @classmethod
+    def _resources_are_free(cls, resources: dict[str, Any]) -> dict[str, Any]:
+        taken = [name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources]
+        if taken:
+            raise FieldError(f"got {taken[0]}, which abrun sets itself, from the recipe; leave it out")
+        for value in resources.values():
+            line_of_text(str(value))
+        return resources
+
+
+LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
 LAUNCHERS: dict[str, type[LauncherSettings]] = {
-    "local": Local,
-    "slurm": Slurm,
-    "ray": Ray,
+    str(type_name(model)): model for model in get_args(LauncherSettings)
 }
 
 

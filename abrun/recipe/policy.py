@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from abrun.reasons import Code, Reason
+from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.recipe.section import Count, FieldError, Fraction, NonNegative, PathText, Positive, Section
 from abrun.redaction import shortened
 
@@ -229,6 +229,8 @@ class Filters:
 
 
 NO_FILTERS = Filters()
+BESIDE_THE_TRAINER = 0.6  # the share that vLLM takes of a GPU, unless a step needs little
+MOST_OF_A_CACHE = BESIDE_THE_TRAINER / 2  # what is little: the other half is for weights and activations
 
 
 class Rollout(Section):

@@ -1,4 +1,4 @@
-"""The batch a policy trains on, at each stage of a step: one rank's sequences, and what is known of them.
+"""One rank's batch at each stage of a step: RolloutBatch -> ScoredBatch -> TrainBatch.
 
 Letters: B sequences, S positions. Sequences are right-padded; entry t of a per-token tensor belongs to token
 t of the sequence.
@@ -56,8 +56,8 @@ class Sequences:
     def __getitem__(self, rows: slice | Tensor) -> Self:
         return self.mapped(lambda tensor: tensor[rows])
 
-    def at(self, stage: type[Stage], **more: Any) -> Stage:
-        """The same sequences at another stage: what it knows of them, too, and `more`."""
+    def with_fields(self, stage: type[Stage], **more: Any) -> Stage:
+        """Return the sequences at another stage: the fields that both have, and `more`."""
         shared = {field.name for field in fields(self)} & {field.name for field in fields(stage)}
         return stage(**{name: getattr(self, name) for name in shared} | more)
 
@@ -71,18 +71,17 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled(Sequences):
-    """What a step's rollouts give."""
+class RolloutBatch(Sequences):
+    """A step's completions, with their rewards."""
 
     inference_logprobs: Tensor  # [B, S] float32, of the rollout engine
     rewards: Tensor  # [B] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored(Sequences):
-    """What is known before the first update, but for advantages."""
+class ScoredBatch(RolloutBatch):
+    """And what policy and reference say of each token before the first update."""
 
-    inference_logprobs: Tensor  # [B, S] float32, of the rollout engine
     # [B, S] float32, of the policy at the start of the step; None: the update's own pass tells them
     old_logprobs: Tensor | None
     reference_logprobs: Tensor | None  # [B, S] float32; None: the recipe has no reference
@@ -91,14 +90,19 @@ class Scored(Sequences):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyBatch(Scored):
-    """All that the updates of a policy gradient need."""
+class TrainBatch(Sequences):
+    """What the updates of a policy gradient need. Every tensor but the masks and ids is [B, S]."""
 
-    advantages: Tensor  # [B, S] float32
+    inference_logprobs: Tensor  # float32
+    old_logprobs: Tensor | None  # float32
+    reference_logprobs: Tensor | None  # float32
+    importance_weights: Tensor | None  # float32
+    loss_weights: Tensor  # float64
+    advantages: Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorCriticBatch(PolicyBatch):
+class ActorCriticBatch(TrainBatch):
     """And those of a value model beside it."""
 
     old_values: Tensor  # [B, S] float32, of the value model at the start of the step
@@ -130,6 +134,24 @@ def collate(prompts: list[list[int]], completions: list[list[int]], *, pad_id: i
         token_ids=padding.masked_scatter(positions < stops, flat),
         token_mask=(starts <= positions) & (positions < stops),
     )
+
+
+def random_rollouts(
+    num_sequences: int, length: int, vocab_size: int, device: torch.device, *, rows_together: int = 1
+) -> RolloutBatch:
+    """Make up sequences of one length, always the same: a token of prompt, then a completion to the end."""
+    shape = (num_sequences, length)
+    generator = torch.Generator().manual_seed(length)
+    token_mask = torch.ones(shape, dtype=torch.bool)
+    token_mask[:, 0] = False
+    batch = RolloutBatch(
+        token_ids=torch.randint(vocab_size, shape, generator=generator),
+        token_mask=token_mask,
+        inference_logprobs=torch.full(shape, -1.0),
+        rewards=torch.randn(num_sequences, generator=generator),
+        rows_together=rows_together,
+    )
+    return batch.to(device)
 
 
 def on_completions(values: Sequence[Sequence[float]], token_mask: Tensor) -> Tensor:  # [B, S] bool -> [B, S]

@@ -47,6 +47,13 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """What an objective computes of tokens [...]; a subclass adds what the objective's metrics report."""
+
+    shares: Tensor  # [...] of the global loss that is minimised, 0 where masked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """Per-token loss and what the metrics report about it, without gradient; all [...]."""
 

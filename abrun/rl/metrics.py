@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from abrun.rl.batch import PolicyBatch
+from abrun.rl.batch import TrainBatch
 from abrun.rl.losses import PolicyLoss, k3, masked_mean
 
 
@@ -77,7 +77,7 @@ def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]
 
 @torch.no_grad()
 def policy_metrics(
-    batch: PolicyBatch,
+    batch: TrainBatch,
     trainer_logprobs: Tensor,  # [B, S]
     entropy: Tensor,  # [B, S] exact, nats
     policy_loss: PolicyLoss,
@@ -136,7 +136,7 @@ def policy_metrics(
 
 @torch.no_grad()
 def document_metrics(
-    batch: PolicyBatch,
+    batch: TrainBatch,
     trainer_logprobs: Tensor,  # [B, S]
     entropy: Tensor,  # [B, S] exact, nats
     policy_loss: PolicyLoss,
@@ -183,8 +183,8 @@ def document_metrics(
     )
 
 
-def together(one: MetricParts, other: MetricParts) -> MetricParts:
-    """Contributions to different metrics, of the same microbatch."""
+def merge_keys(one: MetricParts, other: MetricParts) -> MetricParts:
+    """Join contributions to different metrics."""
     return MetricParts(
         sums=one.sums | other.sums,
         maxima=one.maxima | other.maxima,

@@ -21,7 +21,8 @@ from abrun.rl.advantages import STD_EPSILON
 from abrun.rl.losses import clamp, masked_mean, weighted
 from abrun.rl.metrics import MetricParts
 
-Total = Callable[..., list[float]]  # sums each of its floats over all ranks, as `Setup.total` does
+# Sums each of its floats over the global batch: Ranks.all_reduce_sum_data
+AllReduceSum = Callable[..., list[float]]
 LEAST_VARIANCE = 1e-8
 
 
@@ -110,21 +111,21 @@ class TokenStatistics:
 def token_statistics(
     values: Tensor,  # [B, S] of this rank
     token_mask: Tensor,  # [B, S] bool, of this rank
-    total: Total,
+    all_reduce_sum: AllReduceSum,
 ) -> TokenStatistics:
-    """Mean and variance over all ranks, however they share the batch. Collective, through `total`.
+    """Mean and variance over all ranks, however they share the batch. Collective, through `all_reduce_sum`.
 
     In float64, and the squares are of deviations from the mean, since a difference of raw sums would lose
     its digits where the mean is large. The deviations' own mean is what the first pass was off by its
     rounding: with it, equal values have themselves as mean and variance 0, to the bit.
     """
     counted = torch.where(token_mask, values, 0.0).double()
-    count, value_sum = total(float(token_mask.sum()), float(counted.sum()))
+    count, value_sum = all_reduce_sum(float(token_mask.sum()), float(counted.sum()))
     if not count:
         return TokenStatistics(mean=math.nan, variance=math.nan)
     nearly = value_sum / count
     deviations = torch.where(token_mask, counted - nearly, 0.0)
-    off, squares = total(float(deviations.sum()), float(deviations.square().sum()))
+    off, squares = all_reduce_sum(float(deviations.sum()), float(deviations.square().sum()))
     return TokenStatistics(
         mean=nearly + off / count, variance=max(squares - off**2 / count, 0.0) / max(count - 1, 1)
     )
@@ -154,18 +155,18 @@ def reward_to_go_advantages(
     *,
     baseline: Literal["batch_mean", "none"],
     normalize: bool,
-    total: Total,
+    all_reduce_sum: AllReduceSum,
 ) -> Tensor:
     """A_t = R - the penalties of token t and all after it [B, S] (REINFORCE++, arXiv:2501.03262).
 
     Less their mean with `batch_mean`, and over (std + 1e-6) where `normalize`: both over the completion
-    tokens of the global batch, std with n - 1. Masked tokens give 0. Collective, through `total`.
+    tokens of the global batch, std with n - 1. Masked tokens give 0. Collective, through `all_reduce_sum`.
     """
     of_tokens = token_rewards(rewards, token_mask, penalties)
     to_go, _ = generalized_advantages(
         of_tokens, torch.zeros_like(of_tokens), token_mask, gamma=1.0, gae_lambda=1.0
     )
-    over_batch = token_statistics(to_go, token_mask, total)
+    over_batch = token_statistics(to_go, token_mask, all_reduce_sum)
     return whitened(
         to_go,
         token_mask,
@@ -230,16 +231,16 @@ def value_statistics(
     old_values: Tensor,  # [B, S], those that the advantages were taken of
     returns: Tensor,  # [B, S]
     token_mask: Tensor,  # [B, S] bool
-    total: Total,
+    all_reduce_sum: AllReduceSum,
 ) -> dict[str, float]:
-    """`train/critic/{values_mean,returns_mean,explained_var}` of the step. Collective, through `total`.
+    """Return `train/critic/{values_mean,returns_mean,explained_var}` of the step. Collective.
 
     explained_var = 1 - Var(returns - values) / max(Var(returns), 1e-8): 1 of a perfect critic, 0 of one that
     is the same everywhere.
     """
-    of_values = token_statistics(old_values, token_mask, total)
-    of_returns = token_statistics(returns, token_mask, total)
-    of_errors = token_statistics(returns.double() - old_values.double(), token_mask, total)
+    of_values = token_statistics(old_values, token_mask, all_reduce_sum)
+    of_returns = token_statistics(returns, token_mask, all_reduce_sum)
+    of_errors = token_statistics(returns.double() - old_values.double(), token_mask, all_reduce_sum)
     return {
         "train/critic/values_mean": of_values.mean,
         "train/critic/returns_mean": of_returns.mean,

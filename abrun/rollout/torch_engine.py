@@ -50,7 +50,7 @@ class TorchEngine:
         with_support = temperature is None and self._rollout.records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
-        own = self._backend.ranks.context_share(len(prompts))
+        own = self._backend.ranks.context_slice(len(prompts))
         prompts, uniforms = prompts[own], uniforms[own]
         size = self._rollout.batch_size or max(len(prompts), 1)
         completions: list[Completion] = []
@@ -60,7 +60,7 @@ class TorchEngine:
                 settings = self._settings(prompts[part], temperature)
                 rows = _Rows(uniforms[part].to(self._device), **settings, with_support=with_support)
                 completions.extend(self._generate(decoder, prompts[part], rows))
-        return self._backend.ranks.gather_context(completions)
+        return self._backend.ranks.all_gather_context(completions)
 
     @torch.no_grad()
     def score(

@@ -50,7 +50,9 @@ def start_from(
     """
     path, wrong, found = Path(folder).expanduser(), None, None
     wanted = trained.pieces()
-    shapes = ranks.of_all({name: piece.shape for held in wanted.values() for name, piece in held.pieces})
+    shapes = ranks.all_gather_world(
+        {name: piece.shape for held in wanted.values() for name, piece in held.pieces}
+    )
     try:
         state, origin = _opened(path, ranks, num_steps)
         with contextlib.ExitStack() as opened:
@@ -59,7 +61,7 @@ def start_from(
             found = _tensors_of(saved, wanted, trained.local_state())
     except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         wrong = " ".join(str(error).split()) or type(error).__name__
-    words = next((each for each in ranks.of_all(wrong) if each), None)
+    words = next((each for each in ranks.all_gather_world(wrong) if each), None)
     if words:
         raise RecipeError(Code.START_DOES_NOT_FIT(field=field, folder=folder, problem=words))
     assert found is not None

@@ -137,7 +137,7 @@ def restore(
                 tensors = _tensors_of(complete[step], state, ranks.rank, trained)
         except _Unsound as error:
             wrong = str(error)
-        found = [each for each in ranks.of_all(wrong) if each]
+        found = [each for each in ranks.all_gather_world(wrong) if each]
         if found:
             damages.append(f"step {step}: {found[0]}")
             _say(writer, "checkpoint_damaged", step, found[0])
@@ -198,7 +198,7 @@ def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
                 raise OSError(str(error)) from error
     except AbrunError as error:
         met = error
-    told = ranks.of_all((shared.mine, met and str(met)))
+    told = ranks.all_gather_world((shared.mine, met and str(met)))
     if met:
         raise met
     shared.of_all = [mine for mine, _ in told]

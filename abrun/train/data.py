@@ -38,7 +38,7 @@ class Data:
 
     def share_of(self, step: int) -> list[Example]:
         """This rank's examples of a step."""
-        return self.examples(step)[self.ranks.share(self.batch_size)]
+        return self.examples(step)[self.ranks.data_slice(self.batch_size)]
 
     def collated(self, texts: Texts) -> Sequences:
         """This rank's prompts and completions, on the CPU."""
@@ -54,7 +54,7 @@ class Data:
 
         Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
         """
-        sizes = self.ranks.gather([(batch.token_ids.shape[1], int(batch.token_mask.sum()))])
+        sizes = self.ranks.all_gather_data([(batch.token_ids.shape[1], int(batch.token_mask.sum()))])
         check_length(self.text, max(length for length, _ in sizes), "task: got an example")
         if not any(num_tokens for _, num_tokens in sizes):
             raise RecipeError(
@@ -80,8 +80,8 @@ class Data:
                 rewards.append(self.task.reward(example, text))
         except RecipeError as error:
             failure = str(error)
-        if self.ranks.total(bool(failure))[0]:
-            raise RecipeError(next(filter(None, self.ranks.of_all(failure))))
+        if self.ranks.all_reduce_sum_data(bool(failure))[0]:
+            raise RecipeError(next(filter(None, self.ranks.all_gather_world(failure))))
         return rewards
 
 

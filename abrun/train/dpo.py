@@ -9,8 +9,8 @@ from abrun.backends.head import Entropies
 from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
-from abrun.rl.losses import weighted
-from abrun.rl.metrics import MetricParts, together
+from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.metrics import MetricParts, merge_keys
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
 from abrun.train.data import Ahead, Texts
@@ -25,7 +25,7 @@ class DpoAlgorithm:
 
     def __init__(self, setup: Setup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings
-        self._reference = make_reference(setup)
+        self.reference = make_reference(setup)
         self._batches = Ahead(setup.data, _texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
@@ -48,23 +48,23 @@ class DpoAlgorithm:
         A pair's reward is its margin: 0 before the first update, which is not right.
         """
         ranks = self._setup.ranks
-        batch = self._setup.data.encoded(_texts(examples[ranks.share(len(examples))]))
+        batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
         pairs = self._with_reference(replace(batch, rows_together=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
-        (loss,) = ranks.total(float(objective.losses(pairs, logprobs, None).sum()))
-        margins = ranks.gather(objective.preference_loss(pairs, logprobs).margins.tolist())
-        lengths = ranks.gather(pairs.token_mask[::2].sum(dim=1).tolist())
+        (loss,) = ranks.all_reduce_sum_data(float(objective.losses(pairs, logprobs, None).shares.sum()))
+        margins = ranks.all_gather_data(objective.preference_loss(pairs, logprobs).margins.tolist())
+        lengths = ranks.all_gather_data(pairs.token_mask[::2].sum(dim=1).tolist())
         accuracy = sum(margin > 0 for margin in margins) / len(margins)
         metrics = {"validation/loss": loss, "validation/accuracy": accuracy}
         return Evaluation(rewards=margins, lengths=lengths, metrics=metrics)
 
     def _with_reference(self, batch: Sequences) -> Pairs:
-        return batch.at(Pairs, reference_logprobs=self._reference.logprobs(batch))
+        return batch.with_fields(Pairs, reference_logprobs=self.reference.logprobs(batch))
 
     def _objective(self, batch: Pairs) -> "PreferenceObjective":
         """Of the global batch that this rank's `batch` is a part of. Collective."""
         counts = len(batch) / 2, float(batch.token_mask.sum()), float(batch.token_mask[::2].sum())
-        num_pairs, num_tokens, num_chosen_tokens = self._setup.ranks.total(*counts)
+        num_pairs, num_tokens, num_chosen_tokens = self._setup.ranks.all_reduce_sum_data(*counts)
         return PreferenceObjective(
             settings=self._settings,
             num_pairs=num_pairs,
@@ -75,6 +75,13 @@ class DpoAlgorithm:
 
 def _texts(examples: list[Example]) -> Texts:
     return [(one.prompt, text) for one in examples for text in (one.completion, one.rejected)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLosses(TokenLosses):
+    """The loss of tokens [B, S], computed once, and that of their pairs."""
+
+    preference: PreferenceLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +100,21 @@ class PreferenceObjective:
     def entropies(self) -> Entropies:
         return "none"
 
-    def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> PreferenceLosses:
         preference = self.preference_loss(batch, logprobs)
         shares = over_tokens(preference.loss / self.num_pairs, batch.token_mask)
-        if not self.settings.sft_coefficient:
-            return shares
-        chosen = batch.token_mask.clone()
-        chosen[1::2] = False
-        weights = chosen.double() * self.settings.sft_coefficient / self.num_chosen_tokens
-        return shares + weighted(-logprobs, weights)
+        if self.settings.sft_coefficient:
+            chosen = batch.token_mask.clone()
+            chosen[1::2] = False
+            weights = chosen.double() * self.settings.sft_coefficient / self.num_chosen_tokens
+            shares = shares + weighted(-logprobs, weights)
+        return PreferenceLosses(shares=shares, preference=preference)
 
-    def metrics(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
-        sums = {"train/loss": self.losses(batch, logprobs, entropy).sum()}
-        of_pairs = preference_metrics(self.preference_loss(batch, logprobs), num_pairs=self.num_pairs)
-        return together(MetricParts(sums=sums, maxima={}, minima={}), of_pairs)
+    def metrics(
+        self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None, losses: PreferenceLosses
+    ) -> MetricParts:
+        loss = MetricParts(sums={"train/loss": losses.shares.sum()}, maxima={}, minima={})
+        return merge_keys(loss, preference_metrics(losses.preference, num_pairs=self.num_pairs))
 
     def preference_loss(self, batch: Pairs, logprobs: Tensor) -> PreferenceLoss:
         return dpo_loss(

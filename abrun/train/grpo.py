@@ -1,25 +1,207 @@
-"""GRPO and its family: the advantage of a completion comes from rewards alone."""
+"""One step of GRPO and its family, top to bottom: roll out, score, compute advantages, update the policy.
+
+    RolloutBatch  token_ids, token_mask, inference_logprobs [B, S], rewards [B]             train/rollouts.py
+    ScoredBatch   + old_logprobs, reference_logprobs, importance_weights, loss_weights [B, S]
+    TrainBatch    + advantages [B, S], - rewards; by microbatches into train/policy_objective.py
+
+With several updates a step (epochs, minibatches) a pass before the first of them fixes the log-probs at the
+step's start, so that the importance ratio leaves 1 and clipping acts. A single update takes them from its own
+pass.
+
+A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
+other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
+With `overlong_filtering` its reward counts, for the baseline of its group, too, and none of its tokens does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from abrun.recipe.algorithms import Grpo
+from abrun.metric_names import REWARD
+from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.advantages import group_advantages
-from abrun.rl.batch import PolicyBatch, Scored
+from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
+from abrun.rl.losses import gradient_factor, kl_penalty, loss_weights
 from abrun.rl.values import reward_to_go_advantages
-from abrun.train.policy_gradient import PolicyGradient
+from abrun.runs.samples import Sample
+from abrun.train.policy_objective import PolicyObjective, with_old_logprobs
+from abrun.train.rollouts import Rollouts
+from abrun.train.samples import is_due, samples_of
+from abrun.train.setup import Setup, make_reference
+
+Settings = TypeVar("Settings", Grpo, Ppo)
+Batch = TypeVar("Batch", bound=TrainBatch)
+Metrics = dict[str, float]
 
 
-class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
-    """The algorithm of a recipe with `algorithm: {type: grpo}`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """The sequences of one optimizer step, and how the loss of its global batch is reduced."""
 
-    def _with_advantages(self, batch: Scored, rewards: Tensor) -> tuple[PolicyBatch, dict[str, float]]:
-        family, penalties, metrics = self._settings, self._penalties(batch), {}
-        rewards = rewards.double()  # float32 would lose a small penalty in a large reward
+    rows: slice | Tensor  # of this rank's batch
+    num_tokens: float  # completion tokens of the global minibatch
+    num_sequences: float  # sequences of it that have completion tokens
+    reduction: dict[str, Any]  # of loss_weights
+
+
+class PolicyGradient(ABC, Generic[Settings, Batch]):
+    """The step that GRPO's family and PPO share; a subclass computes the advantages."""
+
+    def __init__(self, setup: Setup, settings: Settings) -> None:
+        self.setup, self._settings = setup, settings
+        self.rollouts = Rollouts(setup, settings)
+        self.reference = make_reference(setup) if settings.kl_coefficient > 0 else None
+        self.samples: Sequence[Sample] = []  # some completions of the last step, this rank's
+
+    def step(self, step: int) -> Metrics:
+        """Run one step on all ranks and return its metrics, the same on every rank."""
+        batch, rollout_metrics = self.rollouts.collect(step)
+        self.samples = []
+        if is_due(self.setup.config.keep_samples, step):
+            self.samples = samples_of(self.setup, batch, self._settings.group_size)
+        metrics = rollout_metrics | self.update(batch, step)
+        penalty = metrics.get("train/kl_penalty_sum_per_sequence")
+        if penalty is None:
+            return metrics
+        # Rewards are of all that was drawn, with a KL in them as without: what dynamic_sampling chooses of
+        # it depends on them. The KL is known of what is trained on.
+        reward = metrics[REWARD]
+        return metrics | {
+            REWARD: reward - self._settings.kl_coefficient * penalty,
+            "train/reward_before_kl": reward,
+        }
+
+    def update(self, batch: RolloutBatch, step: int) -> Metrics:
+        """Everything after the rollouts: log-probs of this rank's `batch`, advantages, gradients, updates."""
+        minibatches = self._minibatches(batch)
+        scored = self.score(batch, minibatches)
+        train_batch, advantage_metrics = self.advantages(scored)
+        num_tokens = sum(minibatch.num_tokens for minibatch in minibatches)
+        num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
+        epochs = self._settings.epochs_per_step
+        updates = [
+            (
+                train_batch[minibatch.rows],
+                PolicyObjective(
+                    settings=self._settings,
+                    num_tokens=max(num_tokens, 1.0) * epochs,
+                    num_sequences=max(num_sequences, 1.0) * epochs,
+                    num_updates=len(minibatches) * epochs,
+                    gradient_factor=gradient_factor(self._settings.grad_divisor, **minibatch.reduction),
+                ),
+            )
+            for minibatch in minibatches
+        ]
+        return self.train(updates * epochs, step) | {
+            **advantage_metrics,
+            "train/num_valid_samples": num_sequences,
+            "train/global_valid_toks": num_tokens,
+        }
+
+    def score(self, batch: RolloutBatch, minibatches: list[Minibatch]) -> ScoredBatch:
+        """Add log-probs of the policy at the step's start and of the reference, and loss weights."""
+        phases, policy, old, routes, reference = self.setup.phases, self.setup.policy, None, None, None
+        if self._needs_old_logprobs:
+            with phases("logprobs"):
+                if self.setup.config.policy.replay_routing:
+                    old, routes = policy.routed_logprobs(batch)
+                else:
+                    old = policy.logprobs(batch)
+        if self.reference is not None:
+            with phases("reference_logprobs"):
+                reference = self.reference.logprobs(batch)
+        weights = torch.zeros(batch.token_mask.shape, dtype=torch.float64, device=batch.token_mask.device)
+        for minibatch in minibatches:
+            weights[minibatch.rows] = loss_weights(batch.token_mask[minibatch.rows], **minibatch.reduction)
+        scored = batch.with_fields(
+            ScoredBatch,
+            old_logprobs=None,
+            reference_logprobs=reference,
+            importance_weights=None,
+            loss_weights=weights,
+            routes=routes,
+        )
+        return scored if old is None else with_old_logprobs(scored, old, self._settings)
+
+    @abstractmethod
+    def advantages(self, batch: ScoredBatch) -> tuple[Batch, Metrics]:
+        """Add advantages [B, S]; return also the metrics of how they came about. Collective."""
+
+    def train(self, updates: list[tuple[Batch, PolicyObjective]], step: int) -> Metrics:
+        """Run one optimizer step for each update. Collective."""
+        return self.setup.learner.update_on_each(updates, step)
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """True if something needs the log-probs of the step's start before the update's own pass."""
+        settings, policy = self._settings, self.setup.config.policy
+        correction = settings.importance_correction
+        return (
+            not settings.on_policy
+            or policy.replay_routing
+            or (self.reference is not None and settings.kl_in != "loss")
+            # One pass knows its tokens alone, and never a sequence.
+            or (policy.logprobs.one_pass and correction is not None and correction.type == "sequence_mask")
+        )
+
+    def _minibatches(self, batch: RolloutBatch) -> list[Minibatch]:
+        """Cut the batch, and count tokens and sequences of each minibatch over all ranks. Collective."""
+        parts = list(_minibatch_rows(batch, self._settings))
+        masks = [batch.token_mask[rows] for rows in parts]
+        counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
+        totals = self.setup.ranks.all_reduce_sum_data(*counts)
+        return [
+            Minibatch(
+                rows=rows,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                reduction={
+                    "loss_reduction": self._settings.loss_reduction,
+                    "num_tokens": max(num_tokens, 1.0),  # all may have been filtered
+                    "num_sequences": max(num_sequences, 1.0),
+                    "max_completion_tokens": self.setup.config.rollout.max_new_tokens,
+                },
+            )
+            for rows, num_tokens, num_sequences in zip(parts, totals[::2], totals[1::2], strict=True)
+        ]
+
+    def _kl_in_reward(self, batch: ScoredBatch) -> tuple[Tensor | None, Metrics]:
+        """Return what each token's KL takes off the reward [B, S], None if nothing does, and its metrics.
+
+        The metrics are of the KL before its coefficient: the mean over tokens, as for a KL in the loss, and
+        the mean over sequences of their sums. Collective.
+        """
+        settings = self._settings
+        if batch.reference_logprobs is None or settings.kl_in == "loss":
+            return None, {}
+        assert batch.old_logprobs is not None
+        penalties = settings.kl_coefficient * kl_penalty(
+            batch.old_logprobs, batch.reference_logprobs, batch.token_mask, estimator=settings.kl_estimator
+        )
+        num_tokens, num_sequences, total = self.setup.ranks.all_reduce_sum_data(
+            float(batch.token_mask.sum()),
+            len(batch),
+            float(penalties.sum(dtype=torch.float64)) / settings.kl_coefficient,
+        )
+        return penalties, {
+            "train/kl_penalty": total / max(num_tokens, 1.0),
+            "train/kl_penalty_sum_per_sequence": total / num_sequences,
+        }
+
+
+class GrpoAlgorithm(PolicyGradient[Grpo, TrainBatch]):
+    """The algorithm of a recipe with `algorithm: {type: grpo}`: advantages come from rewards alone."""
+
+    def advantages(self, batch: ScoredBatch) -> tuple[TrainBatch, Metrics]:
+        family = self._settings
+        penalties, metrics = self._kl_in_reward(batch)
+        rewards = batch.rewards.double()  # float32 would lose a small penalty in a large reward
         if penalties is None:
             penalties = torch.zeros_like(batch.inference_logprobs)
-        else:
-            metrics = self._penalty_metrics(penalties, batch.token_mask)
         if family.kl_in == "reward_to_go":
             assert family.advantage_baseline in ("batch_mean", "none")
             advantages = reward_to_go_advantages(
@@ -28,17 +210,17 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
                 penalties,
                 baseline=family.advantage_baseline,
                 normalize=family.normalize_advantages,
-                total=self._setup.ranks.total,
+                all_reduce_sum=self.setup.ranks.all_reduce_sum_data,
             ).float()
         else:
-            advantages = self._advantages(rewards - penalties.sum(dim=1, dtype=rewards.dtype))
+            advantages = self._sequence_advantages(rewards - penalties.sum(dim=1, dtype=rewards.dtype))
             advantages = advantages.float()[:, None].expand(batch.token_ids.shape)
-        return batch.at(PolicyBatch, advantages=advantages), metrics
+        return batch.with_fields(TrainBatch, advantages=advantages), metrics
 
-    def _advantages(self, rewards: Tensor) -> Tensor:  # [B] -> [B]
-        family = self._settings
-        over_batch = family.advantage_baseline == "batch_mean" or family.normalize_over == "batch"
-        batch_rewards = rewards.new_tensor(self._setup.ranks.gather(rewards.tolist())) if over_batch else None
+    def _sequence_advantages(self, rewards: Tensor) -> Tensor:  # [B] -> [B]
+        family, batch_rewards = self._settings, None
+        if family.advantage_baseline == "batch_mean" or family.normalize_over == "batch":
+            batch_rewards = rewards.new_tensor(self.setup.ranks.all_gather_data(rewards.tolist()))
         return group_advantages(
             rewards,
             family.group_size,
@@ -47,3 +229,16 @@ class GrpoAlgorithm(PolicyGradient[Grpo, PolicyBatch]):
             normalize_over=family.normalize_over,
             batch_rewards=batch_rewards,
         )
+
+
+def _minibatch_rows(batch: RolloutBatch, settings: Grpo | Ppo) -> Iterator[slice | Tensor]:
+    """Deal out whole groups in turn, so that a minibatch does not depend on how many ranks share the step."""
+    num_parts = settings.minibatches_per_step
+    if num_parts == 1:
+        yield slice(None)
+        return
+    part = torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_parts
+    for index in range(num_parts):
+        rows = (part == index).nonzero()[:, 0]
+        if len(rows):  # a memory profile may have fewer sequences than a step
+            yield rows

@@ -63,7 +63,7 @@ def refuse_too_long(data: Data, config: OwnRunConfig, first: int) -> None:
                 )
     except RecipeError as error:
         failure = str(error)
-    if failures := list(filter(None, data.ranks.of_all(failure))):
+    if failures := list(filter(None, data.ranks.all_gather_world(failure))):
         raise RecipeError(failures[0])
 
 

@@ -40,7 +40,7 @@ class Algorithm(Protocol):
         ...
 
     def update(self, batch: Any, step: int) -> dict[str, float]:
-        """The part of a step that follows its data: on this rank's `Sequences`, or `Sampled` ones."""
+        """The part of a step that follows its data: on this rank's `Sequences`, or `RolloutBatch` ones."""
         ...
 
 
@@ -125,7 +125,7 @@ class Requests:
         """(stop, save) as asked of any rank since the last call. Collective."""
         # Taken before the collective: a signal that arrives while this rank waits in it is for the next call.
         taken, self._asked = self._asked, dict.fromkeys(self._asked, False)
-        stop, save = ranks.largest(list(taken.values()))
+        stop, save = ranks.all_reduce_max_world(list(taken.values()))
         return bool(stop), bool(save)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -166,7 +166,7 @@ def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
     """Seconds and peaks of the step, the largest over all ranks, and the rates that follow from them."""
     seconds, peaks = setup.phases.collect()
     merged = {**seconds, **peaks}
-    result = dict(zip(merged, setup.ranks.largest(list(merged.values())), strict=True))
+    result = dict(zip(merged, setup.ranks.all_reduce_max_world(list(merged.values())), strict=True))
     step_time_s = result["timing/train/total_step_time_s"]
     num_tokens, num_samples = values["train/global_valid_toks"], values["train/num_valid_samples"]
     result["performance/tokens_per_sec_per_gpu"] = num_tokens / step_time_s / setup.ranks.size
@@ -183,7 +183,7 @@ def _refuse_other_prompts(run: RunDir, setup: Setup) -> None:
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
         known = (run.environment() or {}).get("prompts_sha256")
         changed = known not in (None, prompts_sha256(_prompts(setup)))
-    if setup.ranks.of_first(changed):
+    if setup.ranks.broadcast_world(changed):
         raise RecipeError(
             "task: got other prompts than those that this run began with, as its file has changed, or the "
             "package that draws them; restore it, or launch under another --name"

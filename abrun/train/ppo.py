@@ -7,8 +7,8 @@ from torch import Tensor
 
 from abrun.backends import ValueModel
 from abrun.recipe.algorithms import Ppo
-from abrun.rl.batch import ActorCriticBatch, Scored
-from abrun.rl.losses import weighted
+from abrun.rl.batch import ActorCriticBatch, ScoredBatch
+from abrun.rl.losses import TokenLosses, weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from abrun.rl.values import (
     ValueLoss,
@@ -20,8 +20,9 @@ from abrun.rl.values import (
     value_statistics,
     whitened,
 )
+from abrun.train.grpo import Metrics, PolicyGradient
 from abrun.train.learner import learning_rate_at
-from abrun.train.policy_gradient import PolicyGradient, PolicyObjective
+from abrun.train.policy_objective import PolicyObjective
 from abrun.train.setup import Setup
 
 
@@ -32,29 +33,31 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         super().__init__(setup, settings)
         self._value_model = value_model
 
-    def _with_advantages(self, batch: Scored, rewards: Tensor) -> tuple[ActorCriticBatch, dict[str, float]]:
-        """By GAE, whitened over the tokens of the global batch."""
-        ppo, mask, total = self._settings, batch.token_mask, self._setup.ranks.total
-        with self._setup.phases("values"):
+    def advantages(self, batch: ScoredBatch) -> tuple[ActorCriticBatch, Metrics]:
+        """Add advantages by GAE, whitened over the tokens of the global batch, old values and returns."""
+        ppo, mask, all_reduce_sum = self._settings, batch.token_mask, self.setup.ranks.all_reduce_sum_data
+        with self.setup.phases("values"):
             values = self._value_model.values(batch)
-        penalties = self._penalties(batch)
-        metrics = {} if penalties is None else self._penalty_metrics(penalties, batch.token_mask)
+        penalties, metrics = self._kl_in_reward(batch)
         advantages, returns = generalized_advantages(
-            token_rewards(rewards, mask, penalties),
+            token_rewards(batch.rewards, mask, penalties),
             values,
             mask,
             gamma=ppo.gamma,
             gae_lambda=ppo.gae_lambda,
         )
-        metrics |= value_statistics(values, returns, mask, total)
+        metrics |= value_statistics(values, returns, mask, all_reduce_sum)
         if ppo.normalize_advantages:
-            found = token_statistics(advantages, mask, total)
-            advantages = whitened(advantages, mask, mean=found.mean, std=found.std)
-        return batch.at(ActorCriticBatch, advantages=advantages, old_values=values, returns=returns), metrics
+            statistics = token_statistics(advantages, mask, all_reduce_sum)
+            advantages = whitened(advantages, mask, mean=statistics.mean, std=statistics.std)
+        train_batch = batch.with_fields(
+            ActorCriticBatch, advantages=advantages, old_values=values, returns=returns
+        )
+        return train_batch, metrics
 
-    def _train(self, updates: list[tuple[ActorCriticBatch, PolicyObjective]], step: int) -> dict[str, float]:
-        """Each update of the policy after one of the value model on the same minibatch."""
-        setup, value_model, settings = self._setup, self._value_model, self._settings
+    def train(self, updates: list[tuple[ActorCriticBatch, PolicyObjective]], step: int) -> Metrics:
+        """Update the value model, then the policy, on each minibatch. Collective."""
+        setup, value_model, settings = self.setup, self._value_model, self._settings
         learning_rate = learning_rate_at(step, settings.value_optimizer, setup.config.steps)
         objectives = iter([ValueObjective.for_update(objective) for _, objective in updates])
         parts, norms = [], []
@@ -72,6 +75,13 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
             "train/critic/grad_norm": sum(norms) / len(norms),
             "train/critic/lr": learning_rate,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLosses(TokenLosses):
+    """The value loss of tokens [B, S], computed once, and what its metrics report."""
+
+    value_loss: ValueLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,19 +109,18 @@ class ValueObjective:
             gradient_factor=policy.gradient_factor if settings.value_backbone == "shared" else 1.0,
         )
 
-    def losses(self, batch: ActorCriticBatch, values: Tensor) -> Tensor:
-        return weighted(self._value_loss(batch, values).loss, batch.loss_weights) * self.gradient_factor
+    def losses(self, batch: ActorCriticBatch, values: Tensor) -> ValueLosses:
+        loss = value_loss(
+            values, batch.old_values, batch.returns, batch.token_mask, clip_range=self.clip_range
+        )
+        shares = weighted(loss.loss, batch.loss_weights) * self.gradient_factor
+        return ValueLosses(shares=shares, value_loss=loss)
 
-    def metrics(self, batch: ActorCriticBatch, values: Tensor) -> MetricParts:
+    def metrics(self, batch: ActorCriticBatch, values: Tensor, losses: ValueLosses) -> MetricParts:
         return value_loss_metrics(
-            self._value_loss(batch, values),
+            losses.value_loss,
             batch.token_mask,
             batch.loss_weights,
             num_tokens=self.num_tokens,
             num_updates=self.num_updates,
-        )
-
-    def _value_loss(self, batch: ActorCriticBatch, values: Tensor) -> ValueLoss:
-        return value_loss(
-            values, batch.old_values, batch.returns, batch.token_mask, clip_range=self.clip_range
         )

@@ -57,7 +57,9 @@ class Recorder:
         `started_from`: the checkpoint of another run that it began from. Collective.
         """
         ranks = policy.ranks
-        places = ranks.of_all((socket.gethostname(), _device_name(ranks.device), _driver(ranks.device)))
+        places = ranks.all_gather_world(
+            (socket.gethostname(), _device_name(ranks.device), _driver(ranks.device))
+        )
         sketch: dict[str, Tensor] = {}
         initial_weights = policy_hash(policy, sketch)
         if self._writer is None:
@@ -132,9 +134,9 @@ def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str
             if sketch is not None:
                 sketches[name] = sketch_of(name, weight)
     if sketch is not None:
-        for of_rank in ranks.of_all(sketches):
+        for of_rank in ranks.all_gather_world(sketches):
             sketch |= of_rank
-    return weights_hash(ranks.of_all(own))
+    return weights_hash(ranks.all_gather_world(own))
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from abrun.errors import LaunchError
 from abrun.metric_names import OVERLONG_PENALTY, SIGNAL_SHARE
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.advantages import overlong_penalties
-from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
+from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.train.data import check_length
@@ -49,7 +49,7 @@ class Rollouts:
         )
         self._num_fetches = math.ceil(self._target / self._settings.prompts_per_step)
 
-    def collect(self, step: int) -> tuple[Sampled, dict[str, float]]:
+    def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """This rank's sequences of a step, with rewards, and metrics of all that was drawn. Collective."""
         with self._setup.sampler.awake() as engine:
             if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
@@ -60,7 +60,7 @@ class Rollouts:
 
     def _collect_with_signal(
         self, engine: RolloutEngine, step: int, max_tries: int
-    ) -> tuple[Sampled, dict[str, float]]:
+    ) -> tuple[RolloutBatch, dict[str, float]]:
         """Groups with signal, as drawn; after the last try, those without fill up what is missing."""
         ranks, mine = self._setup.ranks, []
         kept: list[Group] = []
@@ -69,11 +69,11 @@ class Rollouts:
         while len(kept) < self._target and num_fetches < self._num_fetches * max_tries:
             fetched = self.fetch(engine, step, num_fetches)
             mine += fetched
-            for group in ranks.gather(fetched):
+            for group in ranks.all_gather_data(fetched):
                 (kept if group.has_signal else left_out).append(group)
             num_fetches += 1
         chosen = [*kept, *left_out][: self._target]
-        return self._batch(chosen[ranks.share(self._target)]), self._metrics(mine) | {
+        return self._batch(chosen[ranks.data_slice(self._target)]), self._metrics(mine) | {
             "train/dynamic_sampling_kept_share": len(kept) / (len(kept) + len(left_out)),
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
@@ -82,9 +82,9 @@ class Rollouts:
         """This rank's share of one draw of prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
         examples = setup.data.examples(step, fetch)
-        rows = range(len(examples) * size)[setup.ranks.share(len(examples) * size)]
+        rows = range(len(examples) * size)[setup.ranks.data_slice(len(examples) * size)]
         draws = Draws(seed=setup.seed, stream="sampling", step=step, fetch=fetch, rows=rows)
-        examples = examples[setup.ranks.share(len(examples))]
+        examples = examples[setup.ranks.data_slice(len(examples))]
         prompts = setup.data.text.encode_prompts([example.prompt for example in examples])
         longest = max(map(len, prompts)) + rollout.max_new_tokens
         check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {rollout.max_new_tokens}")
@@ -102,15 +102,15 @@ class Rollouts:
             for prompt, start in zip(prompts, range(0, len(completions), size), strict=True)
         ]
 
-    def _batch(self, groups: list[Group]) -> Sampled:
+    def _batch(self, groups: list[Group]) -> RolloutBatch:
         completions = [completion for group in groups for completion in group.completions]
         sequences = collate(
             [group.prompt for group in groups for _ in group.completions],
             [completion.token_ids for completion in completions],
             pad_id=self._setup.data.text.pad_id,
         )
-        batch = sequences.at(
-            Sampled,
+        batch = sequences.with_fields(
+            RolloutBatch,
             inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards])
             - self._overlong_penalties(completions),
@@ -137,7 +137,7 @@ class Rollouts:
 
     def _metrics(self, groups: list[Group]) -> dict[str, float]:
         completions = [completion for group in groups for completion in group.completions]
-        totals = self._setup.ranks.total(
+        totals = self._setup.ranks.all_reduce_sum_data(
             len(completions),
             sum(sum(group.rewards) for group in groups),
             sum(len(completion.token_ids) for completion in completions),

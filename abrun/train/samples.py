@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from abrun.recipe.run import KeptSamples
-from abrun.rl.batch import Sampled
+from abrun.rl.batch import RolloutBatch
 from abrun.runs.samples import Sample
 from abrun.train.setup import Setup
 
@@ -16,7 +16,7 @@ def is_due(settings: KeptSamples | None, step: int) -> bool:
     return settings is not None and (step == 1 or step % settings.every == 0)
 
 
-def samples_of(setup: Setup, batch: Sampled, group_size: int) -> list[Sample]:
+def samples_of(setup: Setup, batch: RolloutBatch, group_size: int) -> list[Sample]:
     """The first completion of each of a step's first prompts, before its first update. Collective.
 
     Arms of one seed begin a step with the same prompts, so that these can be laid side by side. Every rank

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from abrun.backends.head import Entropies
 from abrun.rl.batch import Sequences
-from abrun.rl.losses import weighted
+from abrun.rl.losses import TokenLosses, weighted
 from abrun.rl.metrics import MetricParts
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
@@ -32,7 +32,9 @@ class SftAlgorithm:
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
         """Gradients of this rank's `batch` and one optimizer step."""
-        num_tokens, num_sequences = self._setup.ranks.total(float(batch.token_mask.sum()), len(batch))
+        num_tokens, num_sequences = self._setup.ranks.all_reduce_sum_data(
+            float(batch.token_mask.sum()), len(batch)
+        )
         return self._setup.learner.update(batch, SupervisedObjective(num_tokens=num_tokens), step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
@@ -41,10 +43,10 @@ class SftAlgorithm:
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """The loss on these examples; a prompt's reward is minus its own. Collective."""
         ranks = self._setup.ranks
-        batch = self._setup.data.encoded(_texts(examples[ranks.share(len(examples))]))
+        batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
         logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
-        lengths = ranks.gather(batch.token_mask.sum(dim=1).tolist())
-        sums = ranks.gather(logprobs.sum(dim=1).tolist())
+        lengths = ranks.all_gather_data(batch.token_mask.sum(dim=1).tolist())
+        sums = ranks.all_gather_data(logprobs.sum(dim=1).tolist())
         return Evaluation(
             rewards=[total / max(length, 1) for total, length in zip(sums, lengths, strict=True)],
             lengths=lengths,
@@ -66,9 +68,10 @@ class SupervisedObjective:
     def entropies(self) -> Entropies:
         return "none"
 
-    def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        return weighted(-logprobs, batch.token_mask.double() / self.num_tokens)
+    def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
+        return TokenLosses(shares=weighted(-logprobs, batch.token_mask.double() / self.num_tokens))
 
-    def metrics(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
-        sums = {"train/loss": self.losses(batch, logprobs, entropy).sum()}
-        return MetricParts(sums=sums, maxima={}, minima={})
+    def metrics(
+        self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None, losses: TokenLosses
+    ) -> MetricParts:
+        return MetricParts(sums={"train/loss": losses.shares.sum()}, maxima={}, minima={})

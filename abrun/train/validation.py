@@ -82,14 +82,14 @@ class Completer:
         `validation/avg_length` the mean number of completion tokens.
         """
         setup, ranks = self._setup, self._setup.ranks
-        mine = ranks.share(len(examples))
+        mine = ranks.data_slice(len(examples))
         draws = Draws(seed=setup.seed, stream="validation", step=step, rows=range(len(examples))[mine])
         with setup.sampler.awake() as engine:
             progress.beat("validation", usual=False)
             completions = engine.generate(self._prompts(examples[mine]), draws, temperature=self._temperature)
-        rewards = ranks.gather(setup.data.rewards(examples[mine], completions))
-        lengths = ranks.gather([len(completion.token_ids) for completion in completions])
-        truncated = ranks.gather([completion.truncated for completion in completions])
+        rewards = ranks.all_gather_data(setup.data.rewards(examples[mine], completions))
+        lengths = ranks.all_gather_data([len(completion.token_ids) for completion in completions])
+        truncated = ranks.all_gather_data([completion.truncated for completion in completions])
         metrics = {
             "validation/accuracy": math.fsum(rewards) / len(rewards),
             "validation/avg_length": sum(lengths) / len(lengths),

@@ -14,7 +14,7 @@ def compute_in_float64(patch: Any) -> None:
     """By a `pytest.MonkeyPatch`: what FSDP gathers and reduces, and log-probs from hidden states."""
     patch.setitem(fsdp.DTYPES, "float32", torch.float64)
     patch.setattr(fsdp, "MixedPrecisionPolicy", _unreduced)
-    patch.setattr(Head, "judge", _judge)
+    patch.setattr(Head, "logprobs", _logprobs)
 
 
 def to_float64(network: Any) -> Any:
@@ -32,7 +32,7 @@ def _unreduced(*, reduce_dtype: object, **settings: Any) -> MixedPrecisionPolicy
     return MixedPrecisionPolicy(reduce_dtype=torch.float64, **settings)
 
 
-def _judge(
+def _logprobs(
     self: Head,
     hidden: Tensor,
     weight: Tensor,

@@ -26,6 +26,7 @@ from abrun.backends.head import Entropies
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.policy import Filters, Policy
 from abrun.rl.batch import Sequences, collate
+from abrun.rl.losses import TokenLosses
 from abrun.rl.metrics import MetricParts
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def some_batch(seed: int = 0, size: int = 8) -> Advised:
         return torch.randint(3, 99, (length,), generator=draw).tolist()
 
     batch = collate([tokens(1, 7) for _ in range(size)], [tokens(1, 9) for _ in range(size)], pad_id=0)
-    return batch.at(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
+    return batch.with_fields(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
 
 
 def rows(batch: B, start: int, stop: int) -> B:
@@ -119,15 +120,17 @@ class WeightedLoss:
     def entropies(self) -> Entropies:
         return "gradient"
 
-    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
         self.shapes.append(logprobs.shape)
         assert entropy is not None
         per_token = -batch.advantages * logprobs - 0.1 * entropy
-        return torch.where(batch.token_mask, per_token, 0.0) / self.num_tokens
+        return TokenLosses(shares=torch.where(batch.token_mask, per_token, 0.0) / self.num_tokens)
 
-    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+    def metrics(
+        self, batch: Advised, logprobs: Tensor, entropy: Tensor | None, losses: TokenLosses
+    ) -> MetricParts:
         assert entropy is not None and not (logprobs.requires_grad or entropy.requires_grad)
-        loss = self.losses(batch, logprobs, entropy).sum().double()
+        loss = losses.shares.sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from abrun.backends import make_backend
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import Sampled, collate, on_completions
+from abrun.rl.batch import RolloutBatch, collate, on_completions
 from abrun.train.dpo import DpoAlgorithm
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
@@ -41,8 +41,8 @@ def batch_of(rows: list[Row], config: OwnRunConfig, pad_id: int) -> Any:
     if config.algorithm.type == "sft":
         return sequences
     whole = collate([row.prompt for row in rows], [row.completion for row in rows], pad_id=pad_id)
-    return sequences.at(
-        Sampled,
+    return sequences.with_fields(
+        RolloutBatch,
         inference_logprobs=on_completions([row.inference for row in rows], whole.token_mask),
         rewards=torch.tensor([row.reward for row in rows]),
     )
@@ -84,7 +84,7 @@ def steps_on_ranks(
     saved: dict[str, Tensor] = {}
     batch: Any = None
     for number, rows in enumerate(steps, start=1):
-        batch = batch_of(rows[ranks.share(len(rows))], config, pad_id)
+        batch = batch_of(rows[ranks.data_slice(len(rows))], config, pad_id)
         saved = {name: tensor.clone() for name, tensor in learner.local_state().items()}
         metrics.append(algorithm.update(batch, number))
     weights = {name: weight.clone() for name, weight in policy.weights()}

@@ -118,9 +118,9 @@ def trained(case: Case) -> Trained:
         found = Trained(losses=[], norms=[], gradients={}, weights={})
         for step, learning_rate in enumerate(LEARNING_RATES):
             batch = some_batch(step)
-            share = batch[ranks.share(len(batch))]
+            share = batch[ranks.data_slice(len(batch))]
             parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
-            found.losses += ranks.total(float(parts.sums["loss"]))
+            found.losses += ranks.all_reduce_sum_data(float(parts.sums["loss"]))
             found.gradients = found.gradients or gradients(backend)
             found.norms.append(backend.optimizer_step(learning_rate))
         found.weights = parameters(backend)
@@ -346,7 +346,7 @@ def replayed(batch: Any, backend: dict[str, Any]) -> dict[str, Any]:
     ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=policy.backend.expert_parallel)
     split = DtensorBackend(partial(tiny, "experts"), policy, ranks)
     logprobs, routes = split.routed_logprobs(batch)
-    again = batch.at(type(batch), advantages=batch.advantages, routes=routes)
+    again = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
     assert torch.equal(split.logprobs(again), logprobs)
     parts = split.forward_backward(again, WeightedLoss(float(batch.token_mask.sum())))
     return {"routes": routes, "routing metrics": all_reduce(parts, ranks.data)}

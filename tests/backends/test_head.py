@@ -60,7 +60,7 @@ def test_the_trainer_scores_with_logits_of_its_own_precision(
     """With a filtered sampler as without; the engine's precision does not matter."""
     for engine in (None, "float32"):
         head = make_head(engine, filters, impl=impl, **trainer)
-        output = head.judge(HIDDEN, WEIGHT, TARGET, "value")
+        output = head.logprobs(HIDDEN, WEIGHT, TARGET, "value")
         kept = EXACT
         if filters.drop_tokens:
             dropped = EXACT.argmin(dim=1, keepdim=True)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from abrun.backends import dtensor
-from abrun.backends.dtensor import value_model
 from abrun.backends.head import Entropies
 from abrun.backends.microbatches import Microbatches
 from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import ActorCriticBatch
 from abrun.rl.metrics import MetricParts, all_reduce
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 from abrun.train.ppo import ValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, plain_logprobs, tiny
 from tests.backends.test_dtensor import assert_same
@@ -56,7 +54,7 @@ def policy_step() -> tuple[ActorCriticBatch, PolicyObjective]:
     with torch.no_grad():
         nearly = plain_logprobs(tiny(), of_prompts(GROUPS))[0]
     old, inference, reference = torch.where(mask, nearly + noise, 0.0)
-    batch = sequences.at(
+    batch = sequences.with_fields(
         ActorCriticBatch,
         old_logprobs=old,
         inference_logprobs=inference,
@@ -94,14 +92,16 @@ class Watched:
     def entropies(self) -> Entropies:
         return self.objective.entropies
 
-    def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
         return self.objective.losses(batch, logprobs, entropy)
 
-    def metrics(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+    def metrics(
+        self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
+    ) -> MetricParts:
         numbers = batch.returns[batch.token_mask].long()
         assert entropy is not None
         self.told[:, numbers] += torch.stack([logprobs, entropy])[:, batch.token_mask]
-        return self.objective.metrics(batch, logprobs, entropy)
+        return self.objective.metrics(batch, logprobs, entropy, losses)
 
 
 def found_with(policy: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def found_with(policy: dict[str, Any]) -> dict[str, Any]:
     batch, objective = policy_step()
     backend = make_backend(**policy)
     watched = Watched(objective, torch.zeros(2, batch.token_mask.numel()))
-    rows = backend.ranks.share(len(batch))
+    rows = backend.ranks.data_slice(len(batch))
     share = batch[rows]
     parts = backend.forward_backward(share, watched)
     return {
@@ -246,8 +246,7 @@ def test_a_step_reads_one_number_back_when_it_is_done(
 
     made = Microbatches(batch, backend.settings, backend.ranks)
     assert len(made) >= 2
-    for module in (dtensor, value_model):
-        monkeypatch.setattr(module, "Microbatches", lambda *_: made)
+    monkeypatch.setattr("abrun.backends.policy.Microbatches", lambda *_: made)
     update()  # which compiles, and makes the optimizer's state
     assert waits_of(update) == 2 * [ADAMW, ADAMW, "aten::_local_scalar_dense"]
 

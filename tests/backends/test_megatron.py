@@ -16,7 +16,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import takes_weight_decay
 from abrun.reasons import Code
-from abrun.recipe.megatron import megatron_refusal
+from abrun.recipe.packages import megatron_refusal
 from abrun.recipe.policy import Policy
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny

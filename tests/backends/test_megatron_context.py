@@ -11,7 +11,7 @@ from torch import Tensor
 
 from abrun.backends.context import ContextSplit
 from abrun.backends.head import Entropies
-from abrun.rl.losses import gspo_loss, loss_weights
+from abrun.rl.losses import TokenLosses, gspo_loss, loss_weights
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.rl.values import right_shifted
 from tests.backends.megatron_policies import gradients, make_backend, network
@@ -79,7 +79,7 @@ class SequenceRatios:
     def entropies(self) -> Entropies:
         return "none"
 
-    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
         noise = torch.sin(batch.token_ids.float()) / 2
         loss = gspo_loss(
             logprobs,
@@ -89,10 +89,12 @@ class SequenceRatios:
             clip_low=0.1,
             clip_high=0.1,
         )
-        return loss.loss * self.weights[: len(batch), : logprobs.shape[1]]
+        return TokenLosses(shares=loss.loss * self.weights[: len(batch), : logprobs.shape[1]])
 
-    def metrics(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
-        loss = self.losses(batch, logprobs, entropy).sum().double()
+    def metrics(
+        self, batch: Advised, logprobs: Tensor, entropy: Tensor | None, losses: TokenLosses
+    ) -> MetricParts:
+        loss = losses.shares.sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 
 
@@ -108,7 +110,7 @@ def sequence_ratios() -> SequenceRatios:
 def of_sequences(cut: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """GSPO's loss, and its gradients."""
     backend, batch = make_backend(cut=cut), some_batch()
-    parts = backend.forward_backward(batch[backend.ranks.share(len(batch))], sequence_ratios())
+    parts = backend.forward_backward(batch[backend.ranks.data_slice(len(batch))], sequence_ratios())
     return all_reduce(parts, backend.ranks.data)["loss"], gradients(backend)
 
 
@@ -145,7 +147,7 @@ def test_values_are_shifted_as_whole_rows(case: str, on_two: list[dict[str, Any]
 def test_a_sequences_ratio_is_that_of_all_its_tokens(on_two: list[dict[str, Any]]) -> None:
     plain, batch = network(), some_batch()
     logprobs, entropy = plain_logprobs(plain, batch)
-    losses = sequence_ratios().losses(batch, logprobs, entropy)
+    losses = sequence_ratios().losses(batch, logprobs, entropy).shares
     losses.sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     for of_rank in on_two:
@@ -210,7 +212,7 @@ def with_fault(fault: str | None) -> list[float]:
     batch = some_batch()
     with FAULTS[fault]() if fault else nullcontext():
         backend = make_backend(kind, temperature=0.7, cut=cut, optimizer=OPTIMIZER, **policy)
-        share = batch[backend.ranks.share(len(batch))]
+        share = batch[backend.ranks.data_slice(len(batch))]
         parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
         return [all_reduce(parts, backend.ranks.data)["loss"], backend.optimizer_step(0.0)]
 

@@ -48,7 +48,7 @@ def counted(read: Any, total: list[int]) -> Any:
 def judged(backend: Any) -> dict[str, Tensor]:
     """What a policy, its value models and its decoder make of its weights."""
     batch = some_batch()
-    share = batch[backend.ranks.share(len(batch))]
+    share = batch[backend.ranks.data_slice(len(batch))]
     found = {"logprobs": backend.logprobs(share)}
     for backbone in ("own", "shared"):
         critic = backend.make_value_model(
@@ -73,7 +73,7 @@ def on_a_rank(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) 
         whole = make_backend(kind, cut=cut, **policy)
         reference = make_backend(load=load, cut=cut, trainable=False, **policy)
         batch = some_batch()
-        share = batch[backend.ranks.share(len(batch))]
+        share = batch[backend.ranks.data_slice(len(batch))]
         of_parts, of_whole = judged(backend), judged(whole)
         of_parts["reference"], of_whole["reference"] = reference.logprobs(share), of_whole["logprobs"]
         assert of_parts.keys() == of_whole.keys()

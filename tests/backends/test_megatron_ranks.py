@@ -65,10 +65,10 @@ FOUR: dict[str, Case] = {
 class WithExtremes(WeightedLoss):
     """And the largest and the smallest log-prob, neither of which is 0 where a stage has none."""
 
-    def metrics(self, batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> MetricParts:
+    def metrics(self, batch: Any, logprobs: torch.Tensor, entropy: Any, losses: Any) -> MetricParts:
         known = logprobs[batch.token_mask].double()
         return MetricParts(
-            sums=super().metrics(batch, logprobs, entropy).sums,
+            sums=super().metrics(batch, logprobs, entropy, losses).sums,
             maxima={"largest": known.amax()},
             minima={"smallest": known.amin()},
         )
@@ -88,7 +88,7 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
     data, losses, norms = backend.ranks.data, [], []
     whole = some_batch()
     found["exported"] = {name: weight.clone() for name, weight in backend.weights()}
-    found["rows"] = backend.ranks.share(len(whole))
+    found["rows"] = backend.ranks.data_slice(len(whole))
     found["logprobs"] = backend.logprobs(whole[found["rows"]])
     for step, learning_rate in enumerate(LEARNING_RATES):
         batch = some_batch(step)
@@ -189,9 +189,9 @@ def faulty() -> dict[str, list[float]]:
     def one_step(cut: dict[str, Any]) -> list[float]:
         backend = make_backend("qwen2", temperature=0.7, cut=cut, optimizer=OPTIMIZER, logprobs=CHUNKED)
         batch = some_batch()
-        share = batch[backend.ranks.share(len(batch))]
+        share = batch[backend.ranks.data_slice(len(batch))]
         parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
-        loss = backend.ranks.total(float(parts.sums["loss"]))[0]
+        loss = backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0]
         return [loss, backend.optimizer_step(0.0)]
 
     found = {"right": one_step(tensor(2))}

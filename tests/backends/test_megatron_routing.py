@@ -68,22 +68,22 @@ def with_routes(batch: Advised) -> Advised:
     places = (*batch.token_ids.shape, LAYERS, NUM_EXPERTS)
     routes = 1 + torch.rand(places, generator=draw).argsort(dim=-1)[..., :CHOSEN]
     routes = routes.flatten(2).to(torch.uint8) * real(batch)[..., None]
-    return batch.at(Advised, advantages=batch.advantages, routes=routes)
+    return batch.with_fields(Advised, advantages=batch.advantages, routes=routes)
 
 
 def updated(backend: Any, batch: Advised) -> dict[str, float]:
     """Metrics of an update on this rank's share of a batch."""
     loss = WeightedLoss(float(batch.token_mask.sum()))
-    parts = backend.forward_backward(batch[backend.ranks.share(len(batch))], loss)
+    parts = backend.forward_backward(batch[backend.ranks.data_slice(len(batch))], loss)
     return all_reduce(parts, backend.ranks.data)
 
 
 def measured(backend: Any, gradients_of: Any) -> dict[str, Any]:
     """Log-probs, routes, metrics and gradients of a batch, as it goes by itself and as it is told to go."""
     batch, found = some_batch(), {}
-    share = backend.ranks.share(len(batch))
+    share = backend.ranks.data_slice(len(batch))
     found["logprobs"], found["routes"] = backend.routed_logprobs(batch[share])
-    again = batch[share].at(Advised, advantages=batch[share].advantages, routes=found["routes"])
+    again = batch[share].with_fields(Advised, advantages=batch[share].advantages, routes=found["routes"])
     found["same"] = torch.equal(backend.logprobs(again), found["logprobs"])
     found["told logprobs"] = backend.logprobs(with_routes(batch)[share])
     for name, each in (("", batch), ("told ", with_routes(batch))):

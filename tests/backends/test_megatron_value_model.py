@@ -36,7 +36,7 @@ def train(backbone: str, cut: dict[str, Any], policy: dict[str, Any], **ppo: Any
     coefficient = {"value_coefficient": COEFFICIENT} if backbone == "shared" else {}
     chosen = {"value_backbone": backbone, "value_optimizer": OPTIMIZER} | coefficient | ppo
     critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"} | chosen), seed=3)
-    rows = backend.ranks.share(8)
+    rows = backend.ranks.data_slice(8)
     found: dict[str, Any] = {"rows": rows, "losses": [], "norms": []}
     found["head"] = [parameter.detach().clone() for parameter in critic.head.parameters()]
     found["values"] = critic.values(some_batch()[rows])
@@ -47,7 +47,7 @@ def train(backbone: str, cut: dict[str, Any], policy: dict[str, Any], **ppo: Any
         found["norms"].append(critic.optimizer_step(0.01))
         backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
         found["norms"].append(backend.optimizer_step(0.01))
-        found["losses"].append(backend.ranks.total(float(parts.sums["loss"]))[0])
+        found["losses"].append(backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0])
     found["weights"] = {name: weight.clone() for name, weight in backend.weights()}
     return found | {"values_after": critic.values(some_batch()[rows])}
 
@@ -81,7 +81,7 @@ def one_process(backbone: str, head: list[Tensor]) -> dict[str, Any]:
         found["values"] = critic(some_batch())
     for step in range(3):
         batch = some_batch(step)
-        loss = objective(batch).losses(batch, critic(batch)).sum()
+        loss = objective(batch).losses(batch, critic(batch)).shares.sum()
         loss.backward()
         found["losses"].append(float(loss.detach()))
         for optimizer, parameters in ((optimizers[0], trained), (optimizers[1], list(policy.parameters()))):

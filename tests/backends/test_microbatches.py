@@ -131,14 +131,14 @@ def everything(packing: dict[str, Any]) -> dict[str, Any]:
     backend = make_backend("experts", temperature=0.7, top_p=0.8, **settings)
     ppo = Ppo.model_validate({"type": "ppo"})
     critic, num_tokens = backend.make_value_model(ppo, seed=3), float(whole.token_mask.sum())
-    batch = whole[backend.ranks.share(ROWS)]
+    batch = whole[backend.ranks.data_slice(ROWS)]
     if batch.token_mask.any():  # padded as its own rows need, as collate does
         (batch,) = batch.split(None)
     values = torch.where(batch.token_mask, critic.values(batch), 0.0)
     found: dict[str, Any] = {"logprobs": backend.logprobs(batch), "values": values}
     parts = backend.forward_backward(batch, WeightedLoss(num_tokens))
     losses = [parts.sums["loss"], critic.forward_backward(batch, SquaredError(num_tokens)).sums["loss"]]
-    found["losses"] = torch.tensor(backend.ranks.total(*(float(loss) for loss in losses)))
+    found["losses"] = torch.tensor(backend.ranks.all_reduce_sum_data(*(float(loss) for loss in losses)))
     found["gradients"] = gradients(backend) | {
         f"head.{name}": parameter.grad.full_tensor()  # pyright: ignore
         for name, parameter in critic.head.named_parameters()

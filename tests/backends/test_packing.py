@@ -87,7 +87,7 @@ def of_prompts(groups: list[tuple[int, list[int]]], seed: int = 0) -> Advised:
         prompts += [tokens(length)] * len(sizes)
         completions += [tokens(each) for each in sizes]
     batch = collate(prompts, completions, pad_id=0)
-    return batch.at(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
+    return batch.with_fields(Advised, advantages=torch.randn(batch.token_ids.shape, generator=draw))
 
 
 GROUPS = [(5, [3, 8, 1, 4]), (1, [2, 6]), (9, [5]), (7, [7, 1, 2])]

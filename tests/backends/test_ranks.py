@@ -38,15 +38,15 @@ def on_four_ranks(rank: int, world_size: int) -> list[dict[str, Any]]:
     found = []
     for shape, *_ in SHAPES:
         ranks = make_ranks(CPU, shape)
-        rows = list(range(12))[ranks.share(12)]
+        rows = list(range(12))[ranks.data_slice(12)]
         groups = ranks.tensor, ranks.context, ranks.pipeline
         found.append(
             {
                 "rows": rows,
-                "total": ranks.total(len(rows), sum(rows)),
-                "gathered": ranks.gather(rows),
-                "largest": ranks.largest([rank, -rank]),
-                "all": ranks.of_all(rank),
+                "total": ranks.all_reduce_sum_data(len(rows), sum(rows)),
+                "gathered": ranks.all_gather_data(rows),
+                "largest": ranks.all_reduce_max_world([rank, -rank]),
+                "all": ranks.all_gather_world(rank),
                 "weights": ranks.weights.size(),
                 "sizes": [None if each is None else each.size() for each in groups],
                 "first": ranks.is_first,

@@ -110,7 +110,7 @@ def test_own_routes_replayed_change_nothing(cut: dict[str, Any], group: None) ->
     logprobs, routes = backend.routed_logprobs(batch)
     assert routes.shape == (*batch.token_ids.shape, 2 * 2) and routes.dtype == torch.uint8
     assert torch.equal(logprobs, backend.logprobs(batch))
-    replayed = batch.at(type(batch), advantages=batch.advantages, routes=routes)
+    replayed = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
     assert torch.equal(backend.logprobs(replayed), logprobs)
     metrics, found = updated(backend, replayed)
     expected_metrics, expected = updated(make_backend("experts", **cut), batch)
@@ -156,7 +156,7 @@ def test_other_routes_are_those_of_a_router_that_is_told(
     backend = make_backend("experts", **cut)
     for router in routers(backend.module):
         router.weight.to_local().data.neg_()
-    replayed = batch.at(type(batch), advantages=batch.advantages, routes=routes)
+    replayed = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
     _, found = updated(backend, replayed)
     assert_same(found, expected, rtol=1e-4, atol=1e-6)
     assert float((backend.logprobs(replayed) - backend.logprobs(batch)).abs().max()) > 1e-3

@@ -151,7 +151,7 @@ def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: floa
         critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"} | settings), seed=3)
     for step in range(steps):
         batch = some_batch(step)
-        share = batch[backend.ranks.share(len(batch))]
+        share = batch[backend.ranks.data_slice(len(batch))]
         num_tokens = float(batch.token_mask.sum()) / scale
         parts = [backend.forward_backward(share, WeightedLoss(num_tokens))]
         if critic:
@@ -167,7 +167,7 @@ def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: floa
             norms.append(critic.optimizer_step(0.01))
             for name, module in modules.items():
                 weights |= {name + k: p.detach().full_tensor().clone() for k, p in module.named_parameters()}
-        losses = [backend.ranks.total(float(part.sums["loss"]))[0] for part in parts]
+        losses = [backend.ranks.all_reduce_sum_data(float(part.sums["loss"]))[0] for part in parts]
         found.append(Step(loss=sum(losses), norms=norms, gradients=of_all, weights=weights))
     return found
 
@@ -344,7 +344,7 @@ def completions(backend: DtensorBackend, top_p: float) -> list[tuple[list[int], 
 def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     """Completions, before and after a step; log-probs; and whether a restored backend goes on alike."""
     backend, batch = make_backend(case, layout), some_batch()
-    share, loss = batch[backend.ranks.share(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
+    share, loss = batch[backend.ranks.data_slice(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
     found: dict[str, Any] = {"logprobs": backend.logprobs(share), "hash": policy_hash(backend)}
     found["completions"] = [completions(backend, case.top_p)]
     backend.forward_backward(share, loss)
@@ -443,7 +443,7 @@ def loaded(folder: str, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     backbone: Any = critic._hidden_states
     whole = {name.removeprefix("base_"): p.detach().full_tensor() for name, p in backbone.named_parameters()}
     batch = some_batch()
-    share = backend.ranks.share(len(batch))
+    share = backend.ranks.data_slice(len(batch))
     return {
         "hash": policy_hash(backend),
         "critic": weights_hash(content_of(name, weight) for name, weight in whole.items()),

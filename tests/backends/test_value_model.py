@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.recipe.algorithms import Ppo
+from abrun.rl.losses import TokenLosses
 from abrun.rl.metrics import MetricParts
 from tests.backends.policies import Advised, WeightedLoss, gradients, make_backend, rows, some_batch, tiny
 from tests.backends.test_dtensor import assert_same
@@ -32,12 +33,13 @@ class SquaredError:
 
     num_tokens: float
 
-    def losses(self, batch: Advised, values: Tensor) -> Tensor:
-        return torch.where(batch.token_mask, (values - batch.advantages).square(), 0.0) / self.num_tokens
+    def losses(self, batch: Advised, values: Tensor) -> TokenLosses:
+        errors = torch.where(batch.token_mask, (values - batch.advantages).square(), 0.0)
+        return TokenLosses(shares=errors / self.num_tokens)
 
-    def metrics(self, batch: Advised, values: Tensor) -> MetricParts:
+    def metrics(self, batch: Advised, values: Tensor, losses: TokenLosses) -> MetricParts:
         assert not values.requires_grad
-        loss = self.losses(batch, values).sum().double()
+        loss = losses.shares.sum().double()
         return MetricParts(sums={"loss": loss}, maxima={}, minima={})
 
 
@@ -105,12 +107,12 @@ def test_gradients_are_those_of_plain_autograd(
     batch = some_batch()
     parts = critic.forward_backward(batch, objective(batch))
     plain = Plain(critic, kind, ppo.get("value_coefficient", 1.0))
-    loss = objective(batch).losses(batch, plain(batch, right_shift=critic._settings.right_shift)).sum()
+    loss = objective(batch).losses(batch, plain(batch, right_shift=critic.right_shift)).shares.sum()
     loss.backward()
     assert float(parts.sums["loss"]) == pytest.approx(loss.item(), rel=1e-5)
     heads = {name: p.grad for name, p in plain.head.named_parameters() if p.grad is not None}
     assert_same(head_gradients(critic), heads, rtol=1e-4, atol=1e-6)
-    if critic._settings.value_backbone == "own":
+    if ppo.get("value_backbone") != "shared":
         sharded: Any = critic._hidden_states
         prefix = "base_model."
         assert all(parameter.grad is None for parameter in backend.module.parameters())
@@ -171,7 +173,7 @@ def test_a_step_is_that_of_torch_adamw(group: None) -> None:
         critic.forward_backward(batch, objective(batch))
         norm = critic.optimizer_step(0.01)
         optimizer.zero_grad()
-        objective(batch).losses(batch, plain(batch, right_shift=True)).sum().backward()
+        objective(batch).losses(batch, plain(batch, right_shift=True)).shares.sum().backward()
         squares = sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
         assert norm == pytest.approx(squares**0.5, rel=1e-4)
         optimizer.step()

@@ -84,7 +84,11 @@ def measure(device: torch.device, settings: dict[str, Any]) -> None:
             per_token = 6 * num_parameters + 6 * config.num_hidden_layers * config.hidden_size * length
             rate = length / statistics.median(seconds)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-            found = [rate, per_token * rate / PEAK_FLOPS, ranks.largest([float(peak)])[0] / 2**30]
+            found = [
+                rate,
+                per_token * rate / PEAK_FLOPS,
+                ranks.all_reduce_max_world([float(peak)])[0] / 2**30,
+            ]
             if on_gpu:
                 stats = torch.cuda.memory_stats()
                 found += [stats["num_alloc_retries"], stats["inactive_split_bytes.all.peak"] / 2**30]
@@ -109,7 +113,7 @@ def step(backend: Any, batch: Sequences) -> float:
     on_gpu = backend.ranks.device.type == "cuda"
     torch.cuda.synchronize() if on_gpu else None
     start = time.perf_counter()
-    num_tokens = backend.ranks.total(float(batch.token_mask.sum()))[0]
+    num_tokens = backend.ranks.all_reduce_sum_data(float(batch.token_mask.sum()))[0]
     backend.forward_backward(batch, SupervisedObjective(num_tokens=num_tokens))
     backend.optimizer_step(1e-6)
     torch.cuda.synchronize() if on_gpu else None

@@ -207,7 +207,7 @@ class Bench:
         """Return the trainer's log-probs of completions and the engine's, token by token."""
         import torch
 
-        from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
+        from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
 
         sequences = collate(prompts, [row.token_ids for row in completions], pad_id=self.text.pad_id)
         fields: dict[str, Any] = {
@@ -217,7 +217,7 @@ class Bench:
         if completions[0].support is not None:
             supports = [row.support for row in completions]
             fields["support"] = support_on_completions(supports, sequences.token_mask)
-        batch = sequences.at(Sampled, **fields).to(self.device)
+        batch = sequences.with_fields(RolloutBatch, **fields).to(self.device)
         mask = batch.token_mask
         return self.backend.logprobs(batch)[mask].cpu(), batch.inference_logprobs[mask].cpu()
 

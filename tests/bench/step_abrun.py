@@ -85,7 +85,7 @@ class Watch:
         loop.make_setup, loop.make_algorithm = set_up, algorithm_made
         of_all: Any = phases.Phases
         of_all.__call__, of_all.collect = phase, collected
-        steps.follow(Head, "judge", "head", inner=True, when=lambda: steps.runs == "forward")
+        steps.follow(Head, "logprobs", "head", inner=True, when=lambda: steps.runs == "forward")
         steps.follow(torch.Tensor, "backward", "backward", inner=True)
 
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:
@@ -116,7 +116,7 @@ class Watch:
     def _tell(self) -> None:
         """Of all ranks together; collective."""
         ranks = self._setup.ranks
-        tokens, through = ranks.total(self._tokens, self._through)
+        tokens, through = ranks.all_reduce_sum_data(self._tokens, self._through)
         row = self.steps.row() | {
             "tokens": tokens,
             "through": through,

@@ -271,6 +271,7 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
     [
         (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
+        (["export", SMALL, *sets(AUTO), "--to", "jobset"], "got 'auto'"),
         (
             ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
             "--device-memory: got 'h201'; allowed: a size",

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
-from abrun.backends import dtensor
+from abrun import backends
 from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
@@ -32,8 +32,8 @@ from abrun.models import load_network
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
+from abrun.rl.batch import random_rollouts
 from abrun.rollout.vllm.starting import cache_bytes
-from abrun.train.batches import RandomBatches
 from abrun.train.loop import make_algorithm
 from abrun.train.phases import Phases
 from abrun.train.setup import make_setup
@@ -69,8 +69,8 @@ def live(config: OwnRunConfig) -> dict[str, float]:
         algorithm = make_algorithm(setup)
         for _ in range(2):
             setup.phases.collect()
-            source = RandomBatches(num_rows(config, NUM_SEQUENCES), LENGTH, 90, setup.ranks.device)
-            algorithm.update(source.collect(1)[0], step=1)
+            rows = num_rows(config, NUM_SEQUENCES)
+            algorithm.update(random_rollouts(rows, LENGTH, 90, setup.ranks.device), step=1)
         _, peaks = setup.phases.collect()
     return {key.split("/")[1]: value for key, value in peaks.items()}
 
@@ -109,10 +109,10 @@ def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyP
     ]
     assert floors[0] and floors[1] and floors[1]["weights"] * 2 == floors[0]["weights"]
 
-    opened: Any = dtensor.open_network
+    opened: Any = backends.open_network
     policy: Any = fsdp.MixedPrecisionPolicy
     monkeypatch.setattr(
-        dtensor, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
+        backends, "open_network", lambda *args, **more: opened(*args, **more).to(torch.bfloat16)
     )
     monkeypatch.setattr(
         fsdp,

@@ -152,7 +152,7 @@ def _batch() -> Advised:
 
     prompts = [tokens(5), tokens(3), tokens(4)]
     rows = collate([prompts[i] for i in (0, 0, 1, 1, 2)], [tokens(n) for n in (4, 6, 3, 8, 2)], pad_id=0)
-    return rows.at(Advised, advantages=torch.randn(rows.token_ids.shape, generator=draw))
+    return rows.with_fields(Advised, advantages=torch.randn(rows.token_ids.shape, generator=draw))
 
 
 def _assert_same(found: Tensor, expected: Tensor, what: str) -> None:

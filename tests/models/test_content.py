@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.models import content, content_of, sketch_of, weights_hash
+from abrun.models import content, content_of, sketch_of
 
 WEIGHT = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 
@@ -51,12 +51,6 @@ def test_what_changes_it() -> None:
     assert len({content_of(name, weight) for name, weight in named}) == len(named)
 
 
-def test_the_order_and_the_rank_of_a_tensor_do_not() -> None:
-    a, b, c = (content_of(name, WEIGHT) for name in "abc")
-    whole = weights_hash([a, b, c])
-    assert len(whole) == 16 and whole == weights_hash([(a + c) % 2**64, b]) != weights_hash([a, b])
-
-
 def estimate(left: Tensor, right: Tensor, name: str = "a") -> float:
     """||right - left|| by sketches, relative to the truth."""
     squares = (sketch_of(name, right) - sketch_of(name, left)).square().sum()
@@ -81,24 +75,24 @@ def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(sketch_of("a", small), small.flatten().double())  # a small tensor whole
 
 
-@pytest.mark.parametrize("kind", ["rows", "column", "block", "random", "tiny", "constant"])
+@pytest.mark.parametrize("kind", ["rows", "column", "random", "constant"])
 def test_a_sketch_estimates_a_difference_wherever_it_lies(kind: str) -> None:
-    """40 of 8192 rows, one column, a block, all elements, differences as small as rounding, a shift."""
+    """20 of 2048 rows, one column, all elements by as little as rounding, a shift."""
     generator, estimates = torch.Generator().manual_seed(3), []
-    before = torch.randn(8192, 64, generator=generator)
-    noise = torch.randn(8192, 64, generator=generator)
+    before = torch.randn(2048, 64, generator=generator)
+    noise = torch.randn(2048, 64, generator=generator)
     change = torch.zeros_like(before)
-    rows = torch.randperm(8192, generator=generator)[:40]
-    at = {"rows": (rows, slice(None)), "column": (slice(None), 5), "block": (slice(64, 128), slice(0, 64))}
+    rows = torch.randperm(2048, generator=generator)[:20]
+    at = {"rows": (rows, slice(None)), "column": (slice(None), 5)}
     if kind in at:
         change[at[kind]] = noise[at[kind]]
     elif kind == "constant":
         change += 0.5
     else:
-        change += noise * (1e-6 if kind == "tiny" else 1)
-    estimates = [estimate(before, before + change, name=str(seed)) for seed in range(60)]
+        change += noise * 1e-6
+    estimates = [estimate(before, before + change, name=str(seed)) for seed in range(30)]
     within = sum(abs(one - 1) < 0.08 for one in estimates)
-    assert within >= 50 and abs(sum(estimates) / 60 - 1) < 0.02, (within, min(estimates), max(estimates))
+    assert within >= 24 and abs(sum(estimates) / 30 - 1) < 0.03, (within, min(estimates), max(estimates))
     assert max(abs(one - 1) for one in estimates) < 0.16
 
 

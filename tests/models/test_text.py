@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CodeLlamaTokenizer
 
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, load_text
-from abrun.models import text as of_texts
 from abrun.models.families import positions_of
 from abrun.models.presets import CharacterTokenizer
 from abrun.recipe.policy import Model
@@ -34,14 +33,6 @@ def from_path(path: Path) -> Text:
 def end_ids_of(text: Text) -> list[int]:
     tokenizer: Any = text.tokenizer
     return tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-
-
-def test_no_network_is_built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.Module.__init__", None)
-    folder = shutil.copytree(checkpoint, tmp_path / "text")
-    (folder / "model.safetensors").unlink()
-    assert from_path(folder).max_positions == 128
-    assert load_text(Model(preset="qwen2.5-1.5b"), weights=None).max_positions == 32_768
 
 
 def test_longrope_is_taken_up_to_its_original_positions() -> None:
@@ -74,12 +65,6 @@ def test_every_printable_character_is_a_token_and_comes_back() -> None:
     assert text.decode([token_ids]) == [characters]
     for one in ("  two  spaces ", "don't , really !", "##x ##y", "a\n\nb"):
         assert text.decode([encoded(text, one)]) == [one]
-
-
-def test_a_character_the_preset_does_not_know_is_one_token() -> None:
-    text = preset()
-    assert len(encoded(text, "aé☃b")) == 4
-    assert text.decode([encoded(text, "aé☃b")]) == ["ab"]
 
 
 def test_a_completion_ends_with_the_end_token() -> None:
@@ -124,14 +109,6 @@ def test_a_system_prompt_is_the_first_turn(checkpoint: Path, snapshot: Snapshot)
     with pytest.raises(RecipeError) as refusal:
         load_text(Model(preset="qwen2-tiny", system_prompt="Be brief."), weights=None)
     snapshot(refusal.value)
-
-
-def test_every_end_token_of_the_generation_config_ends(checkpoint: Path) -> None:
-    text = from_path(checkpoint)
-    end_of_turn, end_of_text = end_ids_of(text)
-    assert text.end_ids == {end_of_turn, end_of_text}
-    assert text.pad_id == end_of_text
-    assert text.encode_completions(["x"])[0][-1] == end_of_turn
 
 
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json", "nowhere"])
@@ -180,12 +157,6 @@ def test_a_text_that_does_not_load_is_one_line(broken: str, checkpoint: Path, tm
     assert message.startswith(f"model.path: got {str(folder)!r}") and "\n" not in message
 
 
-def test_the_character_tokenizer_pads_left() -> None:
-    tokenizer = character_tokenizer()
-    encoded = tokenizer(["1", "123"], padding=True)
-    assert encoded["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
-
-
 def test_a_tokenizer_is_asked_by_one_thread_at_a_time() -> None:
     """As Rust's refuse it: `Already borrowed`."""
 
@@ -227,20 +198,6 @@ def test_texts_are_decoded_together_as_transformers_decodes_each(cleans: bool) -
     each = [text.tokenizer.decode(one, skip_special_tokens=True) for one in said]
     assert text.decode(said) == each and (each[0] == "So, it is 2.") == cleans
     assert text.decode([]) == []
-
-
-def test_more_texts_than_are_encoded_at_once_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_texts, "AT_ONCE", 3)
-    text, texts = preset(), [str(number) for number in range(10)]
-    assert text.encode_prompts(texts) == [encoded(text, one) for one in texts]
-
-
-def test_what_a_tokenizer_pads_and_cuts_by_itself_is_neither() -> None:
-    text = preset()
-    rust: Any = text.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    rust.enable_padding(length=16, direction="left")
-    rust.enable_truncation(5)
-    assert list(map(len, text.encode_prompts(["a", "abcdefg"]))) == [1, 7]
 
 
 def test_a_tokenizer_that_takes_one_text_otherwise_is_asked_for_each() -> None:

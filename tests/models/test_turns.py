@@ -36,7 +36,6 @@ QWEN = Layout(
 )
 LAYOUTS = {
     "Qwen instruct": QWEN,
-    "Qwen base": dataclasses.replace(QWEN, eos="<|endoftext|>"),
     "Qwen 3": dataclasses.replace(
         QWEN,
         template=(
@@ -45,22 +44,6 @@ LAYOUTS = {
             "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ),
-    ),
-    "Llama 3": Layout(
-        template=(
-            "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-            "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-            "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-        ),
-        special=(
-            "<|begin_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eot_id|>",
-            "<|end_of_text|>",
-        ),
-        eos="<|end_of_text|>",
-        end="<|eot_id|>",
     ),
     "Gemma": Layout(
         template=(

@@ -36,9 +36,8 @@ Values and gradients, relative. Why definitions differ:
 10. TRL's rewards and logps are always sums; abrun's are what its loss is made of.
 11. TRL's mean is over the chosen tokens of the microbatch; abrun's over those of the global batch.
 
-PPO's value side, which this TRL no longer has, is in test_values_against_trl. Not in abrun: SAPO, VESPO,
-LUSPO, off-policy sequence masking, a quantile of high-entropy tokens; of DPO, other losses, divergences and
-weightings.
+Not in abrun: SAPO, VESPO, LUSPO, off-policy sequence masking, a quantile of high-entropy tokens; of DPO,
+other losses, divergences and weightings.
 """
 
 import contextlib
@@ -179,63 +178,67 @@ def assert_agree(one: tuple[float, Tensor], other: tuple[float, Tensor]) -> None
 
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
+CISPO: dict[str, Any] = {"clip_low": 1.0, "clip_high": 0.2}
+GSPO: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.15}
+# TRL's settings; abrun's function, reduction and settings
+SAME: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
+    "grpo": ({}, clipped_policy_loss, "sequence_mean", CLIP),
+    "dapo": ({"loss_type": "dapo"}, clipped_policy_loss, "token_mean", CLIP),
+    "bnpo": ({"loss_type": "bnpo"}, clipped_policy_loss, "token_mean", CLIP),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, clipped_policy_loss, "sequence_sum_constant", CLIP),
+    "gspo": (
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+        gspo_loss,
+        "sequence_mean",
+        GSPO,
+    ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, cispo_loss, "token_mean", CISPO),
+    "dual clip": ({"delta": 1.5}, clipped_policy_loss, "sequence_mean", CLIP | {"dual_clip": 1.5}),
+    "dual clip at the bound": (
+        {"delta": 1.3},
+        clipped_policy_loss,
+        "sequence_mean",
+        CLIP | {"dual_clip": 1.3},
+    ),
+    "kl, grpo": ({"beta": 0.1}, clipped_policy_loss, "sequence_mean", CLIP | {"beta": 0.1}),
+    "kl, dapo": (
+        {"loss_type": "dapo", "beta": 0.1},
+        clipped_policy_loss,
+        "token_mean",
+        CLIP | {"beta": 0.1},
+    ),
+    "kl, cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
+        cispo_loss,
+        "token_mean",
+        CISPO | {"beta": 0.1},
+    ),
+    "entropy bonus": (
+        {"loss_type": "dapo", "entropy_coef": 0.3},
+        clipped_policy_loss,
+        "token_mean",
+        CLIP | {"entropy_coefficient": 0.3},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "reduction"),
-    [
-        ("grpo", "sequence_mean"),
-        ("dapo", "token_mean"),
-        ("bnpo", "token_mean"),
-        ("dr_grpo", "sequence_sum_constant"),
-    ],
-)
-def test_clipped_losses_and_reductions(
-    trl: Any, batch: dict[str, Tensor], loss_type: str, reduction: str
-) -> None:
-    expected = of_trl(trl, batch, loss_type=loss_type)
-    assert_agree(of_abrun(batch, clipped_policy_loss, reduction, **CLIP), expected)
+@pytest.mark.parametrize("case", SAME)
+def test_losses_with_their_gradients(trl: Any, batch: dict[str, Tensor], case: str) -> None:
+    theirs, function, reduction, settings = SAME[case]
+    found = of_abrun(batch, function, reduction, **settings)
+    assert_agree(found, of_trl(trl, batch, **theirs))
+    assert "dual" not in case or found[0] != of_trl(trl, batch)[0]
 
 
-def test_gspo(trl: Any, batch: dict[str, Tensor]) -> None:
-    expected = of_trl(trl, batch, importance_sampling_level="sequence", epsilon_low=0.1, epsilon_high=0.15)
-    assert_agree(of_abrun(batch, gspo_loss, "sequence_mean", clip_low=0.1, clip_high=0.15), expected)
-
-
-def test_cispo(trl: Any, batch: dict[str, Tensor]) -> None:
-    expected = of_trl(trl, batch, loss_type="cispo", epsilon_high=1.2)
-    assert_agree(of_abrun(batch, cispo_loss, "token_mean", clip_low=1.0, clip_high=0.2), expected)
-
-
-@pytest.mark.parametrize("delta", [1.3, 1.5])
-def test_dual_clip(trl: Any, batch: dict[str, Tensor], delta: float) -> None:
-    found = of_abrun(batch, clipped_policy_loss, "sequence_mean", **CLIP, dual_clip=delta)
-    assert_agree(found, of_trl(trl, batch, delta=delta))
-    assert found[0] != of_trl(trl, batch)[0]
-
-
-def test_dual_clip_below_the_upper_bound_differs(trl: Any, batch: dict[str, Tensor]) -> None:
+def test_where_definitions_differ(trl: Any, batch: dict[str, Tensor]) -> None:
+    """A dual clip below the upper bound, a penalty beyond its clamp, an entropy bonus under another mean."""
     found = of_abrun(batch, clipped_policy_loss, "sequence_mean", **CLIP, dual_clip=1.1)
     assert abs(found[0] - of_trl(trl, batch, delta=1.1)[0]) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "reduction"), [("grpo", "sequence_mean"), ("dapo", "token_mean"), ("cispo", "token_mean")]
-)
-def test_kl_in_the_loss(trl: Any, batch: dict[str, Tensor], loss_type: str, reduction: str) -> None:
-    function: Any = clipped_policy_loss
-    bounds: dict[str, Any] = CLIP
-    if loss_type == "cispo":
-        function, bounds = cispo_loss, {"clip_low": 1.0, "clip_high": 0.2}
-    high = 1.2 if loss_type == "cispo" else 0.3
-    expected = of_trl(trl, batch, loss_type=loss_type, epsilon_high=high, beta=0.1)
-    assert_agree(of_abrun(batch, function, reduction, beta=0.1, **bounds), expected)
-
-
-def test_kl_beyond_the_clamps_differs(trl: Any, batch: dict[str, Tensor]) -> None:
     far = batch | {"reference": batch["reference"] + 3.0}  # exp(3) - 1 - 3 is above 10
     found = of_abrun(far, clipped_policy_loss, "sequence_mean", beta=0.1, **CLIP)
     assert found[0] < of_trl(trl, far, beta=0.1)[0] - 0.1
+    found = of_abrun(batch, clipped_policy_loss, "sequence_mean", entropy_coefficient=0.3, **CLIP)
+    assert abs(found[0] - of_trl(trl, batch, entropy_coef=0.3)[0]) > 1e-4
 
 
 @pytest.mark.parametrize("correction", ["truncated", "icepop"])
@@ -255,15 +258,6 @@ def test_importance_weights_of_tokens(trl: Any, batch: dict[str, Tensor], correc
     expected = of_trl(trl, batch, loss_type="dapo", weights=theirs, beta=0.1)
     found = of_abrun(batch, clipped_policy_loss, "token_mean", weights=weights, beta=0.1, **CLIP)
     assert_agree(found, expected)
-
-
-def test_entropy_bonus(trl: Any, batch: dict[str, Tensor]) -> None:
-    expected = of_trl(trl, batch, loss_type="dapo", entropy_coef=0.3)
-    assert_agree(
-        of_abrun(batch, clipped_policy_loss, "token_mean", entropy_coefficient=0.3, **CLIP), expected
-    )
-    other = of_abrun(batch, clipped_policy_loss, "sequence_mean", entropy_coefficient=0.3, **CLIP)
-    assert abs(other[0] - of_trl(trl, batch, entropy_coef=0.3)[0]) > 1e-4
 
 
 def test_rloo_has_the_gradient_of_reinforce_at_ratio_one(trl: Any, batch: dict[str, Tensor]) -> None:

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from abrun.kernels import linear_logprobs
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import kl_penalty, loss_weights, weighted
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from tests.rl.test_metrics import Tensors, full_parts_of, random_batch, values_of
 from tests.rl.test_policy_losses import LOSSES
-from tests.snapshot import Snapshot
 from tests.spawn import run_ranks
 
 REDUCTIONS: list[Any] = ["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
@@ -75,25 +73,18 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert other[key] == pytest.approx(value, rel=1e-13, abs=1e-15), key
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("cuts", [[1] * 8, [3, 5], [2, 0, 6], [7, 1]])
-def test_cut_into_microbatches(reduction: Any, cuts: list[int]) -> None:
-    batch = random_batch(
-        NUM_SEQUENCES
-    )  # its last sequence has no valid token: [7, 1] has a piece without any
-    whole = step(batch, reduction, [NUM_SEQUENCES])
-    same(whole, step(batch, reduction, cuts))
-    assert len(whole) == 32 and any(whole["gradient"])
+CASES = [(reduction, "clipped", "truncated") for reduction in REDUCTIONS]
+CASES += [("token_mean", loss, correction) for loss in LOSSES for correction in CORRECTIONS]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_every_loss_cut_into_microbatches(loss: str, correction: Any) -> None:
+@pytest.mark.parametrize(("reduction", "loss", "correction"), CASES)
+def test_cut_into_microbatches(reduction: Any, loss: str, correction: Any) -> None:
+    """The last sequence has no valid token, and so has the second piece of [7, 1]."""
     batch = random_batch(NUM_SEQUENCES)
-    whole = step(batch, "token_mean", [NUM_SEQUENCES], loss=loss, correction=correction)
-    assert any(whole["gradient"])
-    for cuts in ([1] * 8, [2, 0, 6], [7, 1]):
-        same(whole, step(batch, "token_mean", cuts, loss=loss, correction=correction))
+    whole = step(batch, reduction, [NUM_SEQUENCES], loss=loss, correction=correction)
+    assert len(whole) == 32 and any(whole["gradient"])
+    for cuts in ([1] * 8, [3, 5], [2, 0, 6], [7, 1]):
+        same(whole, step(batch, reduction, cuts, loss=loss, correction=correction))
 
 
 def test_a_mean_over_each_microbatch_would_be_noticed() -> None:
@@ -147,42 +138,3 @@ def test_spread_over_two_ranks() -> None:
             same(expected, found)
     assert math.isnan(extremes.pop("none")) and math.isnan(extremes.pop("no_minimum"))
     assert extremes == {"sum": 1.0, "one": 1.0, "overflow": math.inf, "one_minimum": 0.0}
-
-
-def _shards_of_the_vocabulary(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Both levels' metrics, from log-probs and entropies of the whole vocabulary and of its shards."""
-    draw = torch.Generator().manual_seed(29)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-    batch, hidden, weight = random_batch(NUM_SEQUENCES), normal(NUM_SEQUENCES, 7, 5), normal(22, 5)
-    target = torch.randint(22, (NUM_SEQUENCES, 7), generator=draw)
-    found = {}
-    for name, rows, group in (("whole", weight, None), ("shards", weight.chunk(2)[rank], dist.group.WORLD)):
-        for impl in ("logits", "chunked"):
-            logprobs, entropy = linear_logprobs(hidden, rows, target, impl=impl, entropy=True, group=group)
-            assert entropy is not None
-            tensors = batch | {"trainer": logprobs, "old": logprobs - 0.1, "entropy": entropy}
-            found[f"{name} {impl}"] = values_of(full_parts_of(tensors))
-    return found
-
-
-def test_the_vocabulary_in_shards() -> None:
-    """The entropy is a sum over the vocabulary, so each rank alone would have a part of it."""
-    first, second = run_ranks(_shards_of_the_vocabulary, 2)
-    for found in (*first.values(), *second.values()):
-        same(first["whole logits"], found)
-    assert 0 < first["whole logits"]["train/entropy"] < math.log(22)
-
-
-def _fails_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise KeyError("the fault of rank one")
-    dist.barrier()
-
-
-def test_a_failing_rank_fails_the_test_that_spawned_it(snapshot: Snapshot) -> None:
-    with pytest.raises(RuntimeError) as refusal:
-        run_ranks(_fails_on_rank_one, 2)
-    snapshot(refusal.value)

@@ -65,7 +65,7 @@ def value_side(batch: Tensors) -> None:
     of_tokens = token_rewards(rewards, mask, batch["entropy"])
     _, returns = generalized_advantages(of_tokens, values, mask, gamma=0.9, gae_lambda=0.95)
     reward_to_go_advantages(
-        rewards, mask, batch["entropy"], baseline="batch_mean", normalize=True, total=alone
+        rewards, mask, batch["entropy"], baseline="batch_mean", normalize=True, all_reduce_sum=alone
     )
     value_statistics(values, returns, mask, alone)
     found = value_loss(values, batch["old"], returns, mask, clip_range=0.2)

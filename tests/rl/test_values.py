@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from abrun.rl.losses import loss_weights
-from abrun.rl.metrics import merge
 from abrun.rl.values import (
+    AllReduceSum,
     TokenStatistics,
-    Total,
     generalized_advantages,
     reward_to_go_advantages,
     right_shifted,
@@ -62,7 +60,7 @@ def alone(*values: float) -> list[float]:
     return list(values)
 
 
-def on_ranks(function: Callable[[Any, Total], T], pieces: Sequence[Any]) -> list[T]:
+def on_ranks(function: Callable[[Any, AllReduceSum], T], pieces: Sequence[Any]) -> list[T]:
     """`function(piece, total)` of a rank a piece, at once; `total` sums over them, as an all-reduce does."""
     barrier = threading.Barrier(len(pieces), timeout=30)
     given: list[tuple[float, ...]] = [()] * len(pieces)
@@ -165,100 +163,6 @@ def test_against_the_definition_in_loops(gamma: float, gae_lambda: float) -> Non
         torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Reward to go, by the number of completion tokens between."""
-    step = mask.cumsum(dim=1)
-    ahead = step[:, None, :] - step[:, :, None]  # from the second index to the third
-    counted = mask[:, None, :] & mask[:, :, None] & (ahead >= 0)
-    return torch.where(counted, gamma ** ahead.clamp(min=0) * rewards[:, None, :], 0.0).sum(dim=2)
-
-
-def test_limits_of_lambda() -> None:
-    rewards, values, mask = normal(5, 8, seed=1), normal(5, 8, seed=2), random_mask(5, 8)
-    to_go = discounted_sums(rewards, mask, 1.0)
-    advantages, returns = generalized_advantages(
-        rewards, torch.zeros_like(values), mask, gamma=1.0, gae_lambda=1.0
-    )
-    torch.testing.assert_close(advantages, to_go)  # without values, the reward to go
-    assert torch.equal(returns, advantages)
-    _, returns = generalized_advantages(rewards, values, mask, gamma=0.9, gae_lambda=1.0)
-    torch.testing.assert_close(returns, discounted_sums(rewards, mask, 0.9))  # whatever the values
-    ended = mask.clone()
-    ended[:, 5:] = False
-    ended[:, :5] = True
-    advantages, returns = generalized_advantages(rewards, values, ended, gamma=0.9, gae_lambda=0.0)
-    after = torch.cat([values[:, 1:5], torch.zeros(5, 1, dtype=torch.float64)], dim=1)
-    one_step = rewards[:, :5] + 0.9 * after
-    torch.testing.assert_close(returns[:, :5], one_step)  # one step of temporal difference
-    torch.testing.assert_close(advantages[:, :5], one_step - values[:, :5])
-
-
-def test_a_constant_reward_and_its_value_leave_no_advantage() -> None:
-    mask = mask_of(0, 1, 0, 1, 1)
-    rewards = token_rewards(torch.tensor([0.7]), mask)
-    for gae_lambda in (0.0, 0.95, 1.0):
-        found, returns = generalized_advantages(
-            rewards, torch.full((1, 5), 0.7), mask, gamma=1.0, gae_lambda=gae_lambda
-        )
-        assert not found.any() and returns.tolist() == torch.where(mask, 0.7, 0.0).tolist()
-
-
-def test_true_values_are_a_baseline_that_knows_the_prefix_and_not_the_token() -> None:
-    """All completions of three tokens of two kinds, weighed by how likely the policy draws them."""
-    rewards_of: dict[tuple[int, ...], float] = {
-        bits: float(sum(bits) ** 2 - 3 * bits[1]) for bits in itertools.product((0, 1), repeat=3)
-    }
-
-    def probability(bits: Sequence[int]) -> float:
-        return math.prod(0.3 if bit else 0.7 for bit in bits)
-
-    def value(prefix: tuple[int, ...]) -> float:
-        futures = itertools.product((0, 1), repeat=3 - len(prefix))
-        return sum(probability(future) * rewards_of[prefix + future] for future in futures)
-
-    rows = list(rewards_of)
-    mask = mask_of(0, 1, 1, 1).expand(8, 4)
-    after = torch.tensor([[value(bits[:t]) for t in range(4)] for bits in rows], dtype=torch.float64)
-    rewards = token_rewards(torch.tensor([rewards_of[bits] for bits in rows], dtype=torch.float64), mask)
-    for gae_lambda in (0.0, 0.6, 1.0):
-        shifted, _ = generalized_advantages(
-            rewards, right_shifted(after), mask, gamma=1.0, gae_lambda=gae_lambda
-        )
-        for t in (1, 2, 3):
-            by_prefix: dict[Any, float] = {}
-            by_token: dict[Any, float] = {}
-            for bits, advantage in zip(rows, shifted[:, t].tolist(), strict=True):
-                for sums, known in ((by_prefix, bits[: t - 1]), (by_token, bits[:t])):
-                    sums[known] = sums.get(known, 0.0) + probability(bits) * advantage
-            assert all(abs(mean) < 1e-14 for mean in by_prefix.values())
-            assert any(abs(mean) > 1e-2 for mean in by_token.values())  # the signal of the token
-    unshifted, _ = generalized_advantages(rewards, after, mask, gamma=1.0, gae_lambda=1.0)
-    signal: dict[Any, float] = {}
-    for bits, advantage in zip(rows, unshifted[:, 2].tolist(), strict=True):
-        signal[bits[:2]] = signal.get(bits[:2], 0.0) + probability(bits) * advantage
-    assert all(abs(mean) < 1e-14 for mean in signal.values())  # which a value after the token takes away
-
-
-sizes = st.tuples(st.integers(1, 5), st.integers(1, 6))
-
-
-@given(size=sizes, seed=st.integers(0, 999), gae_lambda=st.sampled_from([0.0, 0.5, 1.0]))
-@settings(max_examples=60, deadline=None)
-def test_rows_do_not_see_each_other(size: tuple[int, int], seed: int, gae_lambda: float) -> None:
-    values, penalties, mask = normal(*size, seed=seed), normal(*size, seed=seed + 1), random_mask(*size, seed)
-    rewards = normal(size[0], seed=seed + 2)
-
-    def found(rows: slice) -> tuple[Tensor, Tensor]:
-        of_tokens = token_rewards(rewards[rows], mask[rows], penalties[rows])
-        shifted = right_shifted(values[rows])
-        return generalized_advantages(of_tokens, shifted, mask[rows], gamma=0.9, gae_lambda=gae_lambda)
-
-    for whole, *parts in zip(
-        found(slice(None)), *(found(slice(index, index + 1)) for index in range(size[0])), strict=True
-    ):
-        assert torch.equal(whole, torch.cat(parts))
-
-
 # --- statistics of the global batch ---
 
 
@@ -274,14 +178,6 @@ def test_statistics_and_whitening_by_hand() -> None:
     assert token_statistics(values, mask_of(0, 0, 1, 0), alone) == TokenStatistics(mean=2.0, variance=0.0)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
-    values, mask = 5 + 3 * normal(6, 9), random_mask(6, 9)
-    found = token_statistics(values, mask, alone)
-    after = token_statistics(whitened(values, mask, mean=found.mean, std=found.std), mask, alone)
-    assert abs(after.mean) < 1e-14 and after.std == pytest.approx(1, abs=1e-6)
-    assert whitened(values.float(), mask, mean=found.mean, std=found.std).dtype == torch.float32
-
-
 @given(
     value=st.floats(-1e6, 1e6),
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any),
@@ -291,7 +187,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
 def test_equal_advantages_are_exactly_zero(value: float, counts: list[int], dtype: torch.dtype) -> None:
     """0.1 and 0.7 have no exact sum, and ranks add up theirs in another order."""
 
-    def of_rank(count: int, total: Total) -> tuple[TokenStatistics, list[Tensor]]:
+    def of_rank(count: int, total: AllReduceSum) -> tuple[TokenStatistics, list[Tensor]]:
         values, mask = torch.full((1, count), value, dtype=dtype), torch.ones(1, count, dtype=torch.bool)
         found = token_statistics(values, mask, total)
         means = [found.mean] * 2 + [0.0]  # a baseline and a scale, either alone
@@ -329,7 +225,7 @@ def test_how_the_batch_is_spread_changes_no_statistic(
     bounds = [0, *sorted(cuts), 7]
     rows = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
-    def of_rank(part: slice, total: Total) -> tuple[TokenStatistics, dict[str, float]]:
+    def of_rank(part: slice, total: AllReduceSum) -> tuple[TokenStatistics, dict[str, float]]:
         pieces = old_values[part], returns[part], mask[part]
         return token_statistics(pieces[1], pieces[2], total), value_statistics(*pieces, total)
 
@@ -350,33 +246,19 @@ def test_how_the_batch_is_spread_changes_no_statistic(
 # --- REINFORCE++ ---
 
 
-def test_reward_to_go_by_hand() -> None:
-    # Rewards 1 and 0; penalties 0.5 and 0.25 before 1, and -1 alone: 0.25, 0.75 and 1 to go.
-    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
-    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    penalties = torch.tensor([[9.0, 0.5, math.nan, 0.25], [-1.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
-    to_go = torch.tensor([[0, 0.25, 0, 0.75], [1, 0, 0, 0]], dtype=torch.float64)
-    # Three tokens: mean 2 / 3; squares (25 + 1 + 16) / 144 over n - 1 = 2.
-    mean, std = 2 / 3, (42 / 144 / 2) ** 0.5
-    for baseline, normalize, expected in (
-        ("none", False, to_go),
-        ("none", True, to_go / (std + 1e-6)),
-        ("batch_mean", False, to_go - mean),
-        ("batch_mean", True, (to_go - mean) / (std + 1e-6)),
-    ):
-        choices: Any = {"baseline": baseline, "normalize": normalize}
-        found = reward_to_go_advantages(rewards, mask, penalties, **choices, total=alone)
-        torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("baseline", ["batch_mean", "none"])
 def test_reward_to_go_counts_tokens_of_all_ranks(baseline: Any) -> None:
     """A mean over sequences, or over each rank's tokens, would be another: lengths differ."""
     mask, penalties, rewards = random_mask(7, 6), 0.1 * normal(7, 6, seed=1), normal(7, seed=2)
 
-    def of_rank(rows: slice, total: Total) -> Tensor:
+    def of_rank(rows: slice, total: AllReduceSum) -> Tensor:
         return reward_to_go_advantages(
-            rewards[rows], mask[rows], penalties[rows], baseline=baseline, normalize=True, total=total
+            rewards[rows],
+            mask[rows],
+            penalties[rows],
+            baseline=baseline,
+            normalize=True,
+            all_reduce_sum=total,
         )
 
     (whole,) = on_ranks(of_rank, [slice(None)])
@@ -390,14 +272,6 @@ def test_reward_to_go_counts_tokens_of_all_ranks(baseline: Any) -> None:
     offset = statistics.fmean(to_go) if baseline == "batch_mean" else 0.0
     scale = statistics.stdev(to_go) + 1e-6
     assert counted.tolist() == pytest.approx([(value - offset) / scale for value in to_go], rel=1e-9)
-
-
-def test_without_penalties_equal_rewards_say_nothing_when_normalised() -> None:
-    mask, penalties = random_mask(5, 4), torch.zeros(5, 4)
-    for baseline, normalize in (("batch_mean", True), ("batch_mean", False), ("none", True)):
-        choices: Any = {"baseline": baseline, "normalize": normalize}
-        found = reward_to_go_advantages(torch.full((5,), 0.7), mask, penalties, **choices, total=alone)
-        assert not found.any()
 
 
 # --- the critic ---
@@ -477,45 +351,6 @@ def test_what_is_masked_reaches_no_value_and_no_gradient() -> None:
     for garbage, index in itertools.product(GARBAGE, range(3)):
         dirty = [each.masked_fill(~mask, garbage) if index == i else each for i, each in enumerate(clean)]
         assert found(dirty) == expected
-
-
-def test_any_tokens_have_the_losses_they_have_in_their_rows() -> None:
-    values, old, returns = (normal(6, 9, seed=seed) for seed in (1, 2, 3))
-    mask = random_mask(6, 9)
-    whole = value_loss(values, old, returns, mask, clip_range=0.3)
-    part = slice(5, 31)
-    flat = (each.flatten()[part] for each in (values, old, returns, mask))
-    found = value_loss(*flat, clip_range=0.3)
-    assert torch.equal(found.loss, whole.loss.flatten()[part])
-    assert torch.equal(found.clipped, whole.clipped.flatten()[part])
-
-
-def test_metrics_of_microbatches_add_up() -> None:
-    values, old, returns = (normal(6, 9, seed=seed) for seed in (1, 2, 3))
-    mask = random_mask(6, 9)
-    weights = loss_weights(
-        mask,
-        loss_reduction="sequence_mean",
-        num_tokens=float(mask.sum()),
-        num_sequences=float(mask.any(1).sum()),
-        max_completion_tokens=9,
-    )
-    parts = []
-    for rows in (slice(None), slice(0, 2), slice(2, 2), slice(2, 6)):
-        loss = value_loss(values[rows], old[rows], returns[rows], mask[rows], clip_range=0.3)
-        num_tokens = float(mask.sum())
-        parts.append(
-            value_loss_metrics(loss, mask[rows], weights[rows], num_tokens=num_tokens, num_updates=1)
-        )
-    whole, together = parts[0].sums, merge(parts[1:]).sums
-    loss = value_loss(values, old, returns, mask, clip_range=0.3)
-    means = [loss.loss[row][mask[row]].mean().item() for row in range(6) if mask[row].any()]
-    assert whole["train/critic/loss"].item() == pytest.approx(sum(means) / len(means), rel=1e-12)
-    assert whole["train/critic/clip_fraction"].item() == pytest.approx(
-        loss.clipped[mask].double().mean().item(), rel=1e-12
-    )
-    for key, value in whole.items():
-        assert together[key].item() == pytest.approx(value.item(), rel=1e-12)
 
 
 def test_explained_variance_by_hand() -> None:

@@ -1,23 +1,19 @@
 """The embedded engine against a plain loop without cache, padding or batches, and against the trainer."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
-from abrun.models import Text, character_tokenizer, check_decoding, facts_of, in_place, open_network
+from abrun.models import Text, character_tokenizer, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import Sampled, collate, on_completions, support_on_completions
-from abrun.rl.sampling import keep, unpacked
+from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
 from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
-from tests.rollout.test_sampling import plain_top_p
 
 PROMPTS = ["1+1=", "a rather long prompt, to pad the others for: 12345+67890=", "x", "30+12=", "Q: why?"] * 2
 MAX_NEW_TOKENS = 9
@@ -35,23 +31,6 @@ def make_model() -> Any:
         for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3)
-    return network
-
-
-def make_growing() -> Any:
-    """The same, from a cache that grows, as of families whose attention cannot use one filled in place."""
-    network = make_model()
-    network.decodes_in_place = False
-    return network
-
-
-def make_gpt2() -> Any:
-    """A model with learned absolute positions, for which a prompt's padding must not shift its positions."""
-    torch.manual_seed(2)
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3)
-    network: Any = GPT2LMHeadModel(config).eval()
-    network.decodes_in_place = check_decoding(network, facts_of(network))
-    assert network.decodes_in_place
     return network
 
 
@@ -79,56 +58,16 @@ def draws(count: int) -> Draws:
     return Draws(seed=6, stream="sampling", step=1, rows=range(count))
 
 
-def batch_of(completions: list[Completion]) -> Sampled:
+def batch_of(completions: list[Completion]) -> RolloutBatch:
     sequences = collate(
         TEXT.encode_prompts(PROMPTS),
         [completion.token_ids for completion in completions],
         pad_id=TEXT.pad_id,
     )
     logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
-    return sequences.at(Sampled, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences)))
-
-
-def plainly(
-    model: Any, prompt: list[int], uniform: list[float], temperature: float, top_p: float
-) -> tuple[list[int], list[float]]:
-    """One completion, a whole forward pass a token."""
-    tokens, logprobs = [], []
-    for number in uniform:
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double() / temperature
-        probabilities = plain_top_p(logits.tolist(), top_p)
-        token, reached = 0, probabilities[0]
-        while reached <= number:
-            token += 1
-            reached += probabilities[token]
-        tokens.append(token)
-        logprobs.append(float(torch.tensor(probabilities[token]).log()))
-        if token in TEXT.end_ids:
-            break
-    return tokens, logprobs
-
-
-@pytest.mark.parametrize(
-    ("make", "temperature", "top_p"),
-    [(make_model, *one) for one in DISTRIBUTIONS] + [(make_gpt2, 1.0, 1.0), (make_growing, 1.0, 0.8)],
-)
-def test_completions_are_those_of_a_plain_loop(
-    make: Callable[[], Any], temperature: float, top_p: float, group: None
-) -> None:
-    model = make()
-    expected = [
-        plainly(model, prompt, row, temperature, top_p)
-        for prompt, row in zip(
-            TEXT.encode_prompts(PROMPTS), draws(len(PROMPTS)).uniforms(MAX_NEW_TOKENS).tolist(), strict=True
-        )
-    ]
-    rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
-    _, completions = generate(model, rollout)
-    for completion, (tokens, logprobs) in zip(completions, expected, strict=True):
-        assert completion.token_ids == tokens
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert len({len(tokens) for tokens, _ in expected}) > 2  # the example should have several lengths
+    return sequences.with_fields(
+        RolloutBatch, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences))
+    )
 
 
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
@@ -152,48 +91,14 @@ def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> 
 def test_a_cache_gets_more_places_as_completions_need_them(
     first_room: int, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout, rooms, model = Rollout(max_new_tokens=MAX_NEW_TOKENS), [], make_model()
+    rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
     _, expected = generate(make_model(), rollout)
     monkeypatch.setattr(torch_engine, "FIRST_ROOM", first_room)
     monkeypatch.setattr(in_place, "MULTIPLE", 1)
-    monkeypatch.setattr(in_place.Places, "__init__", noting(in_place.Places.__init__, rooms))
-    _, found = generate(model, rollout)
-    assert rooms == {1: [1, 2, 4, 1], 2: [2, 3, 3], 3: [3, 4, 1]}[first_room]
+    _, found = generate(make_model(), rollout)
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.truncated) == (other.token_ids, other.truncated)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-
-
-def noting(init: Callable[..., None], rooms: list[int]) -> Callable[..., None]:
-    def noted(self: Any, cache: Any, real: Any, room: int) -> None:
-        rooms.append(room)
-        init(self, cache, real, room)
-
-    return noted
-
-
-@pytest.mark.parametrize("steps", [4, 16])
-def test_looking_seldom_at_what_has_ended_changes_nothing(
-    steps: int, group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts that end early together, with looks after more steps than they need."""
-    for make in (make_model, make_growing):
-        monkeypatch.undo()
-        rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
-        _, expected = generate(make(), rollout, prompts=PROMPTS[:2])
-        monkeypatch.setattr(TorchEngine, "_is_time_to_look", lambda _, num_drawn: num_drawn % steps == 0)
-        _, found = generate(make(), rollout, prompts=PROMPTS[:2])
-        assert found == expected
-
-
-@pytest.mark.parametrize("trained", [0.5, 1.0, 1.6])
-def test_a_temperature_of_its_own_stands_in_for_the_recipes(trained: float, group: None) -> None:
-    _, expected = generate(make_model(), Rollout(temperature=0.8, max_new_tokens=MAX_NEW_TOKENS))
-    rollout = Rollout(temperature=trained, max_new_tokens=MAX_NEW_TOKENS)
-    _, completions = generate(make_model(), rollout, temperature=0.8)
-    for one, other in zip(completions, expected, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -232,22 +137,6 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
 FILTERS: list[dict[str, float]] = [{"top_p": 0.3}, {"top_k": 7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}]
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-def test_the_kept_sets_are_those_that_were_drawn_from(filters: dict[str, float], group: None) -> None:
-    """Of each token's logits, by one pass over its sequence."""
-    rollout = Rollout.model_validate(filters | {"temperature": 0.7, "max_new_tokens": MAX_NEW_TOKENS})
-    model = make_model()
-    _, completions = generate(make_model(), rollout)
-    for prompt, completion in zip(TEXT.encode_prompts(PROMPTS), completions, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-        assert completion.support is not None
-        kept = unpacked(completion.support, logits.shape[1])
-        assert torch.equal(kept, keep(logits / 0.7, rollout.filters) > -torch.inf)
-        assert kept[torch.arange(len(kept)), torch.tensor(completion.token_ids)].all()
-        assert 1 <= kept.sum(dim=1).float().mean() < 50
-
-
 def test_sets_are_kept_where_they_are_trained_on(group: None) -> None:
     for settings in ({"top_p": 1.0}, {"top_p": 0.8, "exact_support": False}):
         _, completions = generate(make_model(), Rollout.model_validate(settings | {"max_new_tokens": 2}))
@@ -277,38 +166,6 @@ def test_in_another_precision_the_samplers_own_sets_agree_better(
         excess.append(float(error[batch.token_mask].mean()) - 1)
     print(filters, "token_mult_prob_error - 1, own, exact sets:", excess)
     assert 0 < excess[1] < excess[0] / 1.1
-
-
-def test_a_completion_ends_with_its_end_token_or_is_truncated(group: None) -> None:
-    _, completions = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS))
-    assert {completion.truncated for completion in completions} == {True, False}
-    for completion in completions:
-        *inner, last = completion.token_ids
-        assert not TEXT.end_ids & set(inner)
-        assert (last in TEXT.end_ids) == (not completion.truncated)
-        assert len(completion.token_ids) == len(completion.logprobs) <= MAX_NEW_TOKENS
-        assert not completion.truncated or len(completion.token_ids) == MAX_NEW_TOKENS
-
-
-def test_ending_on_the_last_token_is_not_truncation(group: None) -> None:
-    model = make_model()
-    _, completions = generate(model, Rollout(max_new_tokens=1))
-    for completion in completions:
-        assert len(completion.token_ids) == 1
-        assert completion.truncated == (completion.token_ids[0] not in TEXT.end_ids)
-    assert {completion.truncated for completion in completions} == {True, False}
-
-
-def test_results_do_not_depend_on_the_batch(group: None) -> None:
-    """Neither on its size, nor on the other prompts that pad it."""
-    model = make_model()
-    _, together = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS))
-    for size in (1, 3, 7):
-        _, cut = generate(make_model(), Rollout(max_new_tokens=MAX_NEW_TOKENS, batch_size=size))
-        assert [c.token_ids for c in cut] == [c.token_ids for c in together]
-        assert [c.truncated for c in cut] == [c.truncated for c in together]
-        for one, other in zip(cut, together, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.messages import sentence
+from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.policy import Rollout
-from abrun.recipe.sampling_masks import missing_sampling_masks
 from abrun.rl.sampling import packed, unpacked
 from abrun.rollout.vllm import instance
 from abrun.rollout.vllm.kept import report_bits

@@ -173,12 +173,6 @@ def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
     assert vllm.requests["0"][1].temperature == 0 and greedy[3].logprobs == [0.0] * 4
 
 
-def test_without_filters_none_is_asked_for(vllm: Noting, group: None) -> None:
-    engine_of().generate(PROMPTS[:1], draws())
-    parameters = vllm.requests["0"][1]
-    assert (parameters.min_p, parameters.top_k, parameters.top_p) == (0.0, 0, 1.0)
-
-
 def test_log_probs_of_other_tokens_are_an_error(vllm: Noting, group: None) -> None:
     vllm.beside = 1
     with pytest.raises(LaunchError, match="of other tokens"):
@@ -281,13 +275,6 @@ def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_th
     vllm.model = Layers(vllm, lost="norm.weight")
     with pytest.raises(LaunchError, match=r"failed to take .* not loaded: norm\.weight"):
         engine.load(iter([]))
-
-
-def test_constants_of_both_implementations_of_an_attention_are_put_back(vllm: Noting) -> None:
-    variants = Attention().impl, Attention().impl
-    vars(vllm.model.attn)["impl"] = Composite(*variants)
-    found = [constant for constant, _ in instance._constants(vllm.model)]
-    assert all(any(variant.alibi_slopes is constant for constant in found) for variant in variants)
 
 
 def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group: None) -> None:

@@ -68,10 +68,6 @@ def test_after_each_sync_the_weights_are_the_newest(
     assert float(sampling.error(sampling.generate()).exp().mean()) > 1.05  # stale weights are seen
 
 
-def test_fewer_sequences_than_engines(sampling: SamplingApart) -> None:
-    assert sampling.engine._engines.generate([], 1.0) == []
-
-
 # --- faults ---
 
 
@@ -112,13 +108,6 @@ def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
         os.kill(sampling.pids[1], signal.SIGKILL)
         with pytest.raises(LaunchError, match=r"vllm's process 1 .* killed by SIGKILL|failed to generate"):
             sampling.generate()
-
-
-def test_weights_that_it_does_not_know_are_one_line() -> None:
-    with to_break(config_of("rollout.devices=1")) as sampling:
-        weights = [("model.layers.0.nothing.weight", tensor) for _, tensor in sampling.backend.weights()]
-        with pytest.raises(LaunchError, match=r"policy's weights: .*nothing"):
-            sampling.engine.sync(iter(weights))
 
 
 def test_weights_that_it_lacks_are_one_line_however_quiet_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

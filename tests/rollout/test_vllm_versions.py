@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError
-from abrun.recipe.vllm_versions import RELEASES, VLLM_VERSIONS, VllmRelease, release_of
+from abrun.recipe.packages import (
+    ENGINE_SETS_UP_LOG,
+    NEWEST_VLLM,
+    OLDEST_VLLM,
+    SAMPLING_MASKS,
+    VLLM_VERSIONS,
+    vllm_release,
+)
 from abrun.rollout.vllm import instance, starting
 from abrun.rollout.vllm.starting import Tail
 from tests.rollout.vllm_sampling import config_of
@@ -32,7 +39,7 @@ LOG = {
 class Library:
     """Modules of a vLLM release, as far as an engine's start and end touch them."""
 
-    def __init__(self, release: VllmRelease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
         self.destroyed: list[str] = []
         self.starts = True
         self._release, self._is_log_set_up = release, False
@@ -54,8 +61,8 @@ class Library:
         monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", self.core)
         monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", parallel_state)
         monkeypatch.setattr(starting, "vllm_refusal", lambda on_gpu: None)
-        monkeypatch.setattr(starting, "installed_release", lambda: release)
-        if not release.engine_sets_up_log:
+        monkeypatch.setattr(starting, "installed_vllm_release", lambda: release)
+        if release < ENGINE_SETS_UP_LOG:
             logging.config.dictConfig(LOG)
 
     def _set_up_log(self, config: dict[str, Any]) -> None:
@@ -64,7 +71,7 @@ class Library:
             logging.config.dictConfig(LOG)
 
     def _llm(self, **arguments: Any) -> Any:
-        if self._release.engine_sets_up_log:
+        if self._release >= ENGINE_SETS_UP_LOG:
             self._set_up_log({})
         logging.getLogger("vllm.engine").info("starting with seed %s", arguments["seed"])
         if not self.starts:
@@ -85,7 +92,7 @@ class Client:
         self._finalizer()
 
 
-@pytest.fixture(params=(RELEASES[0], RELEASES[-1]), ids=lambda release: ".".join(map(str, release.number)))
+@pytest.fixture(params=(OLDEST_VLLM, NEWEST_VLLM), ids=lambda release: ".".join(map(str, release)))
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
     return Library(request.param, monkeypatch)
 
@@ -132,22 +139,18 @@ def test_a_sleep_leaves_the_trainer_what_torch_has_cached(monkeypatch: pytest.Mo
 
 def test_a_release_has_all_its_patches_and_no_other_is_known() -> None:
     for version in ("0.28.0", "0.28.1.post1", "0.28.0+cpu"):
-        release = release_of(version)
-        assert release and release.number == (0, 28)
+        assert vllm_release(version) == (0, 28)
     for version in ("0.25.1", "0.34.0", "1.28.0", "dev"):
-        assert release_of(version) is None
+        assert vllm_release(version) is None
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
     text = DOCS.read_text()
-    rows = re.findall(r"^\| (\d+\.\d+) \| (\d+\.\d+\.\d+) \| (.*?) \|", text, re.MULTILINE)
-    masks = [release for release in RELEASES if release.sampling_mask]
-    logs = [release for release in RELEASES if release.engine_sets_up_log]
-    assert [row[:2] for row in rows] == [
-        (".".join(map(str, release.number)), release.torch) for release in RELEASES
+    rows = re.findall(r"^\| 0\.(\d+) \| \d+\.\d+\.\d+ \| (.*?) \|", text, re.MULTILINE)
+    assert [(0, int(minor)) for minor, _ in rows] == [
+        (0, minor) for minor in range(OLDEST_VLLM[1], NEWEST_VLLM[1] + 1)
     ]
-    first = {label: number for number, _, changes in rows for label in changes.split("; ")}
-    assert first["has sampling masks"] == ".".join(map(str, masks[0].number))
-    (sets_up_log,) = (number for label, number in first.items() if "sets up" in label)
-    assert sets_up_log == ".".join(map(str, logs[0].number))
+    first = {label: (0, int(minor)) for minor, changes in rows for label in changes.split("; ")}
+    assert first["has sampling masks"] == SAMPLING_MASKS
+    assert first["an engine sets up the log as it starts"] == ENGINE_SETS_UP_LOG
     assert VLLM_VERSIONS in text

@@ -1,4 +1,4 @@
-"""`python -m tests.rollout.vllm_kept_sets`: compare vLLM's sets of kept tokens with those of plain loops.
+"""`python -m tests.rollout.vllm_kept_sets`: compare vLLM's sets of kept tokens with numpy's.
 
 A process of its own, for its Triton is interpreted. Prints a line of JSON for each case.
 """
@@ -16,11 +16,11 @@ from abrun.rl.batch import support_on_completions
 from abrun.rl.sampling import unpacked
 from abrun.rollout import Completion
 from tests.rollout import vllm_sampling
+from tests.rollout.test_torch_engine_oracle import judged
 from tests.rollout.vllm_sampling import PROMPTS, Sampling, backend_of, batch_of, config_of, draws
 from tests.train.runs import single_rank
 
 MAX_NEW_TOKENS = 8
-ROUNDING = 1e-4  # of log-probs and probabilities: nearer to a border, rounding decides
 CASES = {
     "top_p": "top_p: 0.8",
     "all": "temperature: 1.6, min_p: 0.05, top_k: 7, top_p: 0.8",
@@ -28,34 +28,8 @@ CASES = {
 }
 
 
-def kept(logits: list[float], rollout: Any) -> set[int] | None:
-    """Return the tokens that filters keep, by loops; None if rounding may decide of one."""
-    scaled = [value / rollout.temperature for value in logits]
-    tokens = sorted(range(len(scaled)), key=lambda token: -scaled[token])
-    least = scaled[tokens[0]] + math.log(rollout.min_p) if rollout.min_p else -math.inf
-    if any(abs(scaled[token] - least) < ROUNDING for token in tokens):
-        return None
-    tokens = [token for token in tokens if scaled[token] >= least]
-    if rollout.top_k and rollout.top_k < len(tokens):
-        if scaled[tokens[rollout.top_k - 1]] - scaled[tokens[rollout.top_k]] < ROUNDING:
-            return None
-        tokens = tokens[: rollout.top_k]
-    weights = [math.exp(scaled[token] - scaled[tokens[0]]) for token in tokens]
-    total, before, chosen = sum(weights), 0.0, set[int]()
-    for place, (token, weight) in enumerate(zip(tokens, weights, strict=True)):
-        if abs(before / total - rollout.top_p) < ROUNDING and rollout.top_p < 1:
-            return None
-        if before / total >= rollout.top_p:
-            if scaled[tokens[place - 1]] - scaled[token] < ROUNDING:
-                return None
-            break
-        chosen.add(token)
-        before += weight
-    return chosen
-
-
 def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completion]) -> dict[str, Any]:
-    """Count the sets that equal those of the loops, that differ, and of which rounding may decide."""
+    """Count the sets that equal numpy's, that differ, and of which rounding may decide."""
     network: Any = load_network(config.model, weights=None, seed=0).double().eval()
     network.load_state_dict(
         {name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False
@@ -69,11 +43,12 @@ def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completi
         found = unpacked(completion.support, logits.shape[1])
         assert len(found) == len(completion.token_ids)
         for row, of_token, token in zip(logits, found, completion.token_ids, strict=True):
-            expected = kept(row.tolist(), config.rollout)
+            drawn = judged(row.numpy(), config.rollout)
+            expected = set((drawn.logprobs > -math.inf).nonzero()[0].tolist())
             chosen = set(of_token.nonzero()[:, 0].tolist())
             assert token in chosen
             counts["sizes"].append(len(chosen))
-            counts["undecided" if expected is None else "equal" if expected == chosen else "different"] += 1
+            counts["undecided" if drawn.is_near else "equal" if expected == chosen else "different"] += 1
     return counts
 
 

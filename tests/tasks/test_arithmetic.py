@@ -73,12 +73,6 @@ def test_calculations_of_any_difficulty_are_right(
         assert example.answer == example.completion == str(eval(calculation))
 
 
-def test_every_operation_occurs() -> None:
-    examples = make_task(arithmetic(operations=list(NAMES.values()), num_operands=3)).examples(0, 0, 100)
-    signs = [tuple(re.findall(r"[-+*]", example.prompt)) for example in examples]
-    assert set(signs) == {(left, right) for left in NAMES for right in NAMES}
-
-
 def test_products_bind_closer_than_sums() -> None:
     assert value([2, 3, 4], ["add", "multiply"]) == 14
     assert value([2, 3, 4], ["multiply", "subtract"]) == 2
@@ -92,23 +86,6 @@ def test_any_slicing_of_the_stream_gives_the_same_examples() -> None:
     assert [example for start in range(0, 50, 10) for example in task.examples(7, start, 10)] == whole
     assert [task.examples(7, i, 1)[0] for i in reversed(range(50))] == whole[::-1]
     assert make_task(Arithmetic(type="arithmetic")).examples(7, 13, 5) == whole[13:18]
-
-
-def test_seeds_and_positions_give_different_examples() -> None:
-    task = make_task(Arithmetic(type="arithmetic", max_operand=999))
-    first, second = task.examples(0, 0, 100), task.examples(1, 0, 100)
-    assert len({e.prompt for e in first}) > 95
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < 5
-
-
-def test_every_problem_is_right_and_every_operand_occurs() -> None:
-    examples = make_task(Arithmetic(type="arithmetic", max_operand=3)).examples(0, 0, 400)
-    seen = set()
-    for example in examples:
-        left, right = map(int, example.prompt.removesuffix("=").split("+"))
-        assert example.answer == example.completion == str(left + right)
-        seen.add((left, right))
-    assert seen == {(left, right) for left in range(4) for right in range(4)}
 
 
 @pytest.mark.parametrize(

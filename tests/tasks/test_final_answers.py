@@ -9,165 +9,22 @@ from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task
 from abrun.tasks.final_answers import last_box, last_number, number
-from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically
+from abrun.tasks.verifiers import boxed, final_number, mathematically
 from tests.snapshot import Snapshot
 
+# One completion a line, and what it earns where the last number is compared literally
+FINAL_NUMBERS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("final_numbers.jsonl").read_text(encoding="utf-8").splitlines()
+]
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "reward"),
-    [
-        # plain
-        ("68", "68", 1),
-        ("68", "The answer is 68.", 1),
-        ("68", "So 23 + 45 = 68", 1),
-        ("68", "<<23+45=68>>68\n#### 68", 1),
-        ("68", "68, and not 67", 0),
-        ("68", "6", 0),
-        ("68", "680", 0),
-        ("68", "168", 0),
-        ("68", "", 0),
-        ("68", "sixty-eight", 0),
-        # echoes of the question, and sums left undone
-        ("68", "23 + 45", 0),
-        ("68", "23+45=", 0),
-        ("68", "\\boxed{23 + 45}", 0),
-        ("68", "136/2", 0),
-        ("68", "\\frac{136}{2}", 0),
-        ("68", "4 * 17", 0),
-        ("68", "4 \\times 17", 0),
-        ("68", "90 - 22", 0),
-        ("68", "The sum of 23 and 45", 0),
-        ("8", "2^3", 0),
-        ("8", "2^{3}", 0),
-        ("300", "3 * 10^2", 0),
-        ("10", "3 * 10^2", 0),
-        ("2", "3 * 10^2", 0),
-        ("3.5", "7/2", 0),
-        ("7/2", "7/2", 1),
-        # thousands
-        ("1234567", "1,234,567 people.", 1),
-        ("1,234,567", "1234567", 1),
-        ("1234", "1{,}234", 1),
-        ("1234", "$1\\,234$", 1),
-        ("234", "1,234", 0),
-        ("4", "1, 2, 3, 4", 1),
-        ("1234", "1,23,4", 0),
-        # decimals
-        ("0.5", ".5", 1),
-        ("0.5", "0.50.", 1),
-        ("68", "68.0", 1),
-        ("68", "68.", 1),
-        ("68", "68.5", 0),
-        ("5", "68.5", 0),
-        ("3.14", "Pi is about 3.14...", 1),
-        ("3.14159265358979323846", "3.14159265358979323847", 0),
-        ("3", "section 1.2.3", 0),
-        # negatives
-        ("-5", "It is -5.", 1),
-        ("-5", "\N{MINUS SIGN}5", 1),
-        ("-5", "x = \N{EN DASH}5", 1),
-        ("6", "5\N{EN DASH}6", 0),
-        ("-5", "x=-5", 1),
-        ("-5", "(-5)", 1),
-        ("-5", "5", 0),
-        ("5", "-5", 0),
-        ("5", "+5", 1),
-        ("5", "10-5", 0),
-        ("-5", "10-5", 0),
-        ("-5", "10 - 5", 0),
-        ("-5", "-$5", 1),
-        ("-5", "$-5", 1),
-        ("-5", "- 5", 1),
-        ("5", "- 5", 0),
-        ("-5", "x = - 5", 1),
-        ("-5", "The answer is \N{MINUS SIGN} 5.", 1),
-        ("-5", "minus 5", 1),
-        ("-5", "10 -5", 0),
-        # a number that belongs to something longer
-        ("45", "23 + 45", 0),
-        ("17", "4 \\times 17", 0),
-        ("17", "4 x 17", 0),
-        ("5", "10 - 5", 0),
-        ("5", "x - 5", 0),
-        ("5", "3 apples + 5 apples", 0),
-        ("72", "71 or 72", 0),
-        ("72", "$71$ or $72$", 0),
-        ("72", "71 \\text{ or } 72", 0),
-        ("72", "\\boxed{71} or \\boxed{72}", 0),
-        ("72", "x = 71 or x = 72", 0),
-        ("72", "71 to 72", 0),
-        ("72", "between 71 and 72", 0),
-        ("72", "He goes to 72.", 1),
-        ("7", "3 and 4 make 7", 1),
-        ("5", "5x", 0),
-        ("5", "5xy", 0),
-        ("5", "5 - x", 0),
-        ("5", "5i", 0),
-        ("5", "5\\pi", 0),
-        ("5", "5\\sqrt{2}", 0),
-        ("2", "\\sqrt{2}", 0),
-        ("4", "\\log 4", 0),
-        ("4", "f(4)", 0),
-        ("5", "5m", 1),
-        ("5", "5 more", 1),
-        ("1.5", "1.5.2", 0),
-        ("2", "1.5.2", 0),
-        ("12", "12:30", 0),
-        ("30", "12:30", 0),
-        ("1/2", "2 1/2", 0),
-        ("1/2", "2\\frac{1}{2}", 0),
-        ("2", "(1, 2)", 0),
-        ("1000", "1 000", 1),
-        ("1000", "1\\ 000", 1),
-        ("1000", "1\\;000", 1),
-        ("1000", "1\N{NARROW NO-BREAK SPACE}000", 1),
-        ("3", "5 3", 1),
-        # fractions
-        ("3/4", "\\frac{3}{4}", 1),
-        ("\\frac{3}{4}", "It is 3/4.", 1),
-        ("3/4", "$\\dfrac34$", 1),
-        ("-3/4", "-\\frac{3}{4}", 1),
-        ("3/4", "6/8", 0),
-        ("3/4", "0.75", 0),
-        ("0.75", "3/4", 0),
-        ("4", "3/4", 0),
-        ("11/2", "1\\frac{1}{2}", 0),
-        ("2", "\\frac{-1}{2}", 0),
-        ("-1/2", "\\frac{-1}{2}", 1),
-        ("2", "2\N{VULGAR FRACTION ONE HALF}", 0),
-        ("1/2", "\N{VULGAR FRACTION ONE HALF}", 1),
-        ("5", "5\N{SUPERSCRIPT TWO}", 0),
-        ("68", "68 m\N{SUPERSCRIPT TWO}", 1),
-        # percent, currency, units
-        ("20", "20%", 1),
-        ("20%", "20 percent", 1),
-        ("20", "20\\%", 1),
-        ("0.2", "20%", 0),
-        ("68", "$68", 1),
-        ("$68", "68 dollars", 1),
-        ("68", "\\$68.00", 1),
-        ("68", "€68", 1),
-        ("68", "68€.", 1),
-        ("68", "68km", 1),
-        ("68", "68 m^2", 1),
-        ("68", "68 m2", 1),
-        ("68", "68 cm^{-2}", 1),
-        ("68", "68 \\text{ apples}", 1),
-        ("68", "68^\\circ", 1),
-        ("68", "\N{CJK UNIFIED IDEOGRAPH-7EA6}68\N{CJK UNIFIED IDEOGRAPH-5143}", 1),
-        ("2", "68 m^2", 0),
-        ("68", "**68**", 1),
-        # scientific notation
-        ("3.2e5", "3.2E+5", 1),
-        ("320000", "3.2e5", 1),
-        ("3.2e-5", "0.000032", 1),
-        ("5", "3.2e5", 0),
-        ("5", "5eggs", 1),
-        ("1", "1e99999999999999999999", 0),
-    ],
-)
-def test_the_last_number_literally(answer: str, completion: str, reward: float) -> None:
-    assert final_number(Example(prompt="", completion="", answer=answer), completion) == reward
+
+@pytest.mark.parametrize("kind", dict.fromkeys(row["kind"] for row in FINAL_NUMBERS))
+def test_the_last_number_literally(kind: str) -> None:
+    for row in FINAL_NUMBERS:
+        example = Example(prompt="", completion="", answer=row["answer"])
+        reward = final_number(example, row["completion"])
+        assert row["kind"] != kind or reward == row["reward"], row
 
 
 def test_math_verify_takes_an_echo_for_the_answer() -> None:
@@ -196,18 +53,6 @@ def test_math_verify_takes_an_echo_for_the_answer() -> None:
 )
 def test_what_the_last_box_holds(answer: str, completion: str, reward: float) -> None:
     assert boxed(Example(prompt="", completion="", answer=answer), completion) == reward
-
-
-def test_no_number_is_not_the_reference_s() -> None:
-    assert final_number(Example(prompt="", completion="", answer="no number"), "x") == 0
-
-
-def test_by_the_kind_of_the_reference() -> None:
-    def judged(answer: str, completion: str) -> float:
-        return by_reference(Example(prompt="", completion="", answer=answer), completion)
-
-    assert judged("68", "23 + 45") == 0 and judged("68", "So it is 68.") == 1
-    assert judged("$x + 1$", "$1 + x$") == 1
 
 
 @pytest.mark.parametrize(

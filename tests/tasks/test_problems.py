@@ -46,14 +46,6 @@ def test_jsonl_lines_with_fields_of_ones_own(tmp_path: Path) -> None:
     assert task.examples(0, 0, 1) == [Example(prompt="½ + ½?", completion="1", answer="1")]
 
 
-def test_empty_lines_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(
-        '\n{"prompt": "a", "answer": "1"}\n\n  \n{"prompt": "b", "answer": "2"}'
-    )
-    task = make_task(Jsonl(type="jsonl", path=str(tmp_path / "x.jsonl")))
-    assert {example.prompt for example in task.examples(0, 0, 2)} == {"a", "b"}
-
-
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     prompt = "one\u2028two\x85three"
     row = json.dumps({"prompt": prompt, "answer": "1"}, ensure_ascii=False)
@@ -77,32 +69,6 @@ def test_any_slicing_gives_the_same_stream(tmp_path: Path) -> None:
     assert [e for start in range(0, 50, 10) for e in task.examples(3, start, 10)] == whole
     assert task.examples(3, 33, 3) == whole[33:36]
     assert Counter(e.prompt for e in whole[:49]) == {f"problem {i}": 7 for i in range(7)}
-
-
-@pytest.mark.parametrize(
-    ("answer", "completion", "reward"),
-    [
-        ("42", "so it is \\boxed{42}", 1.0),
-        ("42", "The answer is 42.", 1.0),
-        ("42", "first 7, then \\boxed{41}", 0.0),
-        ("42", "#### 42", 1.0),
-        ("42", "", 0.0),
-        ("42", "I don't know", 0.0),
-        ("1/2", "\\boxed{0.5}", 1.0),
-        ("0.5", "$\\frac{1}{2}$", 1.0),
-        ("1/2", "\\boxed{\\frac{1}{3}}", 0.0),
-        ("1234567", "That makes 1,234,567.", 1.0),
-        ("1,234,567", "\\boxed{1234567}", 1.0),
-        ("1234567", "That makes 1,234,568.", 0.0),
-        ("-5", "\\boxed{-5}", 1.0),
-        ("-5", "\\boxed{5}", 0.0),
-        ("\\frac{3}{4}", "$\\frac{3}{4}$", 1.0),
-    ],
-)
-def test_verdicts_of_math_verify(answer: str, completion: str, reward: float, tmp_path: Path) -> None:
-    path = written(tmp_path / "x.jsonl", [{"prompt": "?", "answer": answer}])
-    task = make_task(Jsonl(type="jsonl", path=path, answer="math_verify"))
-    assert task.reward(Example(prompt="", completion=answer, answer=answer), completion) == reward
 
 
 @pytest.mark.parametrize(

@@ -69,18 +69,6 @@ def test_any_slicing_of_the_stream_gives_the_same_examples() -> None:
     assert len({example.prompt for example in whole}) > 45
 
 
-def test_topics_choose_the_templates() -> None:
-    shapes = {
-        topic: {
-            re.sub(r"\d+|[A-Z]\w+", "_", e.prompt) for e in word_problems(topics=[topic]).examples(0, 0, 300)
-        }
-        for topic in TOPICS
-    }
-    everything = {re.sub(r"\d+|[A-Z]\w+", "_", e.prompt) for e in word_problems().examples(0, 0, 3000)}
-    assert everything == set().union(*shapes.values())
-    assert sum(map(len, shapes.values())) == len(everything)  # no two topics share a template
-
-
 def test_the_presets_tokenizer_reads_every_character() -> None:
     tokenizer = character_tokenizer()
     unknown = tokenizer.convert_tokens_to_ids(UNKNOWN)
@@ -111,8 +99,3 @@ def test_the_presets_tokenizer_reads_every_character() -> None:
 )
 def test_the_verifier_reads_the_final_answer(completion: str, reward: float) -> None:
     assert word_problems().reward(Example(prompt="", completion="", answer="42"), completion) == reward
-
-
-def test_thousands_may_be_set_off() -> None:
-    example = Example(prompt="", completion="", answer="1234567")
-    assert word_problems().reward(example, "The answer is 1,234,567.") == 1

@@ -30,7 +30,7 @@ class Among:
     def __init__(self, other: str) -> None:
         self.other, self.own = other, ""
 
-    def of_all(self, own: str) -> list[str]:
+    def all_gather_world(self, own: str) -> list[str]:
         self.own = own
         return [own, self.other]
 

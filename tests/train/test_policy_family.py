@@ -12,12 +12,12 @@ import torch
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe.algorithms import Grpo
-from abrun.rl.batch import PolicyBatch, Sampled, Scored
+from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.rl.losses import loss_weights
 from abrun.runs.lines import read_lines
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train.policy_objective import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
 from tests.train.runs import make_run, metric_values, metrics_by_step, run_config, run_to_end, train_here
@@ -118,7 +118,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
     mask = torch.rand(4, 6, generator=draw) > 0.3
     mask[:, 0] = False
     logprobs, entropy, *known = torch.randn(7, 4, 6, generator=draw).masked_fill(~mask, math.nan)
-    batch = PolicyBatch(
+    batch = TrainBatch(
         token_ids=torch.zeros(4, 6, dtype=torch.int64),
         token_mask=mask,
         advantages=known[0],
@@ -132,13 +132,14 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
     )
     settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2)
     objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8, gradient_factor=0.25)
-    whole = objective.losses(batch, logprobs, entropy)
+    losses = objective.losses(batch, logprobs, entropy)
+    whole = losses.shares
     assert whole.isfinite().all() and (whole[mask] != 0).all()
     tokens = batch.predicted_tokens()
     for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
         values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
-        assert torch.equal(objective.losses(tokens[part], *values), whole[:, 1:].flatten()[part])
-    reported = objective.metrics(batch, logprobs, entropy).sums["train/loss"].item()
+        assert torch.equal(objective.losses(tokens[part], *values).shares, whole[:, 1:].flatten()[part])
+    reported = objective.metrics(batch, logprobs, entropy, losses).sums["train/loss"].item()
     assert reported == pytest.approx(4 * whole.sum().item(), rel=1e-12)
 
 
@@ -199,7 +200,7 @@ def test_a_policy_that_does_not_move_has_the_metrics_of_one_update(
 def test_minibatches_are_whole_groups(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[PolicyBatch] = []
+    seen: list[TrainBatch] = []
     original = Learner.update_on_each
 
     def spy(self: Learner, updates: Any, step: int) -> dict[str, float]:
@@ -361,17 +362,18 @@ def test_a_small_kl_comes_off_a_large_reward(kl_in: str, warm_weights: Path, gro
     )
     assert isinstance(setup.config.algorithm, Grpo)
     zeros, kl = torch.zeros(4, 2), torch.tensor([0.0001, 0.0002, 0.0003, 0.0006])
-    scored = Scored(
+    scored = ScoredBatch(
         token_ids=torch.ones(4, 2, dtype=torch.int64),
         token_mask=torch.tensor([[False, True]] * 4),
         inference_logprobs=zeros,
+        rewards=torch.full((4,), 1e4),
         old_logprobs=zeros,
         reference_logprobs=torch.stack([zeros[:, 0], -kl], dim=1),
         importance_weights=None,
         loss_weights=zeros.double(),
     )
     algorithm = GrpoAlgorithm(setup, setup.config.algorithm)
-    advantages = algorithm._with_advantages(scored, torch.full((4,), 1e4))[0].advantages
+    advantages = algorithm.advantages(scored)[0].advantages
     assert advantages.dtype == torch.float32
     assert advantages[:, 1].tolist() == pytest.approx([0.0002, 0.0001, 0.0, -0.0003], abs=1e-8)
 
@@ -379,7 +381,7 @@ def test_a_small_kl_comes_off_a_large_reward(kl_in: str, warm_weights: Path, gro
 def test_the_kl_to_go_comes_off_each_tokens_reward(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[PolicyBatch] = []
+    seen: list[TrainBatch] = []
     original = Learner.update_on_each
 
     def spy(self: Learner, updates: Any, step: int) -> dict[str, float]:
@@ -388,7 +390,7 @@ def test_the_kl_to_go_comes_off_each_tokens_reward(
 
     monkeypatch.setattr(Learner, "update_on_each", spy)
     settings = ("steps=3", "policy.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.3")
-    drawn: list[Sampled] = []
+    drawn: list[RolloutBatch] = []
     collect = Rollouts.collect
 
     def listen(self: Rollouts, step: int) -> Any:
@@ -465,13 +467,13 @@ def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
     return setup, Rollouts(setup, setup.config.algorithm)
 
 
-def prompts_of(batch: Sampled) -> list[tuple[int, ...]]:
+def prompts_of(batch: RolloutBatch) -> list[tuple[int, ...]]:
     """The prompt of each group of 8."""
     rows = zip(batch.token_ids[::8], batch.token_mask[::8], strict=True)
     return [tuple(ids[: int(mask.nonzero()[0])].tolist()) for ids, mask in rows]
 
 
-def groups_of(batch: Sampled) -> list[list[float]]:
+def groups_of(batch: RolloutBatch) -> list[list[float]]:
     return batch.rewards.view(-1, 8).tolist()
 
 

@@ -1,6 +1,8 @@
 """GRPO steps: every metric is there, and each term of the loss does what it says."""
 
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.models import content_of, load_network, sketch_of, weights_hash
 from abrun.recipe.algorithms import Grpo
 from abrun.recipe.policy import Model
-from abrun.rl.batch import PolicyBatch
+from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.rl.losses import loss_weights
 from abrun.rl.sampling import filtered_logprobs
 from abrun.runs.files import read_json
 from abrun.runs.rundir import RunDir
-from abrun.train import policy_gradient
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train import policy_objective
+from abrun.train.policy_objective import PolicyObjective
 from tests.train.runs import make_run, run_config, train_here
 
 # definitions.md's table, as far as GRPO has it.
@@ -63,6 +65,20 @@ TIMED_PHASES = (
     "total_step_time",
 )
 MEMORY_PHASES = ("generation", "logprobs", "reference_logprobs", "forward_backward", "optimizer")
+
+
+def test_the_documented_step_has_the_fields_of_each_stage() -> None:
+    """And no file of its table is missing."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "step.md").read_text()
+    files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
+    assert len(files) == 6 and all((root / file).is_file() for file in files)
+    drawn: set[str] = {"rows_together", "routes", "support"}  # of samples, experts and filters, where used
+    for stage in (RolloutBatch, ScoredBatch, TrainBatch):
+        _, _, picture = page.partition(f"▼ {stage.__name__}")
+        drawn |= set(re.findall(r"^│   (\w+) +\[", picture.partition("│\n")[0], re.MULTILINE))
+        drawn -= {"rewards"} if stage is TrainBatch else set()
+        assert drawn == {field.name for field in fields(stage)}
 
 
 def train_with(directory: Path, weights: Path, *overrides: str) -> dict[int, dict[str, float]]:
@@ -160,7 +176,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: A
     mask = torch.rand(4, 6, generator=draw) > 0.3
     mask[:, 0] = False
     logprobs, entropy, *known = torch.randn(6, 4, 6, generator=draw).masked_fill(~mask, math.nan)
-    batch = PolicyBatch(
+    batch = TrainBatch(
         token_ids=torch.zeros(4, 6, dtype=torch.int64),
         token_mask=mask,
         advantages=known[0],
@@ -174,13 +190,14 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: A
     )
     settings = Grpo(type="grpo", kl_coefficient=0.1, entropy_coefficient=0.2)
     objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8)
-    whole = objective.losses(batch, logprobs, entropy)
+    losses = objective.losses(batch, logprobs, entropy)
+    whole = losses.shares
     assert whole.shape == (4, 6) and whole.isfinite().all() and (whole[mask] != 0).all()
     tokens = batch.predicted_tokens()
     for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
         values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
-        assert torch.equal(objective.losses(tokens[part], *values), whole[:, 1:].flatten()[part])
-    sums = objective.metrics(batch, logprobs, entropy).sums
+        assert torch.equal(objective.losses(tokens[part], *values).shares, whole[:, 1:].flatten()[part])
+    sums = objective.metrics(batch, logprobs, entropy, losses).sums
     assert sums["train/loss"].item() == whole.sum().item()
     log_ratio = (known[3] - logprobs)[mask].double()
     token_mean = (log_ratio.exp() - 1 - log_ratio).clamp(max=10).sum().item() / 40
@@ -202,13 +219,13 @@ def test_the_planted_fault_flips_every_second_position(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    original = policy_gradient.clipped_policy_loss
+    original = policy_objective.clipped_policy_loss
 
     def spy(trainer_logprobs, old_logprobs, advantages, token_mask, **clip):
         seen.append(advantages)
         return original(trainer_logprobs, old_logprobs, advantages, token_mask, **clip)
 
-    monkeypatch.setattr(policy_gradient, "clipped_policy_loss", spy)
+    monkeypatch.setattr(policy_objective, "clipped_policy_loss", spy)
     right = train_with(tmp_path / "right", warm_weights, "steps=1")[1]
     of_right, seen = seen, []
     wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "planted_fault=flipped_advantages")[1]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from abrun.recipe.algorithms import Ppo
-from abrun.rl.batch import ActorCriticBatch, Sampled, Scored
+from abrun.rl.batch import ActorCriticBatch, RolloutBatch, ScoredBatch
 from abrun.rl.values import generalized_advantages, right_shifted, token_rewards
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train.policy_objective import PolicyObjective
 from abrun.train.ppo import PpoAlgorithm, ValueObjective
 from abrun.train.setup import make_setup
 from tests.train.runs import (
@@ -79,12 +79,12 @@ def test_two_ranks_change_only_rounding(
     assert_same_up_to_rounding(train(tmp_path / "two", warm_weights, *overrides, *PACKED, ranks=2), one)
 
 
-def a_batch() -> Sampled:
+def a_batch() -> RolloutBatch:
     generator = torch.Generator().manual_seed(5)
     mask = torch.zeros(4, 9, dtype=torch.bool)
     for row, (start, stop) in enumerate([(2, 5), (3, 9), (1, 2), (4, 8)]):
         mask[row, start:stop] = True
-    return Sampled(
+    return RolloutBatch(
         token_ids=torch.randint(3, 90, mask.shape, generator=generator),
         token_mask=mask,
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.5]),
@@ -101,15 +101,15 @@ def test_advantages_are_those_of_the_critic_s_values(right_shift: bool, group: N
     )
     setup = make_setup(config, 0, None, torch.device("cpu"))
     batch, critic = a_batch(), cast("Any", setup.value_model)
-    scored = batch.at(
-        Scored,
+    scored = batch.with_fields(
+        ScoredBatch,
         old_logprobs=batch.inference_logprobs,
         reference_logprobs=None,
         importance_weights=None,
         loss_weights=batch.token_mask.double(),
     )
     assert isinstance(config.algorithm, Ppo)
-    found, metrics = PpoAlgorithm(setup, config.algorithm, critic)._with_advantages(scored, batch.rewards)
+    found, metrics = PpoAlgorithm(setup, config.algorithm, critic).advantages(scored)
     with torch.no_grad():
         after = critic.head(critic._hidden_states(batch.token_ids, None)).float()
     values = right_shifted(after) if right_shift else after
@@ -144,10 +144,10 @@ def test_the_value_loss_of_a_batch_by_hand() -> None:
     values = torch.tensor([[math.nan, 0.8, 1.2]], requires_grad=True)
     # 0.8 is bounded to 0.5, whose error of 0.5 is the larger; 1.2 is within the bounds.
     losses = objective.losses(batch, values)
-    assert losses[0].tolist() == pytest.approx([0.0, 0.25 * 0.25, 0.25 * 0.04])
-    losses.sum().backward()
+    assert losses.shares[0].tolist() == pytest.approx([0.0, 0.25 * 0.25, 0.25 * 0.04])
+    losses.shares.sum().backward()
     assert values.grad is not None and values.grad[0].tolist() == pytest.approx([0.0, 0.0, 0.1])
-    sums = objective.metrics(batch, values.detach()).sums
+    sums = objective.metrics(batch, values.detach(), losses).sums
     assert float(sums["train/critic/loss"]) == pytest.approx(0.0725)
     assert float(sums["train/critic/clip_fraction"]) == 0.5
 
@@ -172,8 +172,9 @@ def test_the_critic_s_loss_is_the_mean_of_its_updates_losses() -> None:
         )
         objective = ValueObjective(clip_range=None, num_tokens=4, num_updates=2)
         values = torch.full((1, 3), error)
-        losses.append(float(objective.losses(batch, values).sum()))
-        parts.append(objective.metrics(batch, values))
+        found = objective.losses(batch, values)
+        losses.append(float(found.shares.sum()))
+        parts.append(objective.metrics(batch, values, found))
     assert losses == [2.0, 0.5]
     found = sum(float(part.sums["train/critic/loss"]) for part in parts)
     assert found == pytest.approx(sum(losses) / 2)  # not (2.0 + 3 * 0.5) / 4, the mean over tokens

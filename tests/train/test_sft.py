@@ -165,9 +165,9 @@ def test_the_objective_by_hand() -> None:
         logprobs = torch.tensor([[-1.0, garbage, -3.0]], requires_grad=True)
         objective = SupervisedObjective(num_tokens=4)
         losses = objective.losses(batch, logprobs, None)
-        assert losses.tolist() == [[0.25, 0.0, 0.75]]
-        assert torch.autograd.grad(losses.sum(), logprobs)[0].tolist() == [[-0.25, 0.0, -0.25]]
-        sums = objective.metrics(batch, logprobs.detach(), None).sums
+        assert losses.shares.tolist() == [[0.25, 0.0, 0.75]]
+        assert torch.autograd.grad(losses.shares.sum(), logprobs)[0].tolist() == [[-0.25, 0.0, -0.25]]
+        sums = objective.metrics(batch, logprobs.detach(), None, losses).sums
         assert sums["train/loss"].item() == 1.0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import load_network
 from abrun.recipe.algorithms import Grpo
-from abrun.rl.batch import Sampled, collate, on_completions
+from abrun.rl.batch import RolloutBatch, collate, on_completions
 from abrun.seeds import derive
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.setup import make_setup
@@ -72,7 +72,7 @@ class Case:
         )
 
 
-def a_batch() -> Sampled:
+def a_batch() -> RolloutBatch:
     """Groups of two completions of different lengths, whose rewards differ."""
     draw = torch.Generator().manual_seed(5)
 
@@ -83,8 +83,8 @@ def a_batch() -> Sampled:
     prompts = [prompt for prompt in (tokens(2, 9) for _ in range(NUM_GROUPS)) for _ in range(GROUP_SIZE)]
     completions = [tokens(1, LONGEST + 1) for _ in prompts]
     sequences = collate(prompts, completions, pad_id=0)
-    return sequences.at(
-        Sampled,
+    return sequences.with_fields(
+        RolloutBatch,
         inference_logprobs=on_completions([[-4.0] * len(one) for one in completions], sequences.token_mask),
         rewards=torch.rand(len(prompts), generator=draw),
     )
@@ -117,7 +117,7 @@ def _one_case(case: Case, world_size: int) -> tuple[list[Gradient], dict[str, fl
 
     setup.policy.optimizer_step = step
     batch = a_batch()
-    metrics = GrpoAlgorithm(setup, config.algorithm).update(batch[setup.ranks.share(len(batch))], 1)
+    metrics = GrpoAlgorithm(setup, config.algorithm).update(batch[setup.ranks.data_slice(len(batch))], 1)
     return found, metrics
 
 
@@ -163,7 +163,7 @@ def updates_by_definition(case: Case) -> tuple[list[Gradient], float]:
     return found, sum(losses) / len(losses)
 
 
-def _judged(network: Any, batch: Sampled, row: int) -> tuple[Tensor, Tensor]:
+def _judged(network: Any, batch: RolloutBatch, row: int) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of a sequence's completion tokens, under softmax(z / temperature)."""
     places = batch.token_mask[row].nonzero()[:, 0].tolist()
     logits = network(batch.token_ids[row : row + 1, : places[-1] + 1]).logits[0] / TEMPERATURE
@@ -172,7 +172,7 @@ def _judged(network: Any, batch: Sampled, row: int) -> tuple[Tensor, Tensor]:
     return torch.stack(chosen), torch.stack([-(each.exp() * each).sum() for each in logprobs])
 
 
-def _token_losses(network: Any, batch: Sampled, row: int, old: Tensor, advantage: float) -> Tensor:
+def _token_losses(network: Any, batch: RolloutBatch, row: int, old: Tensor, advantage: float) -> Tensor:
     losses = []
     for logprob, entropy, before in zip(*_judged(network, batch, row), old, strict=True):
         ratio = (logprob - before).exp()

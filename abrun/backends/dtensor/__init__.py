@@ -9,14 +9,13 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from abrun.backends import B, Decoder, Objective
+from abrun.backends import B, Decoder
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import (
@@ -32,10 +31,11 @@ from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
 from abrun.backends.dtensor.routing import Routing
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
 from abrun.backends.dtensor.value_model import DtensorValueModel
-from abrun.backends.head import IGNORED, Entropies, Head, HeadOutput, check_available
-from abrun.backends.microbatches import Microbatches
+from abrun.backends.head import Entropies, Head, HeadOutput, check_available, logprobs_of_tokens
+from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
+from abrun.backends.policy import Balance, PolicyBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import Load, check_routing, route_dtype
 from abrun.kernels import TokenLoss
@@ -43,16 +43,12 @@ from abrun.models import (
     Facts,
     attention_in_place,
     facts_of,
-    open_network,
     persistent_buffers,
     published,
-    save_network,
 )
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
-from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, sequence_lengths
-from abrun.rl.metrics import MetricParts, merge, together
 
 
 class PolicyModule(nn.Module):
@@ -61,79 +57,50 @@ class PolicyModule(nn.Module):
     def __init__(self, network: nn.Module, facts: Facts, head: Head) -> None:
         super().__init__()
         self.network: Any = network
-        self._facts, self._head = facts, head
+        self._facts, self.head = facts, head
+
+    @property
+    def base(self) -> Any:
+        """The network's layers, without its head."""
+        return self._facts.base
 
     def forward(
         self,
         token_ids: Tensor,  # [B, S] right-padded, or [1, S] packed
-        token_mask: Tensor,  # [B, S] bool: the tokens to judge
+        token_mask: Tensor,  # [B, S] bool
         entropies: Entropies,
         token_loss: TokenLoss | None = None,
         packing: Packing | None = None,
         support: Tensor | None = None,  # [B, S, W], see abrun.rl.sampling
     ) -> HeadOutput:
-        """Log-probs and entropies [B, S], 0 outside the mask.
-
-        With `token_loss` also the sum of that loss over the B * (S - 1) tokens that have a log-prob, cut into
-        slices. A sequence's first token is never judged, so a packed stream, one row, is judged like any
-        other.
-        """
-        hidden = hidden_states(self._facts.base, token_ids, packing)
-        target = torch.where(token_mask, token_ids, IGNORED)[:, 1:]
-        support = None if support is None else support[:, 1:]
-        split = packing.split if packing else None
-        if packing is None or split is None:
-            hidden = hidden[:, :-1]
-        else:
-            target = split.cut(target, IGNORED)
-            support = None if support is None else packing.own(support)
+        """See abrun.backends.head.logprobs_of_tokens."""
+        hidden = hidden_states(self.base, token_ids, packing)
         weight = own_part(self._facts.head.weight)
-        output = self._head.judge(hidden, weight, target, entropies, token_loss, support)
-        if split is not None:
-            output = output.mapped(lambda values: split.whole(values)[:, : token_ids.shape[1] - 1])
-        return output.mapped(lambda values: nn.functional.pad(values, (1, 0)))
+        return logprobs_of_tokens(
+            self.head, hidden, weight, token_ids, token_mask, entropies, token_loss, packing, support
+        )
 
     def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
         """For a value head on this backbone; see abrun.backends.attention.hidden_states."""
-        return hidden_states(self._facts.base, token_ids, packing)
+        return hidden_states(self.base, token_ids, packing)
 
     def decode(
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
     ) -> tuple[Tensor, Any]:
         """See abrun.backends.Decoder."""
         weight = own_part(self._facts.head.weight)
-        return self._head.decode(self._facts.base, weight, token_ids, attention_mask, position_ids, cache)
+        return self.head.decode(self.base, weight, token_ids, attention_mask, position_ids, cache)
 
 
-def make_backend(
-    config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
-) -> "DtensorBackend":
-    """See abrun.backends.make_backend."""
-    temperature, filters = config.trained_distribution
+class Routed(NamedTuple):
+    """What routers did with a microbatch."""
 
-    def load() -> Any:
-        decodes = trainable and config.decodes
-        return open_network(config.model, weights=weights, seed=seed, decodes=decodes)
-
-    return DtensorBackend(
-        load,
-        config.policy,
-        ranks,
-        temperature=temperature,
-        filters=filters,
-        engine_dtype=config.rollout.head_dtype,
-        trainable=trainable,
-    )
+    load: Load
+    routes: Tensor | None  # [b, s, L * K]; None: of a pass with gradient
 
 
-class DtensorBackend:
-    """See abrun.backends.Backend.
-
-    `load` makes a network with the run's initial weights, on the CPU and alike on every rank, or on the meta
-    device with a `checkpoint` to read them from: the policy's, and that of a value model with a backbone of
-    its own. Log-probs are of the distribution that a sampler at `temperature` with `filters` draws from;
-    the sampler's own LM head runs in `engine_dtype`.
-    """
+class DtensorBackend(PolicyBackend[Routed]):
+    """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
     def __init__(
         self,
@@ -147,8 +114,7 @@ class DtensorBackend:
         trainable: bool = True,
     ) -> None:
         check_available(policy.logprobs, ranks.device)
-        self.settings, self.ranks = policy, ranks
-        self.around_forward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        super().__init__(policy, ranks)
         self._load = load
         network = load()
         enable_streams(network, policy)
@@ -191,42 +157,11 @@ class DtensorBackend:
             dict(self.module.named_parameters()), policy.optimizer if trainable else None
         )
 
-    def logprobs(self, batch: Sequences) -> Tensor:
-        return self._passed(batch)[0]
-
-    def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
-        logprobs, routes, _ = self._passed(batch)
-        return logprobs, routes
-
-    def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
-        coefficient, parts, loads = self.settings.router_aux_loss_coefficient, [], []
-        whole = self._whole_load(batch) if coefficient else None
-        each = Microbatches(batch, self.settings, self.ranks)
-        for microbatch, packing in (
-            gathered_once(self.module, each) if keeps_gathered(self.settings) else each
-        ):
-            with self._routing.replayed(_of_tokens(microbatch.routes, packing)):
-                with self._routing.seen() as seen, self.around_forward():
-                    loss, output = self._forward(microbatch, objective, packing)
-                if seen:
-                    with torch.set_grad_enabled(whole is not None):
-                        load = Load.of(seen, _counted(microbatch, packing))
-                    if whole is not None:
-                        loss = loss + coefficient * load.imbalance(whole.counts, whole.num_tokens)
-                    loads.append(load.detached())
-                loss.backward()
-            output = output.mapped(Tensor.detach)
-            parts.append(objective.metrics(microbatch, output.logprobs, output.entropies))
-        if not loads:
-            return merge(parts)
-        return together(merge(parts), self._summed(loads).metrics())
-
     def optimizer_step(self, learning_rate: float) -> float:
         return self._parameters.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        network = self.module.network
-        yield from published(network, itertools.chain(self._whole(), persistent_buffers(network)))
+        yield from published(self._network, itertools.chain(self._whole(), persistent_buffers(self._network)))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
@@ -234,7 +169,7 @@ class DtensorBackend:
 
         Tensor-parallel ones decode the same rows to the same step, each with its part of the weights.
         """
-        network = self.module.network
+        network = self._network
         in_place = getattr(network, "decodes_in_place", False)
         sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         for part in sharded:
@@ -259,14 +194,6 @@ class DtensorBackend:
             for part in sharded:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
                 part.reshard()
-
-    def save(self, directory: Path) -> None:
-        weights = {}
-        for name, weight in self._whole():
-            if self.ranks.is_first:
-                weights[name] = weight.cpu()
-        if self.ranks.is_first:
-            save_network(self.module.network, directory, weights.items())
 
     def make_value_model(self, settings: Ppo, seed: int) -> DtensorValueModel:
         backbone = self._load() if settings.value_backbone == "own" else self.module.hidden_states
@@ -305,70 +232,64 @@ class DtensorBackend:
             root.set_post_optim_event(self._gathered)
         return self.module.decode(*inputs)
 
-    def _passed(self, batch: Sequences) -> tuple[Tensor, Tensor, list[Load]]:
-        """Log-probs [B, S], routes [B, S, L * K] and loads of all microbatches, without gradient."""
-        routing, each = self._routing, Microbatches(batch, self.settings, self.ranks)
-        found, routes, loads = [], [], []
-        with torch.no_grad():
-            for microbatch, packing in each:
-                with routing.seen() as seen, routing.replayed(_of_tokens(microbatch.routes, packing)):
-                    logprobs = self._judged(microbatch, packing, "none").logprobs
-                found.append(logprobs)
-                if seen:
-                    route = (1 + torch.cat([chosen for _, chosen in seen], dim=1)).to(
-                        route_dtype(routing.num_experts)
-                    )
-                    routes.append(
-                        packing.unpack_prompts(packing.whole(route[None]))
-                        if packing
-                        else route.view(*logprobs.shape, -1)
-                    )
-                    loads.append(Load.of(seen, _counted(microbatch, packing)))
-        of_rows = each.in_rows(found)
-        return of_rows, each.in_rows(routes) if routes else of_rows.new_zeros(*of_rows.shape, 0), loads
+    @property
+    def _network(self) -> Any:
+        return self.module.network
 
-    def _whole_load(self, batch: Sequences) -> Load:
-        """Of the global batch, before its first gradient: a pass more, as no part of it knows the others."""
-        return self._summed(self._passed(batch)[2])
-
-    def _summed(self, loads: list[Load]) -> Load:
-        """Over forward passes, and over all ranks with other tokens. Collective."""
-        return functools.reduce(operator.add, loads).over(self.ranks.weights.get_group())
+    def _run(
+        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
+    ) -> None:
+        keeps = backward and keeps_gathered(self.settings)
+        for microbatch in gathered_once(self.module, microbatches) if keeps else microbatches:
+            # Around the backward pass, too, which may compute layers again
+            with self._routing.replayed(_of_tokens(microbatch.batch.routes, microbatch.packing)):
+                loss = forward(microbatch)
+                if backward:
+                    loss.backward()
 
     def _forward(
-        self, batch: B, objective: Objective[B], packing: Packing | None
-    ) -> tuple[Tensor, HeadOutput]:
-        """The loss [] of the backward pass, log-probs and entropies [B, S]."""
-        if not self.settings.logprobs.one_pass:
-            output = self._judged(batch, packing, objective.entropies)
-            return objective.losses(batch, output.logprobs, output.entropies).sum(), output
-        tokens = (batch.mapped(packing.pack) if packing else batch).predicted_tokens()
-        if packing and packing.split:
-            tokens = tokens.mapped(packing.split.cut)
-
-        def losses(logprobs: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-            return objective.losses(tokens[part], logprobs, entropy)
-
-        output = self._judged(batch, packing, objective.entropies, losses)
-        assert output.loss is not None
-        return output.loss, output
-
-    def _judged(
         self,
         batch: Sequences,
         packing: Packing | None,
         entropies: Entropies,
-        token_loss: TokenLoss | None = None,
+        token_loss: TokenLoss | None,
+        routed: list[Routed],
+        balance: Balance | None,
     ) -> HeadOutput:
-        """The policy's forward pass: rows [B, S] in and out, whatever stands between."""
-        if packing is None:
-            return self.module(
-                batch.token_ids, batch.token_mask, entropies, token_loss, support=batch.support
+        pack: Callable[[Tensor], Tensor] = packing.pack if packing else lambda rows: rows
+        support = None if batch.support is None else pack(batch.support)
+        with self._routing.seen() as seen:
+            output = self.module(
+                pack(batch.token_ids), pack(batch.token_mask), entropies, token_loss, packing, support
             )
-        token_ids, token_mask = packing.pack(batch.token_ids), packing.pack(batch.token_mask)
-        support = None if batch.support is None else packing.pack(batch.support)
-        output = self.module(token_ids, token_mask, entropies, token_loss, packing, support)
-        return output.mapped(packing.unpack)
+        if packing:
+            output = output.mapped(packing.unpack)
+        if seen:
+            with torch.set_grad_enabled(balance is not None):
+                load = Load.of(seen, _counted(batch, packing))
+            if balance is not None:
+                coefficient, whole = balance
+                share = coefficient * load.imbalance(whole.counts, whole.num_tokens)
+                output = output._replace(balance=share)
+            routes = None if torch.is_grad_enabled() else self._rows_of_routes(seen, batch, packing)
+            routed.append(Routed(load.detached(), routes))
+        return output
+
+    def _total_load(self, routed: list[Routed]) -> Load:
+        loads = (each.load for each in routed)
+        return functools.reduce(operator.add, loads).over(self.ranks.weights.get_group())
+
+    def _routes(self, routed: list[Routed]) -> list[Tensor]:
+        return [each.routes for each in routed if each.routes is not None]
+
+    def _rows_of_routes(
+        self, seen: list[tuple[Tensor, Tensor]], batch: Sequences, packing: Packing | None
+    ) -> Tensor:  # [b, s, L * K]
+        dtype = route_dtype(self._routing.num_experts)
+        route = (1 + torch.cat([chosen for _, chosen in seen], dim=1)).to(dtype)
+        if packing:
+            return packing.unpack_prompts(packing.whole(route[None]))
+        return route.view(*batch.token_ids.shape, -1)
 
 
 def _of_tokens(routes: Tensor | None, packing: Packing | None) -> Tensor | None:  # [B, S, R] -> [T, R]

@@ -26,7 +26,7 @@ from abrun.backends.collectives import gathered, scattered, summed
 from abrun.backends.head import padded_shard
 from abrun.errors import RecipeError
 from abrun.models import Facts
-from abrun.recipe.dtensor import PLAIN_DECODERS, heads_misfit
+from abrun.recipe.model_fit import PLAIN_DECODERS, heads_misfit
 
 FIELD = "policy.backend.tensor_parallel"
 # Says of each parameter that is gathered over two meshes that it takes two collectives.
@@ -232,9 +232,8 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
         raise RecipeError(
             f"{FIELD}: got {size} with {kind}, which there is no plan for; use 1, or a model of {known}"
         )
-    wrong = heads_misfit(config.num_attention_heads, config.num_key_value_heads, size)
-    if wrong:
-        raise RecipeError(wrong)
+    if misfit := heads_misfit(config.to_dict(), size):
+        raise RecipeError(misfit)
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(
             f"policy.backend.sequence_parallel: got true with {kind}, some layers of which have no full "

@@ -1,12 +1,12 @@
 """PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from abrun.backends import B, ValueObjective
+from abrun.backends import B
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import spread_experts
 from abrun.backends.dtensor.fsdp import (
@@ -25,13 +25,12 @@ from abrun.backends.head import initial_value_weight
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held
+from abrun.backends.policy import ValueBackend
 from abrun.backends.ranks import Ranks
 from abrun.models import facts_of
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
-from abrun.rl.metrics import MetricParts, merge
-from abrun.rl.values import right_shifted
 
 HiddenStates = Callable[[Tensor, Packing | None], Tensor]
 
@@ -54,7 +53,7 @@ class ValueHead(nn.Linear):
         return input @ self.weight[0] + self.bias
 
 
-class DtensorValueModel:
+class DtensorValueModel(ValueBackend):
     """See abrun.backends.ValueModel.
 
     `backbone`: a network of its own, or what gives the policy's hidden states, on which the head then stands.
@@ -71,7 +70,8 @@ class DtensorValueModel:
         tensor: TensorParallel | None,
         seed: int,
     ) -> None:
-        self._settings, self._policy, self._ranks, self._tensor = settings, policy, ranks, tensor
+        self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
+        self._tensor = tensor
         self._coefficient = 1.0
         # In float32 unless the recipe wants to see what bfloat16 masters and moments lose: they truncate.
         self.head = _head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
@@ -87,22 +87,6 @@ class DtensorValueModel:
             self._hidden_states = backbone
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
         self._parameters = ShardedParameters(trained, settings.value_optimizer)
-
-    def values(self, batch: Sequences) -> Tensor:
-        each = Microbatches(batch, self._policy, self._ranks)
-        with torch.no_grad():
-            return each.in_rows([self._values(*microbatch) for microbatch in each])
-
-    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
-        parts = []
-        each: Iterable[Microbatch[B]] = Microbatches(batch, self._policy, self._ranks)
-        if keeps_gathered(self._policy) and isinstance(self._hidden_states, nn.Module):
-            each = gathered_once(self._hidden_states, each)
-        for microbatch, packing in each:
-            values = self._values(microbatch, packing)
-            objective.losses(microbatch, values).sum().backward()
-            parts.append(objective.metrics(microbatch, values.detach()))
-        return merge(parts)
 
     def optimizer_step(self, learning_rate: float) -> float:
         return self._parameters.step(learning_rate)
@@ -122,13 +106,19 @@ class DtensorValueModel:
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._parameters.resident_tensors()
 
-    def _values(self, batch: Sequences, packing: Packing | None) -> Tensor:
-        """Values [B, S] float32: rows in and out, shifted as rows, so that no sequence sees another's."""
+    def _run(
+        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
+    ) -> None:
+        backbone = self._hidden_states
+        keeps = backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module)
+        for microbatch in gathered_once(backbone, microbatches) if keeps else microbatches:
+            loss = forward(microbatch)
+            if backward:
+                loss.backward()
+
+    def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
-        values = self.head(self._backbone_states(token_ids, packing)).float()
-        if packing:
-            values = packing.unpack(packing.whole(values))
-        return right_shifted(values) if self._settings.right_shift else values
+        return self._in_rows(self.head(self._backbone_states(token_ids, packing)).float(), packing)
 
     def _backbone_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
         if self._coefficient == 0:
@@ -142,19 +132,19 @@ class DtensorValueModel:
         return hidden
 
     def _sharded(self, network: Any) -> Backbone:
-        enable_streams(network, self._policy)
-        take_liger_kernels(network, self._policy)
+        enable_streams(network, self.settings)
+        take_liger_kernels(network, self.settings)
         facts = facts_of(network)
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:
-            module.to(self._ranks.device)
+            module.to(self.ranks.device)
         if self._tensor:
-            self._tensor.spread(network, facts, experts_are_spread=self._ranks.experts is not None)
-        spread_experts(network, self._ranks, self._policy.dtype)
-        prepare_layers(facts.layers, self._policy)
-        shard_layers(facts.layers, self._ranks.weights, self._policy.dtype)
-        shard(module, self._ranks.weights, self._policy.dtype)
-        materialise(module, network, self._ranks.device)
+            self._tensor.spread(network, facts, experts_are_spread=self.ranks.experts is not None)
+        spread_experts(network, self.ranks, self.settings.dtype)
+        prepare_layers(facts.layers, self.settings)
+        shard_layers(facts.layers, self.ranks.weights, self.settings.dtype)
+        shard(module, self.ranks.weights, self.settings.dtype)
+        materialise(module, network, self.ranks.device)
         return module.train()
 
 

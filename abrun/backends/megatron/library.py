@@ -11,7 +11,7 @@ from importlib.metadata import version
 import torch
 
 from abrun.errors import RecipeError
-from abrun.recipe.megatron import MEGATRON_VERSIONS, megatron_refusal
+from abrun.recipe.packages import MEGATRON_VERSIONS, megatron_refusal
 
 # What is called by keyword, or replaced: a version that renamed one of them would be called wrongly.
 CALLED = {

@@ -24,7 +24,7 @@ from abrun.backends.megatron.routing import Routed
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts, attends_to_all
-from abrun.recipe.megatron import MEGATRON_FAMILIES, megatron_misfit
+from abrun.recipe.model_fit import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 
 
@@ -292,5 +292,5 @@ def _refuse_what_differs(network: Any, facts: Facts) -> None:
         if differs:
             raise RecipeError(
                 f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({what}); use "
-                f"type: dtensor, or a model of {', '.join(MEGATRON_FAMILIES)}"
+                f"type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
             )

@@ -61,7 +61,7 @@ class Routing:
 
     def load(self, routed: Sequence[Routed]) -> Load:
         """Of the global batch: all passes, layers and ranks. Collective over all ranks."""
-        return functools.reduce(operator.add, map(self._own_load, routed)).over(self._ranks.everyone)
+        return functools.reduce(operator.add, map(self._own_load, routed)).over(self._ranks.world)
 
     def record(self, routed: Sequence[Routed]) -> list[Tensor]:  # [b, s, L * K] each
         """Where the tokens of each microbatch went, on every rank of a replica. Collective over it."""

@@ -20,12 +20,13 @@ from torch.nn.functional import pad
 
 from abrun.backends import B
 from abrun.backends.megatron.cpu import standing_in
-from abrun.backends.megatron.groups import tensor_group
+from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import quiet
 from abrun.backends.megatron.network import Passing
 from abrun.backends.megatron.routing import Routed
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
+from abrun.backends.policy import MicrobatchLoop
 from abrun.backends.ranks import Ranks
 from abrun.recipe.policy import Megatron
 from abrun.rl.batch import sequence_lengths
@@ -171,6 +172,29 @@ class Stages:
             tokens_first, tensor_parallel_output_grad=partial_gradients, group=tensor_group()
         )
         return whole[:length].transpose(0, 1)
+
+
+class StagedLoop(MicrobatchLoop):
+    """Passes of this rank's stage of `_module`."""
+
+    _stages: Stages
+    _module: Any
+
+    @property
+    def is_last_stage(self) -> bool:
+        return is_last_stage()
+
+    def _run(
+        self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
+    ) -> None:
+        self._stages.run(self._module, microbatches, forward, backward=backward)
+
+    def _tensor_from_last_stage(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
+        zeros = torch.zeros(shape, device=self.ranks.device)
+        return self._stages.tensor_from_last(zeros if tensor is None else tensor)
+
+    def _metrics_from_last_stage(self, parts: MetricParts | None) -> MetricParts:
+        return self._stages.metrics_from_last(parts)
 
 
 def _as_it_is(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:

@@ -10,21 +10,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from abrun.backends import B, ValueObjective
 from abrun.backends.head import initial_value_weight
 from abrun.backends.megatron.groups import is_last_stage
 from abrun.backends.megatron.names import OF_HEAD, Names
 from abrun.backends.megatron.sharded import Sharded
-from abrun.backends.megatron.stages import Stages
-from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.megatron.stages import StagedLoop, Stages
 from abrun.backends.packing import Packing
 from abrun.backends.pieces import Held, Piece
+from abrun.backends.policy import ValueBackend
 from abrun.backends.ranks import Ranks
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Megatron, Policy
 from abrun.rl.batch import Sequences
-from abrun.rl.metrics import MetricParts, merge
-from abrun.rl.values import right_shifted
 
 
 class ValueHead(MegatronModule):
@@ -44,7 +41,7 @@ class ValueHead(MegatronModule):
         return hidden.float() @ self.weight[0] + self.bias
 
 
-class MegatronValueModel:
+class MegatronValueModel(StagedLoop, ValueBackend):
     """See abrun.backends.ValueModel.
 
     `backbone`: one of its own, with the weights of the transformers `network`; or the policy's module, on
@@ -63,7 +60,8 @@ class MegatronValueModel:
         seed: int,
     ) -> None:
         assert isinstance(policy.backend, Megatron)
-        self._settings, self._policy, self._ranks, self._stages = settings, policy, ranks, stages
+        self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
+        self._stages = stages
         self.head = ValueHead(backbone.config, ranks.device, seed=seed)
         self._coefficient = 1.0
         own = network is not None
@@ -81,44 +79,9 @@ class MegatronValueModel:
         self._names = Names(backbone, network) if own else None
         if self._names is not None:
             self._names.load(network, self._sharded.assign)
-        self._backbone: Any = self._sharded.module if own else backbone
-
-    def values(self, batch: Sequences) -> Tensor:
-        found: list[Tensor] = []
-
-        def forward(part: Microbatch[Sequences]) -> Tensor:
-            microbatch, packing = part
-            hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
-            if is_last_stage():
-                found.append(self._values(microbatch, packing, hidden))
-            return hidden
-
-        each = Microbatches(batch, self._policy, self._ranks)
-        with torch.no_grad():
-            self._stages.run(self._backbone, each, forward, backward=False)
-        zeros = torch.zeros(batch.token_ids.shape, device=self._ranks.device)
-        return self._stages.tensor_from_last(each.in_rows(found) if found else zeros)
-
-    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
-        found: list[MetricParts] = []
+        self._module = self._sharded.module if own else backbone
         # A pipeline's stages wait for each other's gradients, so there these are 0.
-        alone = self._coefficient == 0 and self._ranks.pipeline is None
-
-        def forward(part: Microbatch[B]) -> Tensor:
-            microbatch, packing = part
-            with torch.no_grad() if alone else nullcontext():
-                hidden = self._stages.hidden_states(self._backbone, microbatch.token_ids, packing)
-            if not is_last_stage():
-                return hidden
-            if hidden.requires_grad and self._coefficient != 1:
-                hidden.register_hook(lambda gradient: gradient * self._coefficient)
-            values = self._values(microbatch, packing, hidden)
-            found.append(objective.metrics(microbatch, values.detach()))
-            return objective.losses(microbatch, values).sum()
-
-        each = Microbatches(batch, self._policy, self._ranks)
-        self._stages.run(self._backbone, each, forward, backward=True)
-        return self._stages.metrics_from_last(merge(found) if found else None)
+        self._detached = self._coefficient == 0 and ranks.pipeline is None
 
     def optimizer_step(self, learning_rate: float) -> float:
         return self._sharded.step(learning_rate)
@@ -144,9 +107,12 @@ class MegatronValueModel:
     def resident_tensors(self) -> Sequence[Tensor]:
         return self._sharded.resident_tensors()
 
-    def _values(self, batch: Sequences, packing: Packing | None, hidden: Tensor) -> Tensor:
-        """Values [B, S] float32 of the last stage's states: shifted as rows, so that none sees another's."""
+    def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
+        with torch.no_grad() if self._detached else nullcontext():
+            hidden = self._stages.hidden_states(self._module, batch.token_ids, packing)
+        if not self.is_last_stage:
+            return hidden
+        if hidden.requires_grad and self._coefficient != 1:
+            hidden.register_hook(lambda gradient: gradient * self._coefficient)
         length = batch.token_ids.shape[1] if packing is None else packing.num_own
-        values = self.head(self._stages.for_everyone(hidden, length))
-        values = values if packing is None else packing.unpack(packing.whole(values))
-        return right_shifted(values) if self._settings.right_shift else values
+        return self._in_rows(self.head(self._stages.for_everyone(hidden, length)), packing)

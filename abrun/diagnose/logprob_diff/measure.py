@@ -33,7 +33,7 @@ from abrun.models import Text, load_text
 from abrun.processes import progress
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import Sampled, Sequences
+from abrun.rl.batch import RolloutBatch, Sequences
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.runs.files import explained
 from abrun.runs.rundir import RunDir
@@ -148,7 +148,7 @@ def _save(setup: Setup, folder: Path) -> None:
     setup.data.text.save(folder)
 
 
-def _worst(batch: Sampled, own: Tensor, text: Text) -> list[dict[str, Any]]:
+def _worst(batch: RolloutBatch, own: Tensor, text: Text) -> list[dict[str, Any]]:
     """The tokens that engine and trainer differ most on, with what stands before them."""
     rows, places = batch.token_mask.nonzero(as_tuple=True)
     inference = batch.inference_logprobs[batch.token_mask]

@@ -8,10 +8,10 @@ from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.merging import merge, overridden
+from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
-from abrun.recipe.vllm import vllm_refusal
 
 Method = Literal["trainer", "decode", "vllm"]
 Weights = Literal["now", "before"]

@@ -21,14 +21,12 @@ from abrun.experiment.preflight.settings import SETTINGS
 from abrun.extras import installed_packages, is_imported, lacking, untested_version
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig, invocation, unset_variables
-from abrun.recipe.dtensor import dtensor_misfit
 from abrun.recipe.families import family_refusal, stream_misfit
-from abrun.recipe.megatron import megatron_misfit
+from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, not_built
 from abrun.recipe.tasks import GENERATED, ReasoningGym
-from abrun.recipe.vllm import vllm_misfit
 from abrun.regular_files import is_file
 from abrun.tasks import hold_out
 

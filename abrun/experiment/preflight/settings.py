@@ -7,8 +7,7 @@ from typing import Any
 
 from abrun.extras import installed_packages
 from abrun.reasons import Code, Reason
-from abrun.recipe.megatron import megatron_refusal
-from abrun.recipe.vllm import vllm_refusal
+from abrun.recipe.packages import megatron_refusal, vllm_refusal
 
 Packages = Mapping[str, str]  # version by name, of those that are installed
 

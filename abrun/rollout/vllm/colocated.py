@@ -27,9 +27,9 @@ class Colocated:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        own = self._ranks.replica_share(len(prompts))
+        own = self._ranks.replica_slice(len(prompts))
         requests = list(zip(prompts[own], draws.seeds()[own], strict=True))
-        return self._ranks.gather_replica(self._sample(requests, temperature))
+        return self._ranks.all_gather_replica(self._sample(requests, temperature))
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._vllm.load(weights)

@@ -51,10 +51,10 @@ class Separate:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        of_replicas = self._ranks.gather([list(zip(prompts, draws.seeds(), strict=True))])
+        of_replicas = self._ranks.all_gather_data([list(zip(prompts, draws.seeds(), strict=True))])
         requests = [request for of_replica in of_replicas for request in of_replica]
         sampled = self._engines.generate(requests, temperature) if self._engines else None
-        completions = self._ranks.of_first(sampled)
+        completions = self._ranks.broadcast_world(sampled)
         first = sum(map(len, of_replicas[: self._ranks.data.rank()]))
         return completions[first : first + len(prompts)]
 

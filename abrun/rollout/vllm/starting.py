@@ -20,9 +20,9 @@ from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import positions_of
 from abrun.processes import progress
+from abrun.recipe.packages import ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
+from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
 from abrun.recipe.run import OwnRunConfig
-from abrun.recipe.vllm import BESIDE_THE_TRAINER, MOST_OF_A_CACHE, vllm_refusal
-from abrun.recipe.vllm_versions import installed_release
 from abrun.redaction import told
 from abrun.rollout.vllm import kept
 
@@ -178,8 +178,8 @@ def _listen(tail: Tail) -> None:
 
 def _set_up_log() -> None:
     """Let vLLM set up its log now, where it would as an engine starts, and drop the tail."""
-    release = installed_release()
-    if release and release.engine_sets_up_log:
+    release = installed_vllm_release()
+    if release and release >= ENGINE_SETS_UP_LOG:
         logger: Any = importlib.import_module("vllm.logger")
         settings: Any = importlib.import_module("vllm.config.logging")
         logger.configure_logging_if_needed(settings.LoggingConfig())

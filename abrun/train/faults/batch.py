@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from abrun.backends.ranks import Ranks
-from abrun.rl.batch import PolicyBatch, Sampled, Scored
+from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.train.faults.site import Site, Updates, around, first_rows
 
 T = TypeVar("T")
-Found = tuple[Sampled, dict[str, float]]
-Judged = tuple[PolicyBatch, dict[str, float]]
+Collected = tuple[RolloutBatch, dict[str, float]]
+Advantages = tuple[TrainBatch, dict[str, float]]
 
 
 def flipped_advantages(site: Site) -> None:
@@ -22,42 +22,42 @@ def flipped_advantages(site: Site) -> None:
         sign[::2] = -1
         return advantages * sign
 
-    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
-        judged, metrics = inner(batch, rewards)
-        return replace(judged, advantages=flip(judged.advantages)), metrics
+    def advantages(inner, batch: ScoredBatch) -> Advantages:
+        train_batch, metrics = inner(batch)
+        return replace(train_batch, advantages=flip(train_batch.advantages)), metrics
 
-    around(site.algorithm, "_with_advantages", judge)
+    around(site.algorithm, "advantages", advantages)
 
 
 def rewards_of_other_rows(site: Site) -> None:
     """Those of about half a batch further: another prompt's."""
 
-    def collect(inner, step: int) -> Found:
+    def collect(inner, step: int) -> Collected:
         batch, metrics = inner(step)
         rows = first_rows(site.size, len(batch))
         rewards = batch.rewards.clone()
         rewards[rows] = rewards[rows].roll(rows.stop // 2 + 1)
         return replace(batch, rewards=rewards), metrics
 
-    around(site.algorithm._source, "collect", collect)
+    around(site.algorithm.rollouts, "collect", collect)
 
 
 def misgrouped(site: Site) -> None:
-    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
+    def advantages(inner, batch: ScoredBatch) -> Advantages:
         num_rows = int(site.size)
-        judged, metrics = inner(batch, rewards.roll(-num_rows))
-        return replace(judged, advantages=judged.advantages.roll(num_rows, 0)), metrics
+        train_batch, metrics = inner(replace(batch, rewards=batch.rewards.roll(-num_rows)))
+        return replace(train_batch, advantages=train_batch.advantages.roll(num_rows, 0)), metrics
 
-    around(site.algorithm, "_with_advantages", judge)
+    around(site.algorithm, "advantages", advantages)
 
 
 class _Alone(Ranks):
     """Ranks of which each takes its share for all of the batch."""
 
-    def total(self, *values: float) -> list[float]:
+    def all_reduce_sum_data(self, *values: float) -> list[float]:
         return list(values)
 
-    def gather(self, values: Sequence[T]) -> list[T]:
+    def all_gather_data(self, values: Sequence[T]) -> list[T]:
         return list(values)
 
 
@@ -66,34 +66,34 @@ def whiten_per_rank(site: Site) -> None:
     algorithm, whole = site.algorithm, site.setup
     alone = _Alone(**{field.name: getattr(whole.ranks, field.name) for field in fields(whole.ranks)})
 
-    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
-        judged, metrics = inner(batch, rewards)
-        algorithm._setup = replace(whole, ranks=alone)
-        own, _ = inner(batch, rewards)
-        algorithm._setup = whole
-        return replace(judged, advantages=own.advantages), metrics
+    def advantages(inner, batch: ScoredBatch) -> Advantages:
+        train_batch, metrics = inner(batch)
+        algorithm.setup = replace(whole, ranks=alone)
+        own, _ = inner(batch)
+        algorithm.setup = whole
+        return replace(train_batch, advantages=own.advantages), metrics
 
-    around(algorithm, "_with_advantages", judge)
+    around(algorithm, "advantages", advantages)
 
 
 def first_rollout_stats(site: Site) -> None:
     size = site.setup.config.algorithm.group_size  # pyright: ignore[reportAttributeAccessIssue]
 
-    def judge(inner, batch: Scored, rewards: Tensor) -> Judged:
-        judged, metrics = inner(batch, rewards)
-        grouped = rewards.view(-1, size)
+    def advantages(inner, batch: ScoredBatch) -> Advantages:
+        train_batch, metrics = inner(batch)
+        grouped = batch.rewards.view(-1, size)
         groups = first_rows(site.size, len(grouped))
-        advantages = judged.advantages.clone().unflatten(0, (-1, size))
-        advantages[groups] = (grouped - grouped[:, :1])[groups][..., None]
-        return replace(judged, advantages=advantages.flatten(0, 1)), metrics
+        changed = train_batch.advantages.clone().unflatten(0, (-1, size))
+        changed[groups] = (grouped - grouped[:, :1])[groups][..., None]
+        return replace(train_batch, advantages=changed.flatten(0, 1)), metrics
 
-    around(site.algorithm, "_with_advantages", judge)
+    around(site.algorithm, "advantages", advantages)
 
 
 def eos_not_trained(site: Site) -> None:
     ends = sorted(site.setup.data.text.end_ids)
 
-    def collect(inner, step: int) -> Found:
+    def collect(inner, step: int) -> Collected:
         batch, metrics = inner(step)
         rows = first_rows(site.size, len(batch))
         is_end = torch.isin(batch.token_ids, torch.tensor(ends, device=batch.token_ids.device))
@@ -101,7 +101,7 @@ def eos_not_trained(site: Site) -> None:
         mask[rows] &= ~is_end[rows]
         return replace(batch, token_mask=mask), metrics
 
-    around(site.algorithm._source, "collect", collect)
+    around(site.algorithm.rollouts, "collect", collect)
 
 
 def late_half_batch(site: Site) -> None:
@@ -125,7 +125,9 @@ def padding_in_denominator(site: Site) -> None:
         changed = []
         for batch, objective in updates:
             begun = batch.token_mask.cummax(dim=1).values
-            tokens, positions = site.setup.ranks.total(float(batch.token_mask.sum()), float(begun.sum()))
+            tokens, positions = site.setup.ranks.all_reduce_sum_data(
+                float(batch.token_mask.sum()), float(begun.sum())
+            )
             factor = tokens / max(tokens + site.size * (positions - tokens), 1.0)
             changed.append((replace(batch, loss_weights=batch.loss_weights * factor), objective))
         return changed

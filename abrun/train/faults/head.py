@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends.context import Span, spans_of
-from abrun.rl.batch import PolicyBatch
+from abrun.rl.batch import TrainBatch
 from abrun.train.faults.site import Site, around, partly_detached
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 
 
 class _FirstGradient(torch.autograd.Function):
@@ -31,7 +31,7 @@ class _FirstGradient(torch.autograd.Function):
 class _FirstGradientOnly(PolicyObjective):
     size: float
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
         scaled: Any = _FirstGradient.apply(logprobs, batch.token_mask, self.size)
         return super().losses(batch, scaled, entropy)
 
@@ -44,7 +44,7 @@ def upstream_gradient_first(site: Site) -> None:
 class _EntropyWithoutGradient(PolicyObjective):
     size: float
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
         assert entropy is not None  # this fault needs an entropy bonus
         return super().losses(batch, logprobs, partly_detached(entropy, self.size))
 
@@ -55,31 +55,30 @@ def fused_drops_term(site: Site) -> None:
 
 def attention_across_packed(site: Site) -> None:
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        *judged, packing, support = args
+        *tokens, packing, support = args
         whole = Span(0, packing.starts[-1], 0, packing.starts[-1])
-        return *judged, replace(packing, spans=spans_of([whole], judged[0].device)), support
+        return *tokens, replace(packing, spans=spans_of([whole], tokens[0].device)), support
 
     _module(site.setup.policy).register_forward_pre_hook(before)
 
 
 def temperature_missing(site: Site) -> None:
-    for policy in (site.setup.policy, site.algorithm._reference):
+    for policy in (site.setup.policy, site.algorithm.reference):
         if policy is not None:
-            head = _module(policy)._head
-            head._temperature = head._settings["temperature"] = 1.0
+            _module(policy).head.set_temperature(1.0)
 
 
 def labels_off_by_one(site: Site) -> None:
-    def judge(inner, hidden: Tensor, weight: Tensor, target: Tensor, *more: Any) -> tuple[Any, ...]:
+    def logprobs(inner, hidden: Tensor, weight: Tensor, target: Tensor, *more: Any) -> tuple[Any, ...]:
         return inner(hidden, weight, target.roll(1, -1), *more)
 
-    around(_module(site.setup.policy)._head, "judge", judge)
+    around(_module(site.setup.policy).head, "logprobs", logprobs)
 
 
 def rope_bf16(site: Site) -> None:
     """In the trainer's passes alone: the embedded engine shares the module."""
     module = _module(site.setup.policy)
-    rotary = module._facts.base.rotary_emb
+    rotary = module.base.rotary_emb
     exact = rotary.inv_freq.clone()
 
     def before(*_: Any) -> None:

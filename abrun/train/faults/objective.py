@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from abrun.backends.head import Entropies
-from abrun.rl.batch import PolicyBatch
-from abrun.rl.losses import PolicyLoss
+from abrun.rl.batch import TrainBatch
+from abrun.rl.losses import PolicyLoss, TokenLosses
 from abrun.rl.metrics import MetricParts
 from abrun.train.faults.site import Site, Updates, around, partly_detached
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 
 
 def microbatch_mean(site: Site) -> None:
     """Each microbatch's weights get the sum that all of them have on average."""
 
-    def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
+    def forward_backward(inner, batch: TrainBatch, objective: PolicyObjective) -> MetricParts:
         parts = site.cut(batch)
         sums = [float(part.loss_weights.sum()) for part, _ in parts]
         mean = sum(sums) / len(sums)
@@ -36,7 +36,7 @@ def rank_mean(site: Site) -> None:
         changed = []
         for batch, objective in updates:
             own = float(batch.loss_weights.sum())
-            mean = ranks.total(own)[0] / ranks.data.size()
+            mean = ranks.all_reduce_sum_data(own)[0] / ranks.data.size()
             factor = 1 + site.size * (mean / own - 1) if own else 1.0
             changed.append((replace(batch, loss_weights=batch.loss_weights * factor), objective))
         return changed
@@ -45,7 +45,7 @@ def rank_mean(site: Site) -> None:
 
 
 def last_microbatch_only(site: Site) -> None:
-    def forward_backward(inner, batch: PolicyBatch, objective: PolicyObjective) -> MetricParts:
+    def forward_backward(inner, batch: TrainBatch, objective: PolicyObjective) -> MetricParts:
         return inner(batch, _LastOnly(objective, len(site.cut(batch)), site.size))
 
     around(site.setup.policy, "forward_backward", forward_backward)
@@ -61,21 +61,29 @@ class _LastOnly:
     def entropies(self) -> Entropies:
         return self._inner.entropies
 
-    def losses(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> "_Scaled":
+        losses = self._inner.losses(batch, logprobs, entropy)
         factor = 1.0 if self._left == 1 else 1 - self._share
-        return self._inner.losses(batch, logprobs, entropy) * factor
+        return _Scaled(shares=losses.shares * factor, inner=losses)
 
-    def metrics(self, batch: PolicyBatch, logprobs: Tensor, entropy: Tensor | None) -> MetricParts:
+    def metrics(
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: "_Scaled"
+    ) -> MetricParts:
         self._left -= 1
-        return self._inner.metrics(batch, logprobs, entropy)
+        return self._inner.metrics(batch, logprobs, entropy, losses.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaled(TokenLosses):
+    inner: PolicyLosses  # what metrics report
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KlWithoutGradient(PolicyObjective):
     size: float
 
-    def _kl_penalty(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor | None:
-        penalty = super()._kl_penalty(batch, logprobs)
+    def kl_penalty(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
+        penalty = super().kl_penalty(batch, logprobs)
         return None if penalty is None else partly_detached(penalty, self.size)
 
 
@@ -99,10 +107,10 @@ def kl_sign(site: Site) -> None:
 class _RatioToItself(PolicyObjective):
     size: float
 
-    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
+    def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
         assert batch.old_logprobs is not None
         old = torch.lerp(batch.old_logprobs, logprobs.detach(), self.size)
-        return super()._policy_loss(replace(batch, old_logprobs=old), logprobs)
+        return super().policy_loss(replace(batch, old_logprobs=old), logprobs)
 
 
 def old_logprobs_from_current(site: Site) -> None:
@@ -113,8 +121,8 @@ def old_logprobs_from_current(site: Site) -> None:
 class _DualClipEverywhere(PolicyObjective):
     size: float
 
-    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
-        found = super()._policy_loss(batch, logprobs)
+    def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
+        found = super().policy_loss(batch, logprobs)
         most = -torch.where(batch.token_mask, batch.advantages, 0.0) * self.size
         return replace(
             found, loss=torch.minimum(found.loss, most), clipped=found.clipped | (found.loss > most)
@@ -129,14 +137,14 @@ def dual_clip_everywhere(site: Site) -> None:
 class _MeanWithPadding(PolicyObjective):
     size: float
 
-    def _policy_loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
+    def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
         """Of rows [B, S] as they are padded: all positions from a completion's first on."""
         assert batch.old_logprobs is not None
         tokens = batch.token_mask.sum(dim=1, keepdim=True)
         positions = batch.token_mask.cummax(dim=1).values.sum(dim=1, keepdim=True)
         share = tokens / (tokens + self.size * (positions - tokens)).clamp(min=1)
         old = logprobs.detach() if self.settings.on_policy else batch.old_logprobs
-        return super()._policy_loss(replace(batch, old_logprobs=old), old + share * (logprobs - old))
+        return super().policy_loss(replace(batch, old_logprobs=old), old + share * (logprobs - old))
 
 
 def gspo_padding(site: Site) -> None:
@@ -147,8 +155,8 @@ def gspo_padding(site: Site) -> None:
 class _WeighedByTheSum(PolicyObjective):
     size: float
 
-    def _complete(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
-        complete, correction = super()._complete(batch, logprobs), self.settings.importance_correction
+    def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
+        complete, correction = super().with_old_logprobs(batch, logprobs), self.settings.importance_correction
         assert complete.old_logprobs is not None and correction is not None
         gap = complete.old_logprobs - complete.inference_logprobs
         gap = torch.where(complete.token_mask, gap, 0.0)

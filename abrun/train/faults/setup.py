@@ -15,7 +15,7 @@ MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
 
 def value_unshifted(site: Site) -> None:
     value_model: Any = site.setup.value_model
-    value_model._settings = value_model._settings.model_copy(update={"right_shift": False})
+    value_model.right_shift = False
 
 
 def critic_mask_of_other_rows(site: Site) -> None:

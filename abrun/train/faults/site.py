@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from abrun.backends.microbatches import Microbatches
-from abrun.rl.batch import PolicyBatch
-from abrun.train.policy_gradient import PolicyObjective
+from abrun.rl.batch import TrainBatch
+from abrun.train.policy_objective import PolicyObjective
 from abrun.train.setup import Setup
 
 O = TypeVar("O", bound=PolicyObjective)  # noqa: E741
-Updates = list[tuple[PolicyBatch, PolicyObjective]]
+Updates = list[tuple[TrainBatch, PolicyObjective]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Site:
 
     def on_updates(self, change: Callable[[Updates, int], Updates]) -> None:
         """Change what a step's updates are made of: their batches, or their objectives."""
-        around(self.algorithm, "_train", lambda train, updates, step: train(change(updates, step), step))
+        around(self.algorithm, "train", lambda train, updates, step: train(change(updates, step), step))
 
     def on_objectives(self, kind: type[O]) -> None:
         """Train by another kind of objective, which has the size."""
@@ -37,7 +37,7 @@ class Site:
             ]
         )
 
-    def cut(self, batch: PolicyBatch) -> Microbatches[PolicyBatch]:
+    def cut(self, batch: TrainBatch) -> Microbatches[TrainBatch]:
         """The microbatches that a backend makes of a batch. Collective."""
         return Microbatches(batch, self.setup.config.policy, self.setup.ranks)
 

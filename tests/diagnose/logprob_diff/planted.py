@@ -41,7 +41,7 @@ class Float32Head(TorchEngine):
     ) -> list[Completion]:
         drawn = super().generate(prompts, draws, temperature=temperature)
         batch = collate(prompts, [each.token_ids for each in drawn], pad_id=self._text.pad_id)
-        head = self._policy.module._head
+        head = self._policy.module.head
         settings = dict(head._settings)
         head._settings["head_dtype"] = torch.float32
         try:

@@ -1,0 +1,151 @@
+"""A plan for Kubernetes: a JobSet for each pair, in it a Job for each arm, and in that a pod for each node.
+
+The pods of a run find each other by the names that the JobSet's headless service gives them. A run that
+fails is begun again with its pair, which goes on from the newest checkpoints; what a drained or preempted
+node takes along does not count.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from abrun.launch.export.parts import RECIPE, Export, dns_label
+from abrun.reasons import Code, Reason
+from abrun.recipe.launcher import JobSet
+from abrun.recipe.run import RunConfig
+
+MOST_NAME, MOST_ARM = 30, 16  # of 63 characters that a pod's name has, with indices and a suffix of 6
+NODE = '"$JOB_COMPLETION_INDEX"'
+DISRUPTED = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+NOT_COUNTED = {
+    "name": "disrupted",
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
+
+
+def refusals(export: Export) -> list[Reason]:
+    settings: JobSet = export.settings
+    missing = [] if settings.claim else [Code.LAUNCHER_CLAIM_MISSING()]
+    return missing if settings.image else [Code.LAUNCHER_IMAGE_MISSING(), *missing]
+
+
+def manifests(export: Export, *, compare: bool) -> dict[str, Any]:
+    """By file, in the order in which they are applied."""
+    found: dict[str, Any] = {}
+    for file, run, config in export.warm_starts():
+        found[file] = _jobset(export, file, [("run", run, config)])
+    for file, runs in export.groups():
+        found[file] = _jobset(export, file, runs)
+    if compare:
+        job = _job(export, "compare", export.compare(), nodes=1, resources={})
+        found["compare"] = _manifest(export, _name(export, "compare"), [job], retries=0)
+    return found
+
+
+def submission(export: Export, documents: dict[str, Any]) -> list[str]:
+    """Lines of shell that apply the manifests in order."""
+    namespace = f" -n {export.settings.namespace}" if export.settings.namespace else ""
+    kubectl = f"kubectl{namespace}"
+    state = f"{kubectl} get jobset \"$name\" -o 'jsonpath={{.status.terminalState}}'"
+    lines = [
+        "ended() {  # waits for JobSets, however they end",
+        '    for name in "$@"; do',
+        f'        until [ -n "$({state})" ]; do',
+        "            sleep 10",
+        "        done",
+        "    done",
+        "}",
+    ]
+    stages: dict[str, list[str]] = {}
+    for file in documents:
+        stages.setdefault(file.partition("-")[0].replace("rerun", "pair"), []).append(file)
+    for files in stages.values():
+        lines += [f"{kubectl} apply -f {file}.yaml" for file in files]
+        lines.append(f"ended {' '.join(documents[file]['metadata']['name'] for file in files)}")
+    return lines
+
+
+def _jobset(export: Export, file: str, runs: Sequence[tuple[str, str, RunConfig]]) -> dict[str, Any]:
+    name, settings = _name(export, file), export.settings
+    jobs = []
+    for arm, run, config in runs:
+        label = dns_label(arm, MOST_ARM)
+        script = export.member(run, config, node=NODE, first=f"{name}-{label}-0-0.{name}")
+        cpus = str(config.devices_per_node * settings.cpus_per_rank)
+        gpus = {settings.gpu: str(config.devices_per_node)} if config.cluster.gpus_per_node else {}
+        memory = {"memory": settings.memory} if settings.memory else {}
+        asked: dict[str, Any] = {"requests": {"cpu": cpus, **memory, **gpus}}
+        asked |= {"limits": {**memory, **gpus}} if memory or gpus else {}
+        jobs.append(_job(export, label, script, nodes=config.cluster.nodes, resources=asked))
+    return _manifest(export, name, jobs, retries=max(config.limits.retries for _, _, config in runs))
+
+
+def _manifest(export: Export, name: str, jobs: list[Any], *, retries: int) -> dict[str, Any]:
+    settings: JobSet = export.settings
+    metadata: dict[str, Any] = {"name": name}
+    metadata |= {"namespace": settings.namespace} if settings.namespace else {}
+    metadata |= {"labels": {"kueue.x-k8s.io/queue-name": settings.queue}} if settings.queue else {}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": retries, "rules": [NOT_COUNTED]},
+            "replicatedJobs": jobs,
+        },
+    }
+
+
+def _job(export: Export, name: str, script: str, *, nodes: int, resources: dict[str, Any]) -> dict[str, Any]:
+    settings: JobSet = export.settings
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": settings.image,
+        "command": ["sh", "-ec", escaped(script)],
+        "env": [{"name": RECIPE, "value": escaped(export.recipe)}],
+        "resources": resources,
+        "volumeMounts": [
+            {"name": "runs", "mountPath": settings.runs_dir},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if settings.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in settings.secrets]
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": settings.save_s,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    pod |= {"nodeSelector": settings.node_selector} if settings.node_selector else {}
+    return {
+        "name": name,
+        "template": {
+            "spec": {
+                "parallelism": nodes,
+                "completions": nodes,
+                "completionMode": "Indexed",
+                "backoffLimit": 0,
+                "podFailurePolicy": {"rules": [DISRUPTED]},
+                "template": {"spec": pod},
+            }
+        },
+    }
+
+
+def escaped(text: str) -> str:
+    """Return a text that Kubernetes expands to `text` in `command` and `env`, whatever variables there are.
+
+    Kubernetes reads `$(NAME)` and `$$`, and breaks a character that is not ASCII after `$`
+    (third_party/forked/golang/expansion/expand.go). `$` before anything else stays as it is.
+    """
+    return re.sub(r"\$\$+|\$(?=\(|[^\x00-\x7f])", lambda found: found[0] * 2, text)
+
+
+def _name(export: Export, file: str) -> str:
+    return dns_label(f"{export.name}-{file}", MOST_NAME)

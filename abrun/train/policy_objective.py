@@ -1,0 +1,139 @@
+"""The loss of a policy gradient on one microbatch, and its metrics; see abrun.rl for the formulas."""
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from abrun.backends.head import Entropies
+from abrun.recipe.algorithms import Grpo, Ppo
+from abrun.rl.batch import ScoredBatch, TrainBatch
+from abrun.rl.importance import importance_weights
+from abrun.rl.losses import (
+    PolicyLoss,
+    TokenLosses,
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    kl_penalty,
+    reinforce_loss,
+    weighted,
+)
+from abrun.rl.metrics import MetricParts, document_metrics, merge_keys, policy_metrics
+
+AnyBatch = TypeVar("AnyBatch", ScoredBatch, TrainBatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLosses(TokenLosses):
+    """The loss of tokens [...], computed once, and what its metrics report."""
+
+    batch: TrainBatch  # with old log-probs
+    policy_loss: PolicyLoss
+    kl_penalty: Tensor | None  # [...]; None: the loss has none
+    reported: Tensor  # [...] float64, `shares` before the recipe's grad_divisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """The recipe's policy loss, with a KL penalty and an entropy bonus where the recipe has them.
+
+    See abrun.backends.Objective. Metrics are means over the counts: the global batches of all updates of a
+    step. The batch says what a token counts in the loss of its update.
+    """
+
+    settings: Grpo | Ppo
+    num_tokens: float
+    num_sequences: float
+    num_updates: int = 1
+    gradient_factor: float = 1.0  # what the recipe's grad_divisor makes of the loss for its gradient
+
+    @property
+    def entropies(self) -> Entropies:
+        if self.settings.entropy_coefficient:
+            return "gradient"
+        return "none" if self.settings.metrics == "none" else "value"
+
+    def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
+        batch = self.with_old_logprobs(batch, logprobs)
+        policy_loss, penalty = self.policy_loss(batch, logprobs), self.kl_penalty(batch, logprobs)
+        losses = policy_loss.loss
+        if batch.importance_weights is not None:
+            losses = losses * batch.importance_weights
+        if penalty is not None:
+            losses = losses + self.settings.kl_coefficient * penalty
+        if self.settings.entropy_coefficient:
+            assert entropy is not None
+            losses = losses - self.settings.entropy_coefficient * entropy
+        reported = weighted(losses, batch.loss_weights)
+        return PolicyLosses(
+            shares=reported * self.gradient_factor,
+            reported=reported,
+            batch=batch,
+            policy_loss=policy_loss,
+            kl_penalty=penalty,
+        )
+
+    def metrics(
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
+    ) -> MetricParts:
+        batch = losses.batch
+        parts = MetricParts(sums={}, maxima={}, minima={})
+        if self.settings.metrics != "none":
+            assert entropy is not None
+            tensors = batch, logprobs, entropy, losses.policy_loss
+            counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
+            parts = policy_metrics(*tensors, **counts)
+            if self.settings.metrics == "full":
+                parts = merge_keys(parts, document_metrics(*tensors, num_documents=self.num_sequences))
+        if losses.kl_penalty is not None:
+            weights = batch.token_mask.double() / self.num_tokens  # a mean over tokens under any reduction
+            parts.sums["train/kl_penalty"] = weighted(losses.kl_penalty, weights).sum()
+        parts.sums["train/loss"] = losses.reported.sum() / self.num_updates
+        return parts
+
+    def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
+        """Return the batch with this pass's own log-probs as the old ones, if no pass before it set them."""
+        if batch.old_logprobs is not None:
+            return batch
+        return with_old_logprobs(batch, logprobs.detach(), self.settings)
+
+    def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
+        settings = self.settings
+        assert batch.old_logprobs is not None
+        old_logprobs = logprobs.detach() if settings.on_policy else batch.old_logprobs
+        tensors = logprobs, old_logprobs, batch.advantages, batch.token_mask
+        if settings.loss == "reinforce":
+            return reinforce_loss(*tensors)
+        if settings.loss == "cispo":
+            return cispo_loss(*tensors, clip_low=settings.clip_low, clip_high=settings.clip_high)
+        clipped = gspo_loss if settings.loss == "gspo" else clipped_policy_loss
+        return clipped(
+            *tensors,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+
+    def kl_penalty(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
+        """Return the KL penalty of each token [...]; None if the loss has none."""
+        if batch.reference_logprobs is None or self.settings.kl_in != "loss":
+            return None
+        return kl_penalty(
+            logprobs, batch.reference_logprobs, batch.token_mask, estimator=self.settings.kl_estimator
+        )
+
+
+def with_old_logprobs(batch: AnyBatch, old_logprobs: Tensor, settings: Grpo | Ppo) -> AnyBatch:
+    """Add old log-probs [...], and the importance weights that follow from them if the recipe corrects."""
+    weights, correction = None, settings.importance_correction
+    if correction is not None:
+        weights = importance_weights(
+            old_logprobs,
+            batch.inference_logprobs,
+            batch.token_mask,
+            correction=correction.type,
+            low=correction.low,
+            high=correction.high,
+        )
+    return replace(batch, old_logprobs=old_logprobs, importance_weights=weights)
