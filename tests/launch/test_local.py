@@ -432,7 +432,7 @@ def start(runs_dir: Path, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
