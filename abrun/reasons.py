@@ -254,7 +254,7 @@ class Code(StrEnum):
     STATE_LACKS_RANKS, RECORD_FIELD_INVALID, RECORDS_LOST, RUN_IS_EXPERIMENT = auto(), auto(), auto(), auto()
     SYNC_NEEDS_SECTION, RUNS_NOT_SENT, STEPS_SENT, MIRROR_NOT_BEGUN = auto(), auto(), auto(), auto()
     MIRROR_STOPPED, MIRROR_NOT_ENDED, REPORT_SENT, WANDB_SWITCHED_OFF = auto(), auto(), auto(), auto()
-    LOG_OF_ARM, NO_RUN_OR_EXPERIMENT, RUNS_DIR_MISSING = auto(), auto(), auto()
+    NO_RUN_OR_EXPERIMENT, RUNS_DIR_MISSING = auto(), auto()
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

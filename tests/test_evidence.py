@@ -22,12 +22,9 @@ ROOT = Path(__file__).parents[1]
 LATE = "fault-late_half_batch-0.25"
 LATE_FAULT = {"name": "late_half_batch", "size": 0.25}
 FAULTS = {"aa_reruns": 1, "ulp_reruns": 1, "faults": ["misgrouped", LATE_FAULT]}
-# What recipes say and pages have
-SAME = "the same, which would be a MATCH here."
-OTHERWISE = "which would be a MISMATCH here."
+# What pages have
 LEFT_OPEN = "## What it leaves open"
 ADVICE = "What could be done next"
-REASONS = "for the reasons above"
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def verdict_of(name: str) -> dict[str, Any]:
     [
         ({}, "MATCH", 0),
         pytest.param({"arms.treatment": SHIFTED}, "MISMATCH", 3, marks=pytest.mark.slow),
-        ({"compare.primary.0.margin": 0.0001}, "INCONCLUSIVE", 4),
+        pytest.param({"compare.primary.0.margin": 0.0001}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
         pytest.param({"compare.primary": []}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
         ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
         ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst

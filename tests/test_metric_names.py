@@ -10,13 +10,10 @@ import abrun
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.metric_names import (
     METRICS,
-    STEP_ONE,
-    default_transform,
     direction,
     find,
     is_clock,
     phase_of,
-    unit_of,
     unknown_metric,
 )
 
@@ -25,10 +22,6 @@ SOURCES = [
     for folder in ("backends", "rl", "train")
     for path in (Path(abrun.__path__[0]) / folder).rglob("*.py")
 ]
-
-
-def test_every_name_stands_once():
-    assert len({metric.key for metric in METRICS}) == len(METRICS)
 
 
 @pytest.mark.parametrize("key", [metric.key for metric in METRICS])
@@ -62,18 +55,6 @@ def test_other_names_are_unknown(name):
     assert find(name) is None
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft", "dpo"])
-def test_a_claim_on_what_an_algorithm_records_can_be_evaluated(algorithm):
-    recorded = [
-        "train/loss",
-        "train/grad_norm",
-        "validation/accuracy",
-        "memory/logprobs/peak_allocated_bytes",
-    ]
-    recorded += ["train/reward"] if algorithm in ("grpo", "ppo") else []
-    assert [unknown_metric(metric, algorithm) for metric in recorded] == [None] * len(recorded)
-
-
 @pytest.mark.parametrize(
     ("metric", "algorithm", "hint"),
     [
@@ -88,20 +69,6 @@ def test_a_claim_on_what_it_does_not_record_is_named_with_the_nearest(metric, al
     assert reason is not None and "\n" not in reason
     assert reason.startswith(f"got {metric!r}, ") and f"run of {algorithm} does not" in reason
     assert hint in reason
-
-
-def test_the_trainer_against_the_rollout_engine_is_read_at_step_one():
-    assert {"train/gen_kl_error", "train/token_mult_prob_error", "train/reward"} <= set(STEP_ONE)
-    assert "train/lr" not in STEP_ONE
-
-
-def test_what_other_trainers_record_is_known_by_its_ending():
-    assert (default_transform("policy/grad_norm"), default_transform("timing_s/step")) == ("log", "identity")
-    assert (unit_of("actor/entropy"), unit_of("perf/peak_bytes"), unit_of("critic/score/mean")) == (
-        "nats",
-        "bytes",
-        "",
-    )
 
 
 def test_a_phase_is_read_from_a_peak_of_one_counter():

@@ -8,6 +8,7 @@ import pytest
 
 from abrun.experiment.plan import make_plan
 from abrun.recipe.experiment import BASELINE, load_recipe
+from abrun.recipe.reading import dotted
 from tests.recipe.test_shipped_recipes import RECIPES, each_recipe
 
 BY_NAME = {path.stem: path for path in RECIPES}
@@ -42,3 +43,41 @@ def test_a_header_names_what_the_dry_run_lists(path: Path) -> None:
 )
 def test_a_header_that_is_not_true_any_more_is_found(name: str, override: str) -> None:
     assert named_differences(BY_NAME[name]) != planned_differences(BY_NAME[name], override)
+
+
+# Of recipes after other projects: what all arms have as their sources do, and once had not
+AS_THEIR_SOURCES = {
+    "ppo-qwen2.5-1.5b-1n8g-megatron": {
+        "policy.backend.tensor_parallel": 2,
+        "policy.backend.sequence_parallel": True,
+        "task.answer": "math_verify",
+        "algorithm.value_backbone": "own",
+    },
+    "gspo-qwen2.5-7b-4n8g-fused-logprobs": {
+        "algorithm.loss": "gspo",
+        "algorithm.clip_low": 3e-4,
+        "algorithm.clip_high": 4e-4,
+        "algorithm.minibatches_per_step": 2,
+        "algorithm.documents_per_step": 1024,
+        "policy.optimizer.max_grad_norm": 0.3,
+    },
+    "grpo-qwen3-30b-a3b-2n8g-fused-logprobs": {
+        "trainer.env.VLLM_USE_FLASHINFER_MOE_FP16": "0",
+        "trainer.env.VLLM_USE_FLASHINFER_MOE_FP8": "0",
+        "rollout.engine": "vllm",
+    },
+    "fp32-head": {"policy.dtype": "bfloat16", "policy.logprobs.logits_dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", AS_THEIR_SOURCES)
+def test_all_arms_of_a_recipe_are_as_its_source(name: str) -> None:
+    recipe = load_recipe(BY_NAME[name])
+    for arm in recipe.arms:
+        values = dotted(recipe.closed().run_config(arm).model_dump(mode="json"))
+        expected = AS_THEIR_SOURCES[name]
+        assert {key: values.get(key) for key in expected} == expected, arm
+
+
+def test_a_recipe_whose_first_steps_cannot_agree_compares_none() -> None:
+    assert not load_recipe(BY_NAME["ppo-qwen2.5-1.5b-1n8g-ablation"]).compare.step_one

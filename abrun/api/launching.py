@@ -157,7 +157,6 @@ def _run(
             if options.detach:
                 return None
             outcome = wait_for(plan, experiment_dir, planned.cluster, view)
-    view.summarize()
     return outcome
 
 
@@ -180,8 +179,8 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
         if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
             break
         if state == "step one":
-            said = "step one is open, which more seeds do not settle: see what would, below"
-            console.say(f"After {num_pairs} pairs: {said}.")
+            cause = "step one is open, which more seeds do not settle: see what would, below"
+            console.say(f"After {num_pairs} pairs: {cause}.")
             break
         console.say(f"After {num_pairs} pairs: not decided yet.")
     return outcome

@@ -161,15 +161,12 @@ def _say_what_was_caught(
 def _folder_of(run: str, runs_dir: Path) -> Path:
     """Of abrun's run, or where another trainer has kept completions. Raises StoreError where neither is."""
     from abrun.logs.completions import read_completions
-    from abrun.runs.experiment import is_experiment, planned_runs
     from abrun.runs.rundir import RunDir
+    from abrun.watch.log import refuse_experiment
 
     path = runs_dir / run
     path = path if is_directory(path) else Path(run)
-    if is_experiment(path):
-        names = [f"{run.rstrip('/')}/{name}" for name in planned_runs(path)]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise StoreError(Code.RUN_IS_EXPERIMENT(run=run, names=names[:8], more=more))
+    refuse_experiment(path)
     if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()
     return path

@@ -205,8 +205,6 @@ def logs(
 ) -> None:
     """Print what a run has printed, or what is recorded of it where that is nothing.
 
-    Of an experiment, list the runs with what became of each.
-
     Examples:
         abrun logs quickstart/baseline/seed-0 --follow
     """

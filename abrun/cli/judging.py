@@ -178,10 +178,10 @@ def freeze(
     frozen = arm or experiment.baseline
     begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
-    said = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
+    text = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
     typed = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
     console().say(
-        f"{said}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{typed}"
+        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{typed}"
     )
 
 
@@ -220,14 +220,14 @@ def _frozen(
     experiment: "Experiment", arm: str, output: Path, budget: str | None, replaced: str | None
 ) -> str:
     """Say what a reference file now holds."""
-    said = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
     if not experiment.compare.primary:
-        said += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+        text += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
-        said += f", with a ledger of changes (abrun ledger {output})"
+        text += f", with a ledger of changes (abrun ledger {output})"
     if replaced is not None:
-        said += f", in place of the reference {replaced}"
-    return said + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+        text += f", in place of the reference {replaced}"
+    return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
 
 
 def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:

@@ -26,7 +26,7 @@ class Meeting:
 def command_of(directory: Path, config: RunConfig, meeting: Meeting | None = None) -> list[str]:
     """The command of one run on a node: our own trainer's agent of its ranks, a foreign one's follower."""
     if isinstance(config, CommandRunConfig):
-        return external(directory)
+        return [sys.executable, *MODULE, "abrun.external", str(directory)]
     return ranks(directory, config, config.cluster.ranks_per_node, meeting=meeting)
 
 
@@ -54,11 +54,6 @@ def imports(config: OwnRunConfig) -> tuple[str, ...]:
     backend = BACKENDS[config.policy.backend.type].partition(":")[0]
     own = "abrun.train.__main__", "abrun.train.loop", f"abrun.train.{config.algorithm.type}", backend
     return *own, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
-
-
-def external(directory: Path) -> list[str]:
-    """The command of one run of a foreign trainer."""
-    return [sys.executable, *MODULE, "abrun.external", str(directory)]
 
 
 def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:

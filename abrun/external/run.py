@@ -116,7 +116,9 @@ class _Run:
         self._log_start = self._here.log_size()  # what comes now is the command's
         with (
             stopping_signals() as requests,
-            capped(self._here.log, int(self._config.limits.log_mib * 2**20), current_mask()) as pass_on,
+            capped(
+                self._here.log, int(self._config.limits.log_mib * 2**20), current_mask().hide_bytes
+            ) as pass_on,
             self._command() as process,
         ):
             pass_on()

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from abrun.experiment.command import AGENT, command_of, environment, imports
 from abrun.experiment.plan import Plan
@@ -70,6 +71,17 @@ class Slots:
             self._num_free += 1
 
 
+def runs_at_once(machine: Machine, num_jobs: int | None, configs: Iterable[RunConfig]) -> int:
+    """Count the first of these runs that fit on a machine side by side."""
+    slots, count = Slots(machine, num_jobs), 0
+    for config in configs:
+        if (place := slots.find(config)) is None:
+            break
+        slots.take(place)
+        count += 1
+    return count
+
+
 # What runs have in common that begin as copies of one process: its imports, and its environment
 Kind = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
@@ -96,7 +108,11 @@ class LocalEngine:
         counts = Counter(kind for kind, _ in found)
         try:
             for kind, config in dict(found).items():
-                if kind and counts[kind] - self._at_once(config) >= FEWEST_LATER:
+                if (
+                    kind
+                    and counts[kind] - runs_at_once(self._machine, self._num_jobs, repeat(config))
+                    >= FEWEST_LATER
+                ):
                     with contextlib.suppress(OSError):  # what hinders it the runs will say
                         self._servers[kind] = Server(FORKED, kind[0], dict(kind[1]))
             yield
@@ -148,14 +164,6 @@ class LocalEngine:
         env = self.environment(run, config, place) | NO_DRIVER
         env.pop(RUN_DIR)
         return imports(config), frozenset(env.items())
-
-    def _at_once(self, config: RunConfig) -> int:
-        """How many such runs fit on this machine side by side."""
-        slots, count = Slots(self._machine, self._num_jobs), 0
-        while place := slots.find(config):
-            slots.take(place)
-            count += 1
-        return count
 
 
 @dataclass(slots=True, eq=False)

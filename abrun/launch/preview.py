@@ -12,7 +12,7 @@ from abrun.experiment.plan import Plan, decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import Cluster
-from abrun.launch.local import Slots
+from abrun.launch.local import runs_at_once
 from abrun.launch.notes import notes
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import units
@@ -22,7 +22,6 @@ from abrun.reasons import Reason
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.command import CommandRunConfig, invocation
 from abrun.recipe.experiment import BASELINE
-from abrun.recipe.policy import DIMENSIONS
 from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable
 
@@ -110,7 +109,6 @@ def _plan(plan: Plan) -> list[RenderableType]:
         Text(title, style="bold"),
         *_runs(plan),
         *_commands(plan),
-        *_layouts(plan),
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
         *([_heading("Settings without effect"), *_listed(sentences(inert))] if inert else []),
@@ -131,43 +129,6 @@ def _runs(plan: Plan) -> list[RenderableType]:
         rows.append((str(number), str(run.name), str(run.config.steps), _occupies(run.config), begins))
     num_rows = len(plan.warm_starts) + len(plan.runs)
     return _table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
-
-
-def _layouts(plan: Plan) -> list[RenderableType]:
-    """Which ranks work on what, where an arm spreads its policy over several."""
-    arms: dict[Any, list[str]] = {}
-    of_layout: dict[Any, OwnRunConfig] = {}
-    for run in plan.runs:
-        if isinstance(run.config, OwnRunConfig):
-            layout = run.config.policy.backend, run.config.cluster
-            of_layout[layout] = run.config
-            named = arms.setdefault(layout, [])
-            named += [] if run.name.arm in named else [run.name.arm]
-    if not any(backend.is_spread for backend, _ in arms):
-        return []
-    return [part for layout, named in arms.items() for part in _ranks(named, of_layout[layout])]
-
-
-def _ranks(arms: Sequence[str], config: OwnRunConfig) -> list[RenderableType]:
-    """A row for each replica, a column for each stage; brackets around the ranks that share a layer."""
-    backend = config.policy.backend
-    sizes = backend.shape | {"data_parallel": config.data_parallel}
-    stages, replicas, contexts, tensors = (sizes.get(name, 1) for name in DIMENSIONS)
-    rows = []
-    for replica in range(min(replicas, MOST_ROWS)):
-        rows.append([str(replica)])
-        for stage in range(stages):
-            first = (stage * replicas + replica) * contexts * tensors
-            groups = [range(first + i * tensors, first + (i + 1) * tensors) for i in range(contexts)]
-            rows[-1].append(" ".join(f"[{' '.join(map(str, group))}]" for group in groups))
-    parts = [f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1]
-    if backend.expert_parallel > 1:
-        parts.append(f"experts over {backend.expert_parallel} ranks")
-    headings = ["replica", *(f"stage {stage}" if stages > 1 else "ranks" for stage in range(stages))]
-    return [
-        _heading(f"Ranks of {', '.join(arms)}: {', '.join([backend.type, *parts])}"),
-        *_table(headings, rows, replicas),
-    ]
 
 
 def _start(config: RunConfig, warm_start: str | None = None) -> str:
@@ -229,12 +190,7 @@ def _devices(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[Re
 
 
 def _at_once(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
-    slots = Slots(machine, num_jobs)
-    at_once = 0
-    while at_once < len(plan.runs) and (place := slots.find(plan.runs[at_once].config)):
-        slots.take(place)
-        at_once += 1
-    return at_once
+    return runs_at_once(machine, num_jobs, (run.config for run in plan.runs))
 
 
 def _diff(plan: Plan) -> list[RenderableType]:

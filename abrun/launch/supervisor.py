@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,17 +68,9 @@ class Observer(Protocol):
         ...
 
 
-class Printed:
-    """An observer whose words go into the log of a cluster's job."""
-
-    def follow(self, experiment_dir: Path) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-    def tick(self) -> None:
-        pass
+def print_line(line: str) -> None:
+    """Say a note in the log of a cluster's job."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +107,11 @@ def run_plan(
         experiment_dir = place.experiment_dir
         observer.follow(experiment_dir)
         for reason in untested:
-            _Quiet(observer).say(sentence(reason))
+            _quiet(observer.say)(sentence(reason))
         wanted = [run for run in plan.runs if only is None or run.name in only]
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
-        stopped_by = Supervisor(queue, engine, observer, place.lease, grace_s, place.git).run()
+        arguments = queue, engine, place.lease, grace_s, place.git
+        stopped_by = Supervisor(*arguments, say=observer.say, tick=observer.tick).run()
     states = [run_state(experiment_dir, run.name) for run in wanted]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
@@ -128,19 +121,14 @@ def run_plan(
     return Outcome(statuses=statuses, stopped_by=stopped_by)
 
 
-class _Quiet:
-    """Wraps an observer: no I/O error of what it reads or prints ends a run."""
+def _quiet(call: Callable[..., object]) -> Callable[..., None]:
+    """Return the call without its I/O errors: none of what an observer reads or prints ends a run."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def say(self, line: str) -> None:
+    def quiet(*arguments: object) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: of a closed file
-            self._observer.say(line)
+            call(*arguments)
 
-    def tick(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._observer.tick()
+    return quiet
 
 
 class Supervisor:
@@ -150,14 +138,16 @@ class Supervisor:
         self,
         queue: Queue,
         engine: Engine,
-        observer: Observer,
         lease: Lease,
         grace_s: float,
         git: dict[str, Any] | None,
+        *,
+        say: Callable[[str], object],
+        tick: Callable[[], object] = lambda: None,
     ) -> None:
         self._queue = queue
         self._engine = engine
-        self._observer = _Quiet(observer)
+        self._say, self._tick = _quiet(say), _quiet(tick)
         self._lease = lease
         self._grace_s = grace_s
         self._requests = StopRequests()
@@ -175,7 +165,7 @@ class Supervisor:
                     self._reap()
                     self._start_ready()
                     self._refresh_locks()
-                    self._observer.tick()
+                    self._tick()
                     time.sleep(POLL_S)
                 if self._requests.first is not None:
                     self._stop_all()
@@ -187,7 +177,7 @@ class Supervisor:
             finally:
                 for job in self._queue.jobs:
                     job.lock.close()
-        self._observer.tick()
+        self._tick()
         return self._requests.first
 
     def _refresh_locks(self) -> None:
@@ -198,7 +188,7 @@ class Supervisor:
     def _start_ready(self) -> None:
         for jobs, cause, ending in self._queue.hopeless():
             more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            self._observer.say(f"{jobs[0].label}{more}: not started: {sentence(cause)}")
+            self._say(f"{jobs[0].label}{more}: not started: {sentence(cause)}")
             for job in jobs:
                 self._end_unstarted(job, Code.NOT_STARTED(cause=cause, ending=ending))
         for job in self._queue.ready():
@@ -206,7 +196,7 @@ class Supervisor:
             if place is None:
                 return
             try:
-                if job.claim(self._observer.say):
+                if job.claim(self._say):
                     self._start(job, place)
             except AbrunError as error:  # such as a directory that is gone: the others go on
                 self._give_up(job, error.reason)
@@ -223,7 +213,7 @@ class Supervisor:
     def _give_up(self, job: Job, why: Reason) -> None:
         """A job that has no process, or whose process cannot be recorded."""
         self._kill([job])
-        self._observer.say(f"{job.label}: {sentence(why)}")
+        self._say(f"{job.label}: {sentence(why)}")
         self._end_unstarted(job, why)
 
     def _end_unstarted(self, job: Job, why: Reason) -> None:
@@ -260,7 +250,7 @@ class Supervisor:
             path = str(job.run.path)
             job.failure = reason.map_texts(lambda text: text.replace(path, "RUN_DIR"))
         if lost or (job.status == "failed" and job.may_retry and code not in HOPELESS):
-            self._observer.say(f"{job.label}: {reason and sentence(reason)}: starting it again")
+            self._say(f"{job.label}: {reason and sentence(reason)}: starting it again")
             job.begin_again(is_retry=not lost)
 
     def _stop_all(self) -> None:
@@ -271,14 +261,14 @@ class Supervisor:
             if job.started:
                 job.started.stop(kill=False)
         if running:
-            self._observer.say(
+            self._say(
                 f"stopping {len(running)} run{'s' if len(running) > 1 else ''}: up to {self._grace_s:.0f} s "
                 "to save checkpoints; Ctrl-C again, after two seconds, kills them"
             )
         deadline = time.monotonic() + self._grace_s
         while time.monotonic() < deadline and not self._requests.insisted and self._queue.running:
             self._reap()
-            self._observer.tick()
+            self._tick()
             time.sleep(POLL_S)
         self._kill(self._queue.running)
         self._reap()

@@ -41,10 +41,9 @@ MESSAGES: dict[Code, Message] = {
     Code.RUN_IS_EXPERIMENT: "{run}: got an experiment; name one of its runs: {names:list}{more}",
     Code.SYNC_NEEDS_SECTION: "{directory}: no run of it has a section wandb; set wandb in the recipe",
     Code.RUNS_NOT_SENT: "wandb: {failed} of {runs} runs were not sent: {first}",
-    Code.LOG_OF_ARM: "{directory}: an arm of {parent}; give one of its runs: {runs}",
     Code.NO_RUN_OR_EXPERIMENT: "{directory}: no run and no experiment is here, nor under --runs-dir; give a "
-    "folder, or a name such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun logs EXPERIMENT "
-    "its runs)",
+    "folder, or a name such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun status "
+    "EXPERIMENT its runs)",
     Code.RUNS_DIR_MISSING: "{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir",
     Code.STEPS_SENT: "{steps:count step} sent{url:if , {url}}",
     Code.MIRROR_NOT_BEGUN: "{error} This run {offline:if is mirrored offline|goes on without a mirror}.",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -37,20 +37,30 @@ PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interr
 # --- starting and stopping ---
 
 
-class Child(Protocol):
-    """A process that this one looks after: a `subprocess.Popen`, or a `Fork` (abrun.processes.copies)."""
+class Fork:
+    """A child that was forked, with what abrun asks of a `subprocess.Popen`."""
 
-    @property
-    def pid(self) -> int: ...
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
 
-    @property
-    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
-    def poll(self) -> int | None: ...
+    def terminate(self) -> None:
+        if self.poll() is None:  # else its id may be another's
+            os.kill(self.pid, signal.SIGTERM)
 
-    def terminate(self) -> None: ...
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
-    def kill(self) -> None: ...
+
+Child = Popen | Fork
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:

@@ -6,17 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
-
-class BytesMask(Protocol):
-    def hide_bytes(self, content: bytes, *, more: bool) -> tuple[bytes, bytes]:
-        """Return `content` masked and, with `more` to come, the end that may be the start of a secret."""
-        ...
+# Of content, with `more` to come: it masked, and its end that may be the start of a secret
+HideBytes = Callable[..., tuple[bytes, bytes]]
 
 
 @contextlib.contextmanager
-def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[Callable[[], None]]:
+def capped(log: Path, most_bytes: int, hide: HideBytes) -> Iterator[Callable[[], None]]:
     """Pass stdout and stderr through this process, which masks secrets, if stdout goes into `log`.
 
     The log keeps its head and its tail, `most_bytes` in all. If stdout goes elsewhere, as to a terminal,
@@ -29,7 +25,7 @@ def capped(log: Path, most_bytes: int, mask: BytesMask) -> Iterator[Callable[[],
         return
     reading, writing = os.pipe()
     printed = os.dup(1), os.dup(2)
-    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, mask), daemon=True)
+    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, hide), daemon=True)
     _redirect(writing, writing)
     os.close(writing)
     try:
@@ -62,12 +58,12 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _pump(reading: int, log_file: int, most_bytes: int, mask: BytesMask) -> None:
+def _pump(reading: int, log_file: int, most_bytes: int, hide: HideBytes) -> None:
     head, num_cut, rest, read = 0, 0, b"", b"_"
     with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
         while read:
             read = pipe.read(1 << 16) or b""
-            content, rest = mask.hide_bytes(rest + read, more=bool(read))
+            content, rest = hide(rest + read, more=bool(read))
             with contextlib.suppress(OSError):
                 size = file.seek(0, os.SEEK_END) + file.write(content)
                 if size > most_bytes:

@@ -22,6 +22,7 @@ from abrun.processes import (
     MODULE,
     RUN_DIR,
     STOPPING_SIGNALS,
+    Fork,
     Popen,
     adopt_orphans,
     die_with_parent,
@@ -31,29 +32,6 @@ from abrun.processes import (
 
 ANSWER_S = 10.0  # a server that says nothing for so long hangs
 MOST_BYTES = 1 << 17  # of an order
-
-
-class Fork:
-    """A child that was forked, with what abrun asks of a `subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def terminate(self) -> None:
-        if self.poll() is None:  # else its id may be another's
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 class Server:

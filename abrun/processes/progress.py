@@ -24,7 +24,6 @@ AGENT = "ABRUN_AGENT"  # the environment variable that names the process that wa
 FOLDER = "ABRUN_PROGRESS"  # and where the lines are
 LISTENING = "ABRUN_LISTENING"  # of the first rank: the descriptor of the socket where all ranks meet
 SHOW_STACK = signal.SIGUSR2
-WAITING = "waiting for its turn"  # said while others use its devices: no time of its own
 PATIENCE, LEAST_PATIENCE_S = 10, 60.0  # a silence longer than that many steps, and than that, is unusual
 FEWEST_STEPS, LAST_STEPS = 3, 20  # to judge by: the first ones compile
 STUCK = {

@@ -78,7 +78,10 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     run = RunDir(asked.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
-    with stopping_signals() as requests, capped(run.log, int(asked.log_mib * 2**20), mask) as pass_on:
+    with (
+        stopping_signals() as requests,
+        capped(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+    ):
         known = run.last_attempt
         try:
             with _scratch(_ranks_here(asked)) as (scratch, lines):
@@ -359,8 +362,6 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self.done.wait(POLL_S):
             now, signs = time.monotonic(), progress.signs(self._lines)
-            if any(sign.doing == progress.WAITING for sign in signs.values()):
-                self._began_s = now
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first is not None:

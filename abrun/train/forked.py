@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from abrun.processes import copies
+from abrun.processes import Fork, copies
 from abrun.processes.output import outlive_output
 from abrun.train import agent
 
@@ -34,7 +34,7 @@ def main() -> None:
     os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
 
 
-def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> copies.Fork:
+def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Fork:
     """A rank; the open files it inherits are among this process's, all of which it has."""
 
     def run() -> None:

@@ -19,7 +19,7 @@ from abrun.runs.lock import launcher_of
 from abrun.watch.log import log_of
 from abrun.watch.overview import status_json, status_of_experiments
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
-from abrun.watch.showing import progress_line, render, said_once, status_line, summary
+from abrun.watch.showing import progress_line, render, said_once, status_line
 
 __all__ = [
     "ExperimentReader",
@@ -95,11 +95,6 @@ class View:
         else:
             self._lines.show(runs)
         return runs
-
-    def summarize(self) -> None:
-        """Print what was done, arm by arm: for the end."""
-        if self._reader is not None:
-            self._console.print(summary(self._reader.experiment_dir.name, self._reader.read()))
 
 
 def watch(

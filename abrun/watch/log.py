@@ -1,6 +1,5 @@
 """What a run prints, line by line, as it comes, or why it has printed nothing."""
 
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from abrun.runs.experiment import is_experiment, planned_runs
 from abrun.runs.lock import launcher_of
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-from abrun.watch.reading import ExperimentReader, FindJobs
+from abrun.watch.reading import FindJobs
 
 POLL_S = 0.5
 READ_BYTES = 1 << 20  # at once; a longer line is printed as several
@@ -23,19 +22,13 @@ AT_WORK = ("waiting", "running", "stalled")
 
 
 def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
-    """The lines of a run's log, with `follow` also those to come until it has ended; where there are none,
-    what is recorded of the run. Of an experiment, what its runs are doing.
+    """Yield the lines of a run's log, with `follow` also those to come until it has ended.
 
-    Raises StoreError where neither is there.
+    Where there are none, what is recorded of the run. Raises StoreError for what is no run.
     """
-    if is_experiment(directory):
-        yield from _runs_of(directory, find_jobs, follow=follow)
-        return
+    refuse_experiment(directory)
     run = RunDir(directory)
     if not run.exists:
-        of_arm = _runs_of_arm(directory)
-        if of_arm:
-            raise StoreError(Code.LOG_OF_ARM(directory=directory, parent=directory.parent, runs=of_arm))
         raise StoreError(Code.NO_RUN_OR_EXPERIMENT(directory=directory))
     name = run.record().name
     experiment_dir = directory.parent.parent
@@ -65,27 +58,12 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
         time.sleep(POLL_S)
 
 
-def _runs_of(experiment_dir: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
-    """A line a run, and how to see the log of one: of the first that failed, or else began last."""
-    runs = ExperimentReader(experiment_dir, find_jobs).read()
-    runs = [run for run in runs if not (run.is_warm_start and run.state.status == "pending")]
-    for run in runs:
-        why = f": {run.state.message}" if run.state.message else ""
-        yield shown(f"{run.label}: {run.status} at step {run.step}/{run.state.num_steps}{why}") + "\n"
-    failed = [run for run in runs if run.state.status == "failed"]
-    began = [run for run in runs if run.state.status not in ("waiting", "pending")]
-    for run in failed[:1] or began[-1:] or runs[:1]:
-        command = ["abrun", "logs", str(run.state.directory), *(["--follow"] if follow else [])]
-        yield shown(f"That is an experiment; the log of one of its runs: {shlex.join(command)}") + "\n"
-
-
-def _runs_of_arm(directory: Path) -> str:
-    """The folders of an arm's runs, shortened; empty where it is none."""
-    if not is_experiment(directory.parent):
-        return ""
-    names = [name for name in planned_runs(directory.parent) if name.arm == directory.name]
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(str(directory.parent / str(name)) for name in names[:MOST_NAMED]) + more
+def refuse_experiment(directory: Path) -> None:
+    """Raise StoreError, with the names of its runs, for an experiment in the place of a run."""
+    if is_experiment(directory):
+        names = [str(directory / str(name)) for name in planned_runs(directory)]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MOST_NAMED], more=more))
 
 
 def _read(run: RunDir, position: int) -> tuple[int, bytes]:

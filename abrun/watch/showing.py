@@ -1,21 +1,18 @@
 """Runs as people read them: a table for a terminal's size, a line a run elsewhere."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
-from abrun.present.tables import Column, Table, columns
+from abrun.present.tables import Column, Table
 from abrun.redaction import shown
 from abrun.watch.reading import WatchedRun, time_left_s
 
@@ -234,40 +231,6 @@ def _limits(runs: Sequence[WatchedRun], followed: str) -> tuple[float, float]:
     values = (value for run in runs for value in run.curves.get(followed, ()))
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
-
-
-def summary(name: str, runs: Sequence[WatchedRun]) -> RenderableType:
-    """What a launch has done, arm by arm: for its end."""
-    planned = [run for run in runs if not run.is_warm_start]
-    followed = _followed(planned)
-    last = f"last {followed.removeprefix('train/')}"
-    titles = ["arm", "runs", last, "step time", "tokens/s a device", "peak memory"]
-    arms = dict.fromkeys(run.state.name.arm for run in planned)
-    rows = [_of_arm([run for run in planned if run.state.name.arm == arm], followed) for arm in arms]
-    known = [any(cells) for cells in zip(*rows, strict=True)]
-    table = Table(
-        columns(*compress(titles, known), numeric=titles[2:]), [[*compress(row, known)] for row in rows]
-    )
-    elapsed_s, steps = elapsed(planned), sum(run.step for run in planned)
-    took = "" if elapsed_s is None else f" in {_clock(elapsed_s)}"
-    title = Text(f"{shown(name)}: {steps} steps of {len(planned)} runs{took}")
-    return Panel.fit(table, title=title, title_align="left")
-
-
-def _of_arm(runs: Sequence[WatchedRun], followed: str) -> list[str]:
-    counts = Counter(run.status for run in runs)
-    last = [run.latest[followed] for run in runs if isinstance(run.latest.get(followed), int | float)]
-    rates = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
-    times = [run.step_time_s for run in runs if run.step_time_s is not None]
-    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
-    return [
-        shown(runs[0].state.name.arm),
-        ", ".join(f"{count} {status}" for status, count in counts.items()),
-        _number(statistics.fmean(last), 3) if last else "",
-        _seconds(statistics.median(times)) if times else "",
-        _rate(statistics.median(rates)) if rates else "",
-        memory(max(peaks)) if peaks else "",
-    ]
 
 
 def elapsed(runs: Sequence[WatchedRun]) -> float | None:

@@ -23,7 +23,8 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.launch.engine import make_engine
-from abrun.processes.copies import Fork, Server
+from abrun.processes import Fork
+from abrun.processes.copies import Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
 

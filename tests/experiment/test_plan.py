@@ -189,21 +189,3 @@ def test_the_compare_hash_is_of_the_comparison_alone() -> None:
     assert compare_hash(plan_of("steps=9").recipe.compare) == compare_hash(plan_of().recipe.compare)
     other = plan_of("compare.primary=[{metric: train/reward, margin: 0.06}]")
     assert compare_hash(other.recipe.compare) != compare_hash(plan_of().recipe.compare)
-
-
-def test_the_layout_of_an_arm_is_a_picture_of_its_ranks() -> None:
-    spread = "{type: megatron, pipeline_parallel: 2, context_parallel: 4}"
-    overrides = ("cluster={nodes: 2, gpus_per_node: 8}", f"arms.other.policy.backend={spread}")
-    shown = dry_run(plan_of(*overrides))
-    assert "Ranks of baseline, treatment: dtensor, data_parallel 16" in shown
-    picture = shown.partition("Ranks of other: megatron, ")[2]
-    assert [line.rstrip() for line in picture.splitlines()[:4]] == [
-        "pipeline_parallel 2, data_parallel 2, context_parallel 4",
-        "replica  stage 0          stage 1",
-        "0        [0] [1] [2] [3]  [8] [9] [10] [11]",
-        "1        [4] [5] [6] [7]  [12] [13] [14] [15]",
-    ]
-
-
-def test_ranks_that_share_nothing_need_no_picture() -> None:
-    assert "Ranks of" not in dry_run(plan_of("cluster.cpu_ranks=2"))

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from abrun.errors import LaunchError
-from abrun.experiment.command import external
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import Follower
@@ -38,7 +37,6 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
-from abrun.verdict.machines import code_notes
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, run_to_end
 from tests.snapshot import Snapshot
@@ -46,6 +44,7 @@ from tests.snapshot import Snapshot
 HERE = Path(__file__).parent
 FOREIGN = HERE / "foreign.yaml"
 SCRIPT = f"trainer.parameters.script={HERE / 'foreign_trainer.py'}"
+FOLLOWER = (sys.executable, "-P", "-m", "abrun.external")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 
 
@@ -74,7 +73,7 @@ def prepared(tmp_path: Path, *overrides: str) -> Path:
 
 def start(directory: Path) -> "subprocess.Popen[bytes]":
     log = (directory / "stdout.log").open("ab")
-    return subprocess.Popen(external(directory), stdout=log, stderr=log)
+    return subprocess.Popen([*FOLLOWER, str(directory)], stdout=log, stderr=log)
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
@@ -156,22 +155,6 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, sna
         reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
         assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))
-
-
-def test_the_commit_of_run_folders_is_read(tmp_path: Path, snapshot: Snapshot) -> None:
-    for arm, sha in (("baseline", "a" * 40), ("treatment", "b" * 40)):
-        for seed in (0, 1):
-            directory = tmp_path / arm / f"seed-{seed}"
-            write_run(directory, "by-hand", RunName(arm=arm, seed=seed), load_recipe(FOREIGN).run_config(arm))
-            run = RunDir(directory)
-            run.begin_launch([], {"sha": sha, "dirty": False, "diff": None})
-            writer = run.begin_attempt()
-            writer.metrics(1, {"train/reward": 0.1 + seed})
-            writer.finish(1)
-    experiment = open_sources([str(tmp_path / arm) for arm in ("baseline", "treatment")], Reading())
-    (note,) = code_notes(experiment)
-    assert [version["code"] for version in note["versions"]] == [["aaaaaaa"], ["bbbbbbb"]]
-    snapshot(sentence(note))
 
 
 def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path, snapshot) -> None:
@@ -360,7 +343,7 @@ def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path, before: st
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
     code = f"import os, signal, sys; from abrun.processes import start\n{before}\n"
     code += "start(sys.argv[1:], os.environ, dies_by=signal.SIGTERM).wait()"
-    launcher = subprocess.Popen([sys.executable, "-c", code, *external(directory)])
+    launcher = subprocess.Popen([sys.executable, "-c", code, *FOLLOWER, str(directory)])
     until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
     launcher.kill()
     launcher.wait()

@@ -145,5 +145,17 @@ def ranks_of(directory: Path, rank: int) -> list[int]:
     return found
 
 
+def check_resumed(
+    fault: str, experiment_dir: Path, reference: Path, reached: dict[str, int], began: float, noticed_s: float
+) -> int:
+    """Wait until a disturbed experiment is past what it had reached, and check its end; the steps it lost."""
+    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
+    resumed_s = time.monotonic() - began
+    check_end(experiment_dir, reference)
+    lost = lost_steps(experiment_dir, reached)
+    table_row(fault, noticed_s, resumed_s, lost)
+    return lost
+
+
 def table_row(fault: str, noticed_s: float, resumed_s: float, lost: int) -> None:
     print(f"\n| {fault} | {noticed_s:.0f} s | {resumed_s:.0f} s | {lost} |")

@@ -7,10 +7,16 @@ from typing import Any
 
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan
+from abrun.launch.cluster import make_cluster, queued_jobs
 from abrun.launch.engine import Place, make_engine
+from abrun.launch.handover import hand_over
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S, Observer, Outcome, run_plan
+from abrun.recipe.launcher import launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.runs.experiment import run_state
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
@@ -45,6 +51,22 @@ def run_to_end(
     asked = LaunchOptions(runs_dir=runs_dir, launcher=launcher, **options)
     engine = make_engine(launcher, asked.jobs)
     return run_plan(plan, asked, engine=engine, observer=observer or Silent(), grace_s=grace_s)
+
+
+def submit(plan: Plan, runs_dir: Path, launcher: str, **options: Any) -> Path:
+    """Hand a plan over to a cluster; returns the experiment's directory."""
+    settings = launcher_settings(plan.recipe.launcher, launcher)
+    cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
+    assert cluster is not None
+    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
+    return runs_dir / plan.recipe.name
+
+
+def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
+    """Return a run's state as its cluster knows it."""
+    jobs = queued_jobs(experiment_dir)
+    assert jobs is not None
+    return jobs.state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
 
 class FakeEngine(LocalEngine):

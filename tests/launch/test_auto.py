@@ -447,24 +447,6 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {MICRO_BATCH_TOKENS: "auto"},
-        {MICRO_BATCH_TOKENS: "auto", "policy.packing": "true", "policy.micro_batch_size": "2"},
-        {MICRO_BATCH_TOKENS: "lots"},
-        {MICRO_BATCH_TOKENS: "0"},
-        {KEEP_GATHERED: "maybe"},
-        {KEEP_GATHERED: "1"},
-    ],
-)
-def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: Snapshot) -> None:
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(SMALL, [f"{key}={value}" for key, value in values.items()])
-    assert refused.value.code is Code.RULE_BROKEN
-    snapshot(refused.value)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         "{policy.packing: false}",

@@ -16,8 +16,8 @@ import pytest
 from abrun.experiment.plan import make_plan
 from abrun.launch import local
 from abrun.launch.supervisor import Outcome
-from abrun.processes import children, processes_of
-from abrun.processes.copies import Fork, Server
+from abrun.processes import Fork, children, processes_of
+from abrun.processes.copies import Server
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs.rundir import RunDir

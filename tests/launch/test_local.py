@@ -82,11 +82,6 @@ def launches_of(experiment_dir: Path, run: str) -> list[Launch]:
     return RunDir(experiment_dir / run).launches()
 
 
-def pid_of(launch: Launch) -> int:
-    assert launch.pid
-    return launch.pid
-
-
 def ended(launch: Launch) -> float:
     assert launch.ended_s
     return launch.ended_s
@@ -437,7 +432,7 @@ def start(runs_dir: Path, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -448,10 +443,9 @@ def steps(runs_dir: Path, run: str) -> int:
     return len(read_lines(runs_dir / "small" / run / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("limit", [10, 600])
-def test_a_full_disk_before_the_start_leaves_nothing(tmp_path: Path, limit: int) -> None:
-    """No file may grow beyond `limit`: the lock, or experiment.json, cannot be written."""
-    launcher = start(tmp_path / "runs", limit=limit)
+def test_a_full_disk_before_the_start_leaves_nothing(tmp_path: Path) -> None:
+    """No file may grow beyond the limit: experiment.json cannot be written."""
+    launcher = start(tmp_path / "runs", limit=600)
     said, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 2 and said.count("\n") == 1 and "cannot be written: File too large" in said
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from abrun.processes import RUN_DIR, adopt_orphans, children, copies, end_all, processes_of, wait
-from abrun.processes.copies import Fork, Server
+from abrun.processes import RUN_DIR, Fork, adopt_orphans, children, copies, end_all, processes_of, wait
+from abrun.processes.copies import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
 ASKER = """

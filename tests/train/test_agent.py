@@ -1,7 +1,6 @@
 """The agent around the ranks: it ends as they do, names who hangs, and leaves nothing."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -378,33 +376,6 @@ def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: P
     for torn in ("", '{"after": 0, "reas', "[]", '{"after": 0, "reason": {"code": "no_such", "values": {}}}'):
         (tmp_path / "nodes" / "ending-node-0001.json").write_text(torn)
         assert (endings(run, 0, ""), run.nodes(1)) == ([], [])
-
-
-def test_a_rank_that_waits_for_its_turn_uses_up_none_of_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """limits.run_s: of a cell of memory-profile, whose GPU others have before it."""
-    monkeypatch.setattr(agents, "children", lambda pid: set())
-    asked: Any = SimpleNamespace(ranks=1, run_s=0.5, stalled_s=math.inf, grace_s=math.inf)
-    notes: Any = SimpleNamespace(write=lambda *_: None)
-    requests: Any = SimpleNamespace(first=None, insisted=False)
-    with progress.lines(tmp_path, range(1)) as lines:
-
-        def says(doing: str) -> None:
-            os.pwrite(lines[0], f"{os.getpid()} {time.monotonic():.3f} inf 0 {doing}".ljust(200).encode(), 0)
-
-        says(progress.WAITING)
-        watch = agents._Watch(requests, asked, tmp_path, lines, notes)
-        watch.start()
-        try:
-            time.sleep(1.5)
-            assert watch.ended_because is None
-            says("training")
-            until(lambda: watch.ended_because)
-        finally:
-            watch.done.set()
-            watch.join()
-        assert watch.ended_because == Code.TIME_LIMIT_REACHED(limit_s=0.5)
 
 
 def test_daemons_that_have_ended_keep_no_ids(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from abrun import watch
-from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import read_json, write_json
@@ -25,6 +24,7 @@ from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch import overview
 from abrun.watch.reading import time_left_s
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 
@@ -163,38 +163,6 @@ def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
     assert "1:05 elapsed" in lines[-1]
 
 
-def test_a_run_that_failed_again_before_a_step_has_no_elapsed_time(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=3, treatment_0=3)
-    add_steps(experiment_dir / "baseline/seed-0", 4, 4, time_s=time.time() - 7000)
-    ended = {"status": "failed", "started_s": time.time() - 60, "ended_s": time.time(), "message": "x"}
-    write_json(experiment_dir / "baseline/seed-0/attempts/0002.json", ended)
-    row = drawn(experiment_dir, 140).splitlines()[3]
-    assert "failed" in row and not re.search(r"-\d+:", row)
-
-
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_tokens_a_second_and_elapsed_times_are_shown_where_there_is_room(tmp_path: Path, width: int) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=1)
-    for step, rate in ((2, 4321.6), (3, 9000.0), (4, 10.0)):  # the median's, as of step times
-        row = {"performance__tokens_per_sec_per_gpu": rate, "time_s": time.time()}
-        add_steps(experiment_dir / "baseline" / "seed-0", step, step, **row)
-    text = drawn(experiment_dir, width)
-    assert ("tokens/s" in text, "4,322" in text) == (width > 130, width > 130)
-    assert ("elapsed" in text.splitlines()[2]) == (width > 100)
-
-
-def test_the_end_of_a_launch_is_summed_up_arm_by_arm(tmp_path: Path) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=30, treatment_1=60)
-    console = Console(width=120, record=True, file=io.StringIO())
-    view = watch.View(console)
-    view.follow(experiment_dir)
-    view.summarize()
-    lines = [line.strip("│ ").split() for line in console.export_text().splitlines()]
-    assert lines[0][1:8] == ["demo:", "150", "steps", "of", "3", "runs", "in"]
-    assert lines[2][:7] == ["baseline", "1", "finished", "1.000", "0.50", "s", "84"]
-    assert lines[3][:5] == ["treatment", "1", "running,", "1", "finished"] and lines[3][5] == "0.750"
-
-
 def test_nan_is_seen(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10, treatment_0=10)
     add_steps(
@@ -213,14 +181,6 @@ def test_failures_and_corrupt_lines_are_said_below_the_table(tmp_path: Path) -> 
     text = drawn(experiment_dir, 200)
     assert "baseline/seed-0: out of [memory]" in text
     assert "treatment/seed-0: " in text and "line 11: got 'garbage'" in text
-
-
-@pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[1]"])
-def test_a_row_of_no_step_is_passed_over(tmp_path: Path, step: str) -> None:
-    experiment_dir = make_experiment(tmp_path, baseline_0=10)
-    with (experiment_dir / "baseline" / "seed-0" / "metrics.jsonl").open("a") as file:
-        file.write(f'{{"step": {step}, "attempt": 1, "train/reward": 7.0}}\n')
-    assert "10/60" in drawn(experiment_dir, 200)
 
 
 def with_warm_start(run_dir: Path) -> Path:
@@ -321,16 +281,15 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapsh
     assert said() == ["a line\n"]
 
 
-def test_in_the_place_of_an_experiment_s_log_are_its_runs(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_an_experiment_and_an_arm_have_no_log(tmp_path: Path, snapshot: Snapshot) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=3)
-    failed = RunDir(experiment_dir / "treatment" / "seed-0")
-    failed.begin_attempt().fail(Code.FOREIGN_TEXT(text="out of memory"), exit_code=2)
-    snapshot(list(watch.log_of(experiment_dir, lambda experiment_dir: None, follow=True)))
-    arm = experiment_dir / "treatment"
-    with pytest.raises(StoreError) as refused:
-        list(watch.log_of(arm, lambda experiment_dir: None, follow=False))
-    assert refused.value.code is Code.LOG_OF_ARM and str(failed.path) in str(refused.value)
-    snapshot(refused.value)
+    for directory, code in (
+        (experiment_dir, Code.RUN_IS_EXPERIMENT),
+        (experiment_dir / "treatment", Code.NO_RUN_OR_EXPERIMENT),
+    ):
+        with refused(code) as caught:
+            list(watch.log_of(directory, lambda experiment_dir: None, follow=False))
+        snapshot(caught.value)
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,10 @@ from abrun.tasks import hold_out
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
-    """What runs of a kind need. `find` yields why a machine does not have it for one of them."""
+    """A need of runs of a kind. `find` yields why a machine does not meet it for one of them."""
 
-    needs: str
     runs: type[RunConfig]
     find: Callable[[Any, Machine], Iterable[Reason]]
     # What has to change: the recipe (a login node can tell, too), a file that it names, or the machine.
@@ -173,23 +172,18 @@ def _missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
 
 
 CHECKS = (
-    Check(
-        needs="an implementation",
-        runs=OwnRunConfig,
-        find=lambda config, _: not_built(config),
-        cause="recipe",
-    ),
-    Check(needs="a single node", runs=CommandRunConfig, find=_multi_node_command, cause="recipe"),
-    Check(needs="a model that fits its settings", runs=OwnRunConfig, find=_misfits, cause="recipe"),
-    Check(needs="its command", runs=CommandRunConfig, find=_missing_command),
-    Check(needs="the extras of the trainer", runs=OwnRunConfig, find=_missing_extras),
-    Check(needs="whole files of its model", runs=OwnRunConfig, find=_bad_folder, cause="file"),
-    Check(needs="its model from a hub", runs=OwnRunConfig, find=_missing_of_hub),
-    Check(needs="problems that it can read", runs=OwnRunConfig, find=_bad_problems, cause="file"),
-    Check(needs="its verifier's module", runs=OwnRunConfig, find=_missing_verifier),
-    Check(needs="the checkpoint that it starts from", runs=OwnRunConfig, find=_bad_checkpoint),
-    Check(needs="packages and devices of its settings", runs=OwnRunConfig, find=_missing_settings),
-    Check(needs="GPUs or CPU cores", runs=RunConfig, find=_missing_devices),
+    Check(OwnRunConfig, lambda config, _: not_built(config), cause="recipe"),
+    Check(CommandRunConfig, _multi_node_command, cause="recipe"),
+    Check(OwnRunConfig, _misfits, cause="recipe"),
+    Check(CommandRunConfig, _missing_command),
+    Check(OwnRunConfig, _missing_extras),
+    Check(OwnRunConfig, _bad_folder, cause="file"),
+    Check(OwnRunConfig, _missing_of_hub),
+    Check(OwnRunConfig, _bad_problems, cause="file"),
+    Check(OwnRunConfig, _missing_verifier),
+    Check(OwnRunConfig, _bad_checkpoint),
+    Check(OwnRunConfig, _missing_settings),
+    Check(RunConfig, _missing_devices),
 )
 ELSEWHERE = frozenset({Code.PROBLEMS_UNREADABLE})  # files that another machine may have
 

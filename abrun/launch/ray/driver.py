@@ -22,7 +22,7 @@ from abrun.experiment.plan import make_plan
 from abrun.launch.cluster import COMPARED
 from abrun.launch.queue import Queue
 from abrun.launch.ray import record
-from abrun.launch.supervisor import Printed, Supervisor
+from abrun.launch.supervisor import Supervisor, print_line
 from abrun.messages.records import print_reason
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
@@ -38,16 +38,11 @@ from abrun.runs.lock import Lease, Locked
 HANDOVER_S = 60.0  # that a job before this one may take to end
 
 
-class Told(Printed):
-    """Words for Ray's log of the job, and for the experiment's."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-
-    def say(self, line: str) -> None:
-        super().say(line)
-        with contextlib.suppress(OSError, StoreError), open_log(self._log) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
+def _print(log: Path, line: str) -> None:
+    """Say a note in Ray's log of the job, and in the experiment's."""
+    print_line(line)
+    with contextlib.suppress(OSError, StoreError), open_log(log) as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
 
 
 def main() -> int:
@@ -70,35 +65,28 @@ def main() -> int:
         return 2
 
 
-def _run(experiment_dir: Path, job: str, said: dict[str, Any]) -> int:
-    settings = validated(Ray, said.get("settings", {}), str(experiment_dir / record.FOLDER))
-    observer = Told(experiment_dir / record.FOLDER / record.LOG)
+def _run(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
+    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / record.FOLDER))
+    say = partial(_print, experiment_dir / record.FOLDER / record.LOG)
     _tell(experiment_dir, job, {})
-    _enter(said["cwd"])
-    observer.say(f"{job} begins on {socket.gethostname()}")
+    _enter(submitted["cwd"])
+    say(f"{job} begins on {socket.gethostname()}")
     lease = _lease(experiment_dir)
     try:
         engine_of = _cluster()
         plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
-        queue = Queue(plan, experiment_dir)
-
-        engine = engine_of(
-            settings,
-            plan,
-            experiment_dir,
-            queue.jobs,
-            said.get("num_jobs"),
-            partial(_tell, experiment_dir, job),
-        )
-        stopped_by = Supervisor(queue, engine, observer, lease, float(settings.save_s), said.get("git")).run()
+        queue, tell = Queue(plan, experiment_dir), partial(_tell, experiment_dir, job)
+        engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), tell)
+        arguments = queue, engine, lease, float(settings.save_s), submitted.get("git")
+        stopped_by = Supervisor(*arguments, say=say).run()
     finally:
         lease.close()
-    if stopped_by is None and said.get("compare"):
+    if stopped_by is None and submitted.get("compare"):
         with open_log(experiment_dir / record.FOLDER / COMPARED) as output:
             output.truncate(0)
             argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
-    observer.say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
+    say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(each.status == "finished" for each in queue.jobs) else 1
 
 

@@ -137,8 +137,8 @@ class RayCluster(Cluster):
         return self._driver.get("ended") or next(reversed(reasons or lines), known.status)
 
     def ask(self) -> client.Known | None:
-        said = record.read_job(self._experiment_dir)
-        self._record = said if said.get("job") else self._record  # another may have submitted it again
+        submitted = record.read_job(self._experiment_dir)
+        self._record = submitted if submitted.get("job") else self._record  # --resume may have replaced it
         self._driver = record.read_driver(self._experiment_dir, self._record["job"])
         return client.known(self._record["url"], self._record["job"])
 

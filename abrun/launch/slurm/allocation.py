@@ -27,7 +27,7 @@ from abrun.launch.queue import WARM_START, Job, Queue
 from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
-from abrun.launch.supervisor import Printed, Supervisor
+from abrun.launch.supervisor import Supervisor, print_line
 from abrun.processes import MODULE
 from abrun.processes.output import outlive_output
 from abrun.reasons import Code, Reason
@@ -124,7 +124,8 @@ def main() -> int:
         lease.acquire(take_over=True)  # Slurm starts a job once: whoever had it is cut off, and will stop
         try:
             engine = StepEngine(settings, len([job for job in queue.jobs if not job.done]))
-            Supervisor(queue, engine, Printed(), lease, grace_of(settings), record.get("git")).run()
+            arguments = queue, engine, lease, grace_of(settings), record.get("git")
+            Supervisor(*arguments, say=print_line).run()
         finally:
             lease.close()
     except AbrunError as error:

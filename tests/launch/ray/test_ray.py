@@ -1,5 +1,6 @@
 """Ray without one: what is submitted, refused, cancelled, submitted again, with a fake of its client."""
 
+import functools
 import importlib.util
 import json
 import socket
@@ -12,23 +13,18 @@ from typing import Any
 import pytest
 import requests
 
-from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.options import LaunchOptions
+from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, make_plan
-from abrun.launch.cluster import cancel, make_cluster, queued_jobs
-from abrun.launch.handover import hand_over
+from abrun.launch.cluster import cancel, queued_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import Known
 from abrun.messages.records import coded
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.launcher import launcher_settings
-from abrun.runs.experiment import run_state
-from abrun.runs.layout import RunName
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-from tests.launch.fakes import FAKE, Silent, run_to_end
+from tests.launch import fakes
+from tests.launch.fakes import FAKE, run_to_end, seen
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
 
@@ -78,26 +74,17 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
+submit = functools.partial(fakes.submit, launcher="ray")
+
+
 def planned(*settings: str) -> Plan:
     return make_plan(load_recipe(SMALL, settings))
-
-
-def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
-    settings = launcher_settings(plan.recipe.launcher, "ray")
-    cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
-    assert cluster is not None
-    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
-    return runs_dir / plan.recipe.name
 
 
 def jobs_of(experiment_dir: Path) -> Any:
     found = queued_jobs(experiment_dir)
     assert found is not None
     return found
-
-
-def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
-    return jobs_of(experiment_dir).state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
 
 def job_of(experiment_dir: Path) -> str:
@@ -109,13 +96,6 @@ def end(ray: FakeRay, experiment_dir: Path, status: str, message: str = "") -> N
 
 
 # --- submission and refusals ---
-
-
-def test_what_was_cancelled_has_not_failed_once_ray_has_forgotten_it(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
-    jobs_of(experiment_dir).cancel()
-    ray.jobs.clear()
-    assert seen(experiment_dir).status == "interrupted"
 
 
 def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,26 +175,6 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
             client.known(url, "job")
         reason = refusal.value.reason
         assert (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        "{type: ray, address: local}",
-        "{type: ray, address: 'ray://h:10001'}",
-        "{type: ray, resources: {GPU: 1}}",
-        "{type: ray, partition: low}",
-    ],
-)
-def test_a_bad_section_is_one_line(section: str, snapshot: Snapshot) -> None:
-    with pytest.raises(RecipeError) as refused:
-        planned(f"launcher={section}")
-    snapshot(refused.value)
-
-
-def test_a_machine_without_gpus_can_submit_what_needs_them(ray: FakeRay, tmp_path: Path) -> None:
-    submit(planned("cluster={nodes: 2, gpus_per_node: 8}", "policy.logprobs.impl=triton"), tmp_path)
-    assert len(ray.submitted) == 1
 
 
 # --- what becomes of the job ---

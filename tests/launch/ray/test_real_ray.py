@@ -21,6 +21,7 @@ from tests.launch.disturbed import (
     abrun,
     at_step,
     check_end,
+    check_resumed,
     is_past,
     launch,
     lost_steps,
@@ -98,11 +99,7 @@ def test_what_is_lost_comes_back_by_itself(
         noticed_s = seconds_until(lambda: says(experiment_dir, "waiting", "for 2 nodes"), within_s=120)
         assert " is lost: " in (baseline.launches()[0].message or "")
         sh(CLUSTER, "boot" if fault == "node killed" else "plug", "n2")
-    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
-    resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(40))
-    lost = lost_steps(experiment_dir, reached)
-    table_row(fault, noticed_s, resumed_s, lost)
+    lost = check_resumed(fault, experiment_dir, undisturbed(40), reached, began, noticed_s)
     assert lost <= 5 + 3  # those since the last checkpoint, and some until the fault struck
 
 

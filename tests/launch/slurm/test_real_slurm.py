@@ -24,6 +24,7 @@ from tests.launch.disturbed import (
     abrun,
     at_step,
     check_end,
+    check_resumed,
     is_past,
     launch,
     lost_steps,
@@ -98,11 +99,7 @@ def test_what_is_lost_comes_back_by_itself(
         sh("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5")
         noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=60)
         reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
-    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
-    resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(40))
-    lost = lost_steps(experiment_dir, reached)
-    table_row(fault, noticed_s, resumed_s, lost)
+    lost = check_resumed(fault, experiment_dir, undisturbed(40), reached, began, noticed_s)
     assert lost <= 5 + 3  # those since the last checkpoint, and some until the fault struck
 
 
@@ -123,11 +120,7 @@ def test_a_run_that_takes_longer_than_its_job_goes_on_in_the_next(
         os.kill(pid, signal.SIGCONT)
     noticed_s = seconds_until(lambda: state(experiment_dir).status == "waiting", within_s=40)
     reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
-    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
-    resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(40))
-    lost = lost_steps(experiment_dir, reached)
-    table_row("time limit", noticed_s, resumed_s, lost)
+    lost = check_resumed("time limit", experiment_dir, undisturbed(40), reached, began, noticed_s)
     assert lost == 0
 
 
@@ -173,11 +166,7 @@ def test_a_network_cut_in_mid_step_ends_both_sides(
         reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
     finally:
         sh(CLUSTER, "plug", "n2")
-    seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
-    resumed_s = time.monotonic() - began
-    check_end(experiment_dir, undisturbed(40))
-    lost = lost_steps(experiment_dir, reached)
-    table_row("network cut", noticed_s, resumed_s, lost)
+    lost = check_resumed("network cut", experiment_dir, undisturbed(40), reached, began, noticed_s)
     print(f"status said: {said}; beyond the cut: ended {noticed_s + ended_s:.0f} s after it")
     assert lost <= 5 + 3
 

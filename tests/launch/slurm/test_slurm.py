@@ -1,5 +1,6 @@
 """Slurm without one: what is rendered, submitted, refused and cancelled, against a fake of its commands."""
 
+import functools
 import json
 import os
 import re
@@ -14,11 +15,9 @@ from typing import Any
 import pytest
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import Plan, make_plan
 from abrun.launch import node, prepare
 from abrun.launch.cluster import cancel, make_cluster, queued_jobs
-from abrun.launch.handover import hand_over
 from abrun.launch.slurm import allocation, launcher
 from abrun.messages import sentence
 from abrun.reasons import Code
@@ -28,9 +27,9 @@ from abrun.recipe.launcher import launcher_settings, limit_s
 from abrun.runs.experiment import run_state
 from abrun.runs.layout import RunName
 from abrun.runs.lock import launcher_lock
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-from tests.launch.fakes import FAKE, Silent
+from tests.launch import fakes
+from tests.launch.fakes import FAKE, seen
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
 
@@ -56,16 +55,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+submit = functools.partial(fakes.submit, launcher="slurm")
+
+
 def planned(*settings: str) -> Plan:
     return make_plan(load_recipe(SMALL, settings))
-
-
-def submit(plan: Plan, runs_dir: Path, **options: Any) -> Path:
-    settings = launcher_settings(plan.recipe.launcher, "slurm")
-    cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
-    assert cluster is not None
-    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
-    return runs_dir / plan.recipe.name
 
 
 def queue(slurm: Path) -> list[str]:
@@ -74,12 +68,6 @@ def queue(slurm: Path) -> list[str]:
 
 def waiting(slurm: Path) -> list[str]:
     return [line for line in queue(slurm) if "|PENDING|" in line]
-
-
-def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
-    jobs = queued_jobs(experiment_dir)
-    assert jobs is not None
-    return jobs.state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
 
 # --- scripts ---
@@ -437,7 +425,7 @@ def test_a_job_queues_itself_again_where_its_runs_were_interrupted(
     status: Any, requeued: bool, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ended:
-        def __init__(self, queue: Any, *_: Any) -> None:
+        def __init__(self, queue: Any, *_: Any, **__: Any) -> None:
             self._jobs = queue.jobs
 
         def run(self) -> None:
@@ -528,6 +516,8 @@ def test_a_bad_profile_is_one_line(text: str, slurm: Path, tmp_path: Path, snaps
         "{type: slurm, interface: ib0 ib1}",
         "{type: ray, interface: ib0 ib1}",
         "{type: ray, env: {A B: x}}",
+        "{type: ray, address: 'ray://h:10001'}",
+        "{type: ray, resources: {GPU: 1}}",
         "{type: slurm, sbatch: {--mem: 2G}}",
         "{type: local, partition: low}",
         '{type: slurm, setup: ["a\\nb"]}',
