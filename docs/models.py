@@ -33,9 +33,10 @@ Families that are not in the table are checked in the same way.
 For models in local folders, `abrun launch` and `--dry-run` read `config.json` and refuse unsupported models
 and settings before anything starts.
 
-An export (`checkpoint.final_weights`) is the network that was trained. It lacks tensors of the checkpoint
-that the network has no place for, such as the vision tower of Qwen 3.5 or layers that predict later tokens.
-A quantized checkpoint is trained and exported unquantized.
+An export (`checkpoint.final_weights`) is of the checkpoint's own class, with its configuration. Tensors that
+the network has no place for, such as the vision tower of Qwen 3.5 or layers that predict later tokens, are
+copied from the checkpoint's files unchanged. A quantized checkpoint is trained and exported unquantized;
+tensors that an export then lacks are named when it is loaded.
 """
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from abrun.models.checks import check_decoding, check_network, silence
 from abrun.models.families import facts_of
 from abrun.models.sources import read_config, weight_files
+from abrun.models.unread import find_unread
 from abrun.recipe.model_fit import PLAIN_DECODERS
 from abrun.seeds import derive
 
@@ -114,6 +115,7 @@ def open_parts(source: str) -> Any | None:
     if (generation := _generation(source)) is not None:
         network.generation_config = generation
     network.checkpoint = checkpoint
+    network.unread = find_unread(network, config, source)
     return network
 
 

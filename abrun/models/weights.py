@@ -15,6 +15,7 @@ from abrun.models.families import facts_of, persistent_buffers
 from abrun.models.parts import check_twin, open_parts, random_parts
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading, read_config, source_of
+from abrun.models.unread import complete_export, find_unread
 from abrun.recipe.policy import Model
 
 
@@ -85,7 +86,8 @@ def config_of(model: Model) -> Any:
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write `weights` (whole, by name), buffers and configuration as a Hugging Face checkpoint (safetensors).
 
-    The configuration says of dropout what it said before training.
+    The configuration says of dropout what it said before training. A network that was loaded from a
+    checkpoint is written as that checkpoint, with the tensors that it has no place for (see unread).
     """
     writable: Any = network
     silenced = getattr(network, "silenced", ())
@@ -96,6 +98,9 @@ def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[st
     finally:
         for config, name, value in silenced:
             setattr(config, name, type(value)(0))
+    unread = getattr(network, "unread", None)
+    if unread is not None:
+        complete_export(unread, directory)
 
 
 def _from_checkpoint(source: str) -> nn.Module:
@@ -108,4 +113,5 @@ def _from_checkpoint(source: str) -> nn.Module:
         network, found = loaded
         if found["missing_keys"]:  # transformers fills them with random numbers, and warns
             raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
+        network.unread = find_unread(network, config, source)
     return network

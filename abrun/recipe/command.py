@@ -115,7 +115,7 @@ class Command(Section):
             )
         for field, template in self._templates():
             filled = _filled(template, values) if field.startswith("env.") else template.format_map(values)
-            if _names_file_of_abrun(filled, A_RUN_DIR):
+            if _names_files_of_abrun(filled, A_RUN_DIR):
                 raise FieldError(
                     f"got {shortened(template)}; a command's files in {{run_dir}} may have none of abrun's "
                     f"names: {', '.join(RUN_FILES)}",
@@ -241,8 +241,9 @@ def invocation(
     )
     # By the name of an arm, for one; the recipe's templates have been looked at
     taken = [filled.metrics_path] if _is_taken(filled.metrics_path, str(run_dir)) else []
-    words = (*filled.argv, *filled.env.values())
-    taken += [word for word in words if _names_file_of_abrun(word, str(run_dir))]
+    taken += [
+        word for word in (*filled.argv, *filled.env.values()) if _names_files_of_abrun(word, str(run_dir))
+    ]
     if taken:
         raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(taken[0])))
     return filled
@@ -257,15 +258,27 @@ def _filled(template: str, values: Mapping[str, str], environment: Mapping[str, 
 
 
 def _is_taken(path: str, run_dir: str) -> bool:
-    """Return whether a path is a run directory, or one of abrun's files in it."""
+    """Whether a path is a run directory, or one of abrun's files in it."""
     path = posixpath.normpath(path)
-    return path == run_dir or _names_file_of_abrun(path, run_dir)
+    inside = path == run_dir or path.startswith(f"{run_dir}/")
+    return inside and _names(path, run_dir)[0] in (".", *RUN_FILES)
 
 
-def _names_file_of_abrun(text: str, run_dir: str) -> bool:
-    """Return whether a path in an argument is a file of abrun's, also where a file system ignores case."""
-    names = re.findall(rf"{re.escape(run_dir)}/+([^\s/=,:;&|()<>\"'`]+)", text)
-    return any(name.casefold() in RUN_FILES for name in names)
+def _names_files_of_abrun(text: str, run_dir: str) -> bool:
+    """Whether an argument, or a line of shell, says where a file of abrun's lies, in this run or another."""
+    said = re.sub(r"\$\{?ABRUN_RUN_DIR\b\}?", lambda _: run_dir, text)
+    said = re.sub(r"['\"]", "", said)
+    for path in re.findall(rf"{re.escape(run_dir)}/[^\s=,:;&|()<>{{}}\[\]`\\]*", said):
+        names = _names(path, run_dir)
+        if names[0] in RUN_FILES or (names[0] == ".." and names[-1] in RUN_FILES):
+            return True
+    return False
+
+
+def _names(path: str, run_dir: str) -> list[str]:
+    """The parts of a path below a run directory, as a file system that ignores case would say them."""
+    below = path.removeprefix(run_dir).lstrip("/")
+    return posixpath.normpath(below).casefold().split("/")
 
 
 def _written(value: object) -> str:
