@@ -20,7 +20,6 @@ BYTES_A_TOKEN = 128
 class Grid:
     tiles: list[slice]  # of the tokens
     chunks: list[slice]  # of this shard's rows
-    lent: bool = False  # see make_lent_grid
 
     def without_padding(self, num_rows: int) -> "Grid":
         """The same tiles, and chunks of the first `num_rows` rows alone."""
@@ -67,28 +66,13 @@ def make_grid(
     return Grid(tiles=tiles, chunks=_pieces(num_rows, min(most, widest_chunk), ALIGNMENT))
 
 
-def make_whole_row_grid(
-    num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int, *, start: int = 0
-) -> Grid:
-    """Tiles, of the tokens from `start` on, whose logits over all rows are held at once; chunks only where
-    rows cost something."""
+def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int) -> Grid:
+    """Tiles whose logits over all rows are held at once; chunks only where rows cost something."""
     budget = _left_of(budget_bytes, num_tokens)
     chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
     most = (budget - size_of_largest(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
     alignment = WHOLE_ROW_ALIGNMENT if most >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
-    return Grid(tiles=_pieces(num_tokens, most, alignment, start), chunks=chunks)
-
-
-def make_lent_grid(
-    num_tokens: int, tile_size: int, num_rows: int, cost: Cost, budget_bytes: int
-) -> Grid | None:
-    """One tile of a given size, whose kept logits need no budget, and chunks, whose gradients do; None where
-    these would be narrow."""
-    budget = _left_of(budget_bytes, num_tokens)
-    most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
-    if most < min(PREFERRED_CHUNK, num_rows):
-        return None
-    return Grid(tiles=[slice(0, tile_size)], chunks=_pieces(num_rows, most, ALIGNMENT), lent=True)
+    return Grid(tiles=_pieces(num_tokens, most, alignment), chunks=chunks)
 
 
 def _left_of(budget_bytes: int, num_tokens: int) -> float:
@@ -107,14 +91,12 @@ def size_of_largest(pieces: list[slice]) -> int:
     return max((piece.stop - piece.start for piece in pieces), default=0)
 
 
-def _pieces(total: int, most: float, alignment: int, start: int = 0) -> list[slice]:
-    """From `start` to `total`, the fewest pieces of at most `most`: about equal, at multiples of the
-    alignment if they can be."""
-    total -= start
+def _pieces(total: int, most: float, alignment: int) -> list[slice]:
+    """The fewest pieces of at most `most`: about equal, at multiples of the alignment if they can be."""
     if total <= most:
-        return [slice(start, start + total)] if total else []
+        return [slice(0, total)] if total else []
     unit = alignment if most >= alignment else 1
     num_units = -(-total // unit)
     num_pieces = -(-num_units // max(int(most) // unit, 1))
-    cuts = [start + num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [start + total]
+    cuts = [num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [total]
     return [slice(*cut) for cut in pairwise(cuts)]

@@ -8,13 +8,12 @@ v rows of a chunk, b blocks of rows.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .grid import Cost, Grid, make_grid, make_lent_grid, make_whole_row_grid, size_of_largest
+from .grid import Cost, Grid, make_grid, make_whole_row_grid
 from .head import Head
 from .products import add_product
 from .softmax import LogitGradient, SoftmaxSums, Targets
@@ -34,7 +33,6 @@ class Tiles(Protocol):
     sums_cost: Cost
     gradient_cost: Cost
     kept_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
-    takes_room: bool  # whether what is kept can be in a `room` lent by the caller
 
     def add(
         self,
@@ -45,10 +43,8 @@ class Tiles(Protocol):
         first_row: int,
         *,
         keep: bool = False,
-        room: Tensor | None = None,
     ) -> Any:
-        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs,
-        most of it in the `room` [n, v] in the projection's dtype if there is one."""
+        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs."""
         ...
 
     def gradient(
@@ -60,7 +56,7 @@ class Tiles(Protocol):
     def gradient_of_kept(
         self, gradient: LogitGradient, kept: Any, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
-        """The same without a product; what was kept is overwritten, unless it is in a room."""
+        """The same without a product; what was kept is overwritten."""
         ...
 
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
@@ -150,30 +146,28 @@ class LinearPolicyLoss(torch.autograd.Function):
         entropy_gradient: bool,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
-        grids = _one_pass_grids(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
+        grid = _one_pass_grid(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
         sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
-        for grid in grids:
-            for tile in grid.tiles:
-                gradients.start(tile, grid)
-                kept = []
-                for chunk in grid.chunks:
-                    rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                    room = gradients.room(chunk) if grid.lent else None
-                    kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True, room=room))
-                    del rows  # before the next chunk's copy is made
-                sums[tile].reduce_over_shards(targets[tile], head)
-                logprobs, entropies = sums[tile].results(targets[tile])
-                tile_loss, g, h = _loss_of(token_loss, logprobs, entropies, tile, entropy_gradient)
-                gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
-                for chunk in grid.chunks:
-                    rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                    d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
-                    gradients.add(chunk, rows, d_logits)
-                    del rows, d_logits
-                gradients.finish()
-                loss += tile_loss
+        for tile in grid.tiles:
+            gradients.start(tile, grid)
+            kept = []
+            for chunk in grid.chunks:
+                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True))
+                del rows  # before the next chunk's copy is made
+            sums[tile].reduce_over_shards(targets[tile], head)
+            logprobs, entropies = sums[tile].results(targets[tile])
+            tile_loss, g, h = _loss_of(token_loss, logprobs, entropies, tile, entropy_gradient)
+            gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
+            for chunk in grid.chunks:
+                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
+                d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
+                gradients.add(chunk, rows, d_logits)
+                del rows, d_logits
+            gradients.finish()
+            loss += tile_loss
         ctx.tiles, ctx.gradients = tiles, (gradients.d_hidden, gradients.d_weight)
         logprobs, entropies = sums.results(targets)
         ctx.mark_non_differentiable(logprobs, *([] if entropies is None else [entropies]))
@@ -240,12 +234,6 @@ class _Gradients:
         if self.d_hidden is not None and len(grid.chunks) != 1:
             self._d_tokens = torch.zeros_like(self.tokens, dtype=self._head.result_dtype)
 
-    def room(self, chunk: slice) -> Tensor:
-        """The place of a chunk's d_weight [v, H] as one [n, v], until its product is written there."""
-        assert self.d_weight is not None
-        num_tokens, num_rows = len(self.tokens), chunk.stop - chunk.start
-        return self.d_weight[chunk].view(-1)[: num_tokens * num_rows].view(num_tokens, num_rows)
-
     def add(self, chunk: slice, rows: Tensor, d_logits: Tensor) -> None:
         wide = self._head.result_dtype
         if self._d_tokens is not None:
@@ -262,34 +250,19 @@ class _Gradients:
         del self.tokens, self._d_tokens  # before the next tile's are made
 
 
-def _one_pass_grids(
+def _one_pass_grid(
     hidden: Tensor,
     weight: Tensor,
     head: Head,
     tiles: Tiles,
     budget_bytes: int,
     needs_input_grad: tuple[bool, ...],
-) -> list[Grid]:
-    """Tiles of tokens that keep their logits over all rows; the same tiles on every rank, since ranks reduce
-    each.
-
-    Those of the first H tokens, where that is many, need no budget: they lie where d_weight will be, and each
-    chunk's gradient is elsewhere when its product overwrites them.
-    """
-    (num_tokens, hidden_size), shard_rows = hidden.shape, len(weight)
-    around = partial(_cost_around, hidden, weight, head, needs_input_grad)
-    cost = tiles.kept_cost + around(one_chunk=True)
+) -> Grid:
+    """Tiles of tokens that keep their logits over all rows; alike on every rank, since ranks reduce each."""
+    cost = tiles.kept_cost + _cost_around(hidden, weight, head, needs_input_grad, one_chunk=True)
     if cost.row:
-        cost = tiles.kept_cost + around()
-    grids = [make_whole_row_grid(num_tokens, shard_rows, cost, budget_bytes)]
-    has_room = tiles.takes_room and needs_input_grad[1] and _is_plain(weight, head)
-    is_aligned = shard_rows % 8 == 0 and head.vocab_size % 8 == 0
-    if has_room and is_aligned and num_tokens > hidden_size > size_of_largest(grids[0].tiles):
-        lent_cost = tiles.gradient_cost + around() + Cost(token=shard_rows * tiles.sums_cost.logit)
-        lent = make_lent_grid(num_tokens, hidden_size, shard_rows, lent_cost, budget_bytes)
-        rest = make_whole_row_grid(num_tokens, shard_rows, cost, budget_bytes, start=hidden_size)
-        grids = grids if lent is None else [lent, rest]
-    return [grid.without_padding(head.num_rows) for grid in grids]
+        cost = tiles.kept_cost + _cost_around(hidden, weight, head, needs_input_grad)
+    return make_whole_row_grid(len(hidden), len(weight), cost, budget_bytes).without_padding(head.num_rows)
 
 
 def _operand(values: Tensor, head: Head) -> Tensor:

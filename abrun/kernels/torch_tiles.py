@@ -20,7 +20,6 @@ class TorchTiles:
         self.sums_cost = Cost(logit=2 * wide)
         self.gradient_cost = Cost(logit=2 * wide + slope + copy)
         self.kept_cost = Cost(logit=3 * wide + slope + copy)
-        self.takes_room = False
 
     def add(
         self,
@@ -31,7 +30,6 @@ class TorchTiles:
         first_row: int,
         *,
         keep: bool = False,
-        room: Tensor | None = None,  # never given
     ) -> Tensor | None:
         u = self._unscaled_logits(hidden, rows)
         column, here = _target_column(target, first_row, len(rows))

@@ -202,8 +202,7 @@ def gradient_kernel(
 
 @triton.jit
 def gradient_of_kept_kernel(
-    kept,  # [n, v]: exp(outer * (u - its block's maximum))
-    gradient,  # out, [n, v], may be the same
+    values,  # [n, v]: exp(outer * (u - its block's maximum)), which become the gradient
     maxima,  # float32 [b, n]
     maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
     constant,  # float32 [n]
@@ -220,7 +219,7 @@ def gradient_of_kept_kernel(
     exists = tokens < num_tokens
     place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = exists[:, None] & (rows < num_rows)[None, :]
-    block_exponential = tl.load(kept + place, mask=mask, other=0.0).to(tl.float32)
+    block_exponential = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
     block_maximum = tl.load(
         maxima + tl.program_id(0).to(tl.int64) * num_tokens + tokens, mask=exists, other=0.0
     )
@@ -232,7 +231,7 @@ def gradient_of_kept_kernel(
     if SOFTCAP:
         u = y / (outer * LOG2_E) + m[:, None]
         d *= 1.0 - u * u
-    tl.store(gradient + place, d.to(gradient.dtype.element_ty), mask=mask)
+    tl.store(values + place, d.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit

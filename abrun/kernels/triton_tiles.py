@@ -38,7 +38,6 @@ class _Kept:
     # [n, v] logits or, where the kernels multiply, their exp from each block's maximum
     values: Tensor
     maxima: Tensor  # [b, n]
-    lent: bool  # the values are in a room that the gradient must not be written to
 
 
 class TritonTiles:
@@ -66,7 +65,6 @@ class TritonTiles:
         self.sums_cost = Cost(logit=logits + block_sums)
         self.gradient_cost = Cost(logit=logits + d_logits)
         self.kept_cost = Cost(logit=logits + d_logits + block_sums)
-        self.takes_room = self._multiplies
         self._rounds = head.logits_dtype != torch.float32
 
     def add(
@@ -78,7 +76,6 @@ class TritonTiles:
         first_row: int,
         *,
         keep: bool = False,
-        room: Tensor | None = None,
     ) -> _Kept | None:
         num_tokens, num_blocks = len(hidden), triton.cdiv(len(rows), BLOCK_ROWS)
         has_entropy = sums.sum_exp_logit is not None
@@ -87,7 +84,7 @@ class TritonTiles:
         source = self._source(hidden, rows)
         kept, kept_blocks = (source, None) if isinstance(source, Tensor) else (None, None)
         if keep and kept is None:
-            kept, kept_blocks = _empty_blocks(hidden, rows) if room is None else (room, _blocks_of(room))
+            kept, kept_blocks = _empty_blocks(hidden, rows)
         self._launch(kernels.softmax_sums_kernel, source, (*block_sums, kept_blocks))
         kernels.target_logit_kernel[triton.cdiv(num_tokens, 64),](
             *(hidden, rows, source if isinstance(source, Tensor) else None, target, sums.target_logit),
@@ -102,7 +99,7 @@ class TritonTiles:
             BLOCK_TOKENS=8,
             BLOCK_BLOCKS=128,
         )
-        return _Kept(kept, blocks[0], lent=room is not None) if keep and kept is not None else None
+        return _Kept(kept, blocks[0]) if keep and kept is not None else None
 
     def gradient(
         self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
@@ -121,11 +118,11 @@ class TritonTiles:
         if not self._multiplies:
             d_logits = self._gradient_of_logits(gradient, kept.values)
         else:
-            d_logits = torch.empty_like(kept.values) if kept.lent else kept.values
+            d_logits = kept.values
             num_tokens, num_columns = d_logits.shape
             grid = triton.cdiv(num_columns, BLOCK_ROWS), triton.cdiv(num_tokens, 16)
             kernels.gradient_of_kept_kernel[grid](
-                *(kept.values, d_logits, kept.maxima, *_coefficients(gradient), num_tokens, num_columns),
+                *(d_logits, kept.maxima, *_coefficients(gradient), num_tokens, num_columns),
                 *self._scales()[1:],
                 BLOCK_TOKENS=16,
                 BLOCK_ROWS=BLOCK_ROWS,
@@ -206,8 +203,4 @@ def _coefficients(gradient: LogitGradient) -> tuple[Tensor, Tensor, Tensor | Non
 def _empty_blocks(hidden: Tensor, rows: Tensor) -> tuple[Tensor, TensorDescriptor]:
     """[n, v] in hidden's dtype with the last block of rows made whole, and the blocks that kernels store."""
     values = hidden.new_empty(len(hidden), triton.cdiv(len(rows), BLOCK_ROWS) * BLOCK_ROWS)
-    return values, _blocks_of(values)
-
-
-def _blocks_of(values: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(values, [BLOCK_TOKENS, BLOCK_ROWS])
+    return values, TensorDescriptor.from_tensor(values, [BLOCK_TOKENS, BLOCK_ROWS])

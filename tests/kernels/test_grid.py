@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from abrun.kernels.grid import BYTES_A_TOKEN, Cost, make_grid, make_lent_grid, make_whole_row_grid
+from abrun.kernels.grid import BYTES_A_TOKEN, Cost, make_grid, make_whole_row_grid
 
 costs = st.builds(
     Cost,
@@ -82,12 +82,3 @@ def test_a_given_chunk_size_is_kept() -> None:
 def test_nothing_to_cut() -> None:
     assert make_grid(0, 151, Cost(logit=8), 2**29).tiles == []
     assert make_whole_row_grid(7, 0, Cost(logit=8), 2**29).chunks == []
-
-
-def test_a_lent_tile_needs_chunks_of_some_width() -> None:
-    cost = Cost(token=4 * 4096 + 151936 * 12 / 256, logit=2)
-    grid = make_lent_grid(8192, 4096, 151936, cost, 2**29)
-    assert grid is not None and grid.lent and grid.tiles == [slice(0, 4096)] and len(grid.chunks) == 3
-    assert make_lent_grid(8192, 4096, 151936, cost, 2**26) is None
-    rest = make_whole_row_grid(8192, 151936, Cost(logit=2 + 12 / 256), 2**29, start=4096)
-    assert [(tile.start, tile.stop) for tile in rest.tiles] == [(4096, 5120), (5120, 6656), (6656, 8192)]

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun.kernels import grid, linear, linear_logprobs, linear_policy_loss
+from abrun.kernels import linear_logprobs, linear_policy_loss
 from abrun.rl.losses import clipped_policy_loss, kl_penalty
-from tests.conftest import needs_interpreter
 from tests.kernels.test_linear_logprobs import (
     DTYPES,
     EPSILON,
@@ -82,24 +81,6 @@ def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> N
         slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
         answer = one_pass_answer(problem, impl, memory_budget_bytes=budget_bytes)
         check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("settings", [{}, {"logit_softcap": 3.0, "temperature": 0.7, "vocab_size": 1600}])
-def test_first_tokens_are_kept_where_d_weight_will_be(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
-) -> None:
-    monkeypatch.setattr(grid, "PREFERRED_CHUNK", 256)
-    lent = []
-    make = linear.make_lent_grid
-    monkeypatch.setattr(linear, "make_lent_grid", lambda *args: lent.append(make(*args)) or lent[-1])
-    problem = make_problem(100, 1608, "bfloat16", hidden_size=64, **settings)
-    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
-    answer = one_pass_answer(problem, "triton", memory_budget_bytes=160 * 2**10)
-    assert len(lent[0].chunks) > 1
-    slack = rounding("triton", problem, oracle)
-    slack["d_weight"] += 4 * 2**-9 * largest(oracle.d_weight)  # rounded once a tile
-    check(answer, oracle, naive, slack)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

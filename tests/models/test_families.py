@@ -209,6 +209,15 @@ def test_noise_of_no_known_name_is_refused(snapshot: Snapshot) -> None:
     snapshot(refusal.value)
 
 
+def test_an_error_of_a_foreign_forward_pass_is_one_line(snapshot: Snapshot) -> None:
+    network = tiny_network("llama")
+    network.model.layers[0].mlp = nn.Linear(3, 3)
+    with pytest.raises(RecipeError) as caught:
+        check_network(network, facts_of(network))
+    snapshot(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "deepseek_v3", "rwkv"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_check_leaves_everything_as_it_was(kind: str, training: bool) -> None:

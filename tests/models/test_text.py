@@ -221,3 +221,19 @@ def test_a_tokenizer_that_decodes_one_text_otherwise_is_asked_for_each() -> None
     tokenizer = Stripping(tokenizer_object=rust, eos_token="<eos>")
     text = Text(tokenizer=tokenizer, end_ids=frozenset({1}), max_positions=None)
     assert text.decode(text.encode_completions([" a ", "b"])) == ["a", "b"]
+
+
+def test_no_network_is_built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.Module.__init__", None)
+    folder = shutil.copytree(checkpoint, tmp_path / "text")
+    (folder / "model.safetensors").unlink()
+    assert from_path(folder).max_positions == 128
+    assert load_text(Model(preset="qwen2.5-1.5b"), weights=None).max_positions == 32_768
+
+
+def test_what_a_tokenizer_pads_and_cuts_by_itself_is_neither() -> None:
+    text = preset()
+    rust: Any = text.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    rust.enable_padding(length=16, direction="left")
+    rust.enable_truncation(5)
+    assert list(map(len, text.encode_prompts(["a", "abcdefg"]))) == [1, 7]

@@ -175,3 +175,11 @@ def test_weights_that_are_published_as_they_are_cost_one_look_at_the_network(
     found = dict(weights.published(network, named.items()))
     assert found.keys() == named.keys() and all(found[name] is named[name] for name in named)
     assert len(looks) == 1
+
+
+def test_pickled_weights_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(from_path(checkpoint).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(RecipeError):
+        from_path(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from abrun.cli import main
-from abrun.errors import RecipeError
+from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import RunName, make_plan
 from abrun.external import run as external_run
 from abrun.launch import git
@@ -242,6 +242,17 @@ def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, mo
     message = RunDir(directory).state(RunName(arm=BASELINE, seed=0)).message
     assert message
     snapshot(message)
+
+
+def test_resume_asks_for_the_variables_of_unfinished_runs_alone(recipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    plan = make_plan(load_recipe(recipe))
+    assert run_to_end(plan, tmp_path).exit_code == 0
+    monkeypatch.delenv("HF_TOKEN")
+    assert run_to_end(plan, tmp_path, resume=True).exit_code == 0
+    (tmp_path / "foreign" / "treatment" / "seed-0" / "result.json").unlink()
+    with pytest.raises(LaunchError, match=r"arms.treatment: trainer.env.HF_TOKEN"):
+        run_to_end(plan, tmp_path, resume=True)
 
 
 # --- the checkout ---
