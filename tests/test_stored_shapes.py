@@ -301,6 +301,15 @@ def test_a_file_of_gigabytes_is_one_line_of_its_run(experiment_dir: Path, name: 
     assert all(state.status == "finished" and not state.message for state in states.values())
 
 
+def test_keys_of_other_versions_are_let_be(experiment_dir: Path) -> None:
+    for path in experiment_dir.rglob("*.json"):
+        edit(path, lambda content: content.update(unknown={"a": [1]}))
+    for path in experiment_dir.glob("*/*/environment.json"):
+        edit(path, lambda content: content.pop("hosts"))
+    comparison = compare(load_experiment(experiment_dir), output=experiment_dir / "new", formats=("json",))
+    assert comparison.verdict == "MATCH"
+
+
 def test_a_line_without_end_is_refused_where_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"a": 1}\n')

@@ -22,6 +22,7 @@ from abrun.external.follower import Follower
 from abrun.launch import supervisor
 from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
+from abrun.memory.sweep import Variant
 from abrun.messages import sentence
 from abrun.processes import Awake, below, processes_of
 from abrun.reasons import Code, Reason
@@ -184,6 +185,24 @@ def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> N
     other = plan_of("trainer.aliases={train/loss: score}", *steps)
     with pytest.raises(LaunchError, match=r"trainer.aliases.* is .* there and"):
         run_to_end(other, tmp_path, resume=True)
+
+
+def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
+    assert launch(tmp_path, "trainer.aliases={train/entropy: entropie}", "seeds=[0, 1]").exit_code == 0
+    last = events(tmp_path / "foreign" / "baseline" / "seed-0")[-1]
+    assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
+
+
+def test_memory_profile_refuses_a_command() -> None:
+    with pytest.raises(LaunchError, match=r"arms.baseline: trainer.type: got 'command'.*own tools"):
+        Variant(recipe=load_recipe(FOREIGN, [SCRIPT])).configs()
+
+
+def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
+    reason = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
+    assert reason and (reason.code, reason["format"]) == (Code.NO_METRICS, "parquet")
+    assert reason["problem"] and len(sentence(reason).splitlines()) == 1
 
 
 def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:

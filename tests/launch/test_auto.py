@@ -464,6 +464,24 @@ def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot
     assert isinstance(config, OwnRunConfig) and config.policy.micro_batch_size == 4
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {MICRO_BATCH_TOKENS: "auto"},
+        {MICRO_BATCH_TOKENS: "auto", "policy.packing": "true", "policy.micro_batch_size": "2"},
+        {MICRO_BATCH_TOKENS: "lots"},
+        {MICRO_BATCH_TOKENS: "0"},
+        {KEEP_GATHERED: "maybe"},
+        {KEEP_GATHERED: "1"},
+    ],
+)
+def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(SMALL, [f"{key}={value}" for key, value in values.items()])
+    assert refused.value.code is Code.RULE_BROKEN
+    snapshot(refused.value)
+
+
 # --- what is measured ---
 
 

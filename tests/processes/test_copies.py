@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from abrun.processes import RUN_DIR, Fork, adopt_orphans, children, copies, end_all, processes_of, wait
+from abrun.processes import RUN_DIR, Fork, adopt_orphans, below, children, copies, end_all, processes_of, wait
 from abrun.processes.copies import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
@@ -151,6 +151,21 @@ def test_a_copy_that_is_forked_too_late_does_nothing_and_earlier_ones_go_on(
 
 def words_of(pid: int) -> list[str]:
     return psutil.Process(pid).cmdline()
+
+
+def test_a_slow_answer_is_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("tests.copied", ["slow"], dict(os.environ))
+    until(lambda: any("tests.copied" in words_of(pid) for pid in children(os.getpid())))
+    monkeypatch.setattr(copies, "ANSWER_S", 0.3)
+    with (tmp_path / "log").open("ab") as log:
+        until(lambda: server.fork(["tell"], {RUN_DIR: str(tmp_path)}, log.fileno()) or ended_server(server))
+    time.sleep(1.5)
+    assert not (tmp_path / "log").read_text() and not processes_of(tmp_path)
+    server.close()
+
+
+def ended_server(server: Server) -> bool:
+    return not any("tests.copied" in words_of(process.pid) for process in below(os.getpid()))
 
 
 def test_one_asks_who_has_many_files_open(tmp_path: Path) -> None:

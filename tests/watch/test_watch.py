@@ -204,6 +204,25 @@ def test_a_warm_start_is_shown_until_it_is_finished(tmp_path: Path) -> None:
     assert "warm-start" not in drawn(experiment_dir, 120)
 
 
+def test_a_run_that_failed_again_before_a_step_has_no_elapsed_time(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=3, treatment_0=3)
+    add_steps(experiment_dir / "baseline/seed-0", 4, 4, time_s=time.time() - 7000)
+    ended = {"status": "failed", "started_s": time.time() - 60, "ended_s": time.time(), "message": "x"}
+    write_json(experiment_dir / "baseline/seed-0/attempts/0002.json", ended)
+    row = drawn(experiment_dir, 140).splitlines()[3]
+    assert "failed" in row and not re.search(r"-\d+:", row)
+
+
+def test_a_deleted_warm_start_is_shown_while_a_run_waits_for_it(tmp_path: Path) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=60)
+    config = {"initial_weights": "../../../warm-starts/gone/checkpoints/final", "config": {"steps": 60}}
+    write_json(experiment_dir / "baseline" / "seed-0" / "config.json", config)
+    assert "warm-start" not in drawn(experiment_dir, 120)
+    write_json(experiment_dir / "baseline" / "seed-0" / "attempts/0001.json", {"status": "pending"})
+    (experiment_dir / "baseline" / "seed-0" / "result.json").unlink(missing_ok=True)
+    assert "warm-start" in drawn(experiment_dir, 120)
+
+
 def test_a_run_whose_directory_was_removed_is_still_to_do(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=60, treatment_0=60)
     content = read_json(experiment_dir / "experiment.json")

@@ -98,6 +98,13 @@ def end(ray: FakeRay, experiment_dir: Path, status: str, message: str = "") -> N
 # --- submission and refusals ---
 
 
+def test_what_was_cancelled_has_not_failed_once_ray_has_forgotten_it(ray: FakeRay, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    jobs_of(experiment_dir).cancel()
+    ray.jobs.clear()
+    assert seen(experiment_dir).status == "interrupted"
+
+
 def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "here")
     experiment_dir = submit(planned("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)

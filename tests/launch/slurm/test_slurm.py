@@ -107,6 +107,18 @@ def test_arms_that_fill_a_node_have_jobs_of_their_own(slurm: Path, tmp_path: Pat
 # --- submission and refusals ---
 
 
+def test_arms_of_other_sizes_are_side_by_side_where_the_nodes_are_as_many(
+    slurm: Path, tmp_path: Path
+) -> None:
+    wider = planned("arms.treatment={cluster.cpu_ranks: 4}")
+    text = submit(wider, tmp_path).joinpath("_slurm", "pairs.sh").read_text()
+    assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=4\n" in text
+    more_nodes = planned("name=other", "arms.treatment={cluster.nodes: 2}")
+    folder = submit(more_nodes, tmp_path) / "_slurm"
+    assert "--nodes=1\n" in (folder / "runs.sh").read_text()
+    assert "--nodes=2\n" in (folder / "runs-2.sh").read_text()
+
+
 def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tmp_path: Path) -> None:
     submit(planned("warm_start={steps: 2}", "controls.aa_reruns=1"), tmp_path)
     calls = (slurm / "calls").read_text().splitlines()
