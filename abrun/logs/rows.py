@@ -13,7 +13,7 @@ import orjson
 
 from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
-from abrun.logs.log import left_out, listed, printable
+from abrun.logs.log import Log, left_out, listed, printable
 from abrun.runs.lines import CHECKSUM
 from abrun.stats.series import Series, from_rows
 
@@ -75,6 +75,11 @@ class Recorded:
     unread: dict[str, str] = field(default_factory=dict)  # column -> its first text that is no number, where
     dropped: dict[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps whose value is text
     config: dict[str, Any] = field(default_factory=dict)
+
+    def as_log(self, *, notes: Sequence[str] = (), **fields: Any) -> Log:
+        """Return the log of a run; `fields`: its name, its place and what else is known of it."""
+        known = {"config": self.config or None, "unread": self.unread, "dropped": self.dropped, **fields}
+        return Log(metrics=self.metrics, notes=(*self.notes, *notes), **known)
 
     def merged(self, other: "Recorded") -> "Recorded":
         """Add what another table of the same run holds; where both hold a metric, this one's counts."""

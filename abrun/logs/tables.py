@@ -402,15 +402,7 @@ def _text(path: Path, content: bytes) -> str:
 
 
 def _log(path: Path, recorded: Recorded, notes: Sequence[str] = ()) -> Log:
-    return Log(
-        name=path.name,
-        place=_shown(path),
-        metrics=recorded.metrics,
-        notes=(*recorded.notes, *notes),
-        unread=recorded.unread,
-        dropped=recorded.dropped,
-        config=recorded.config or None,
-    )
+    return recorded.as_log(name=path.name, place=_shown(path), notes=notes)
 
 
 def _shown(path: Path) -> str:

@@ -58,10 +58,9 @@ def _log(run: Any, project: str, step_column: str | None) -> Log:
     status = STATUS.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
     environment = environment_of(run.metadata or {}, _requirements(run))
-    return Log(
+    return recorded.as_log(
         name=run.name or run.id,
         place=place,
-        metrics=recorded.metrics,
         status=status,
         failure=f"wandb says {run.state}" if status == "failed" else "",
         config={**recorded.config, **dotted(config)},
@@ -69,9 +68,6 @@ def _log(run: Any, project: str, step_column: str | None) -> Log:
         group=run.group or None,
         job_type=run.job_type or None,
         run_id=run.id,
-        notes=tuple(recorded.notes),
-        unread=recorded.unread,
-        dropped=recorded.dropped,
     )
 
 

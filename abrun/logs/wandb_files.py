@@ -85,10 +85,9 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
     else:
         status, more = ("running", [NO_EXIT]) if code is None else ("failed" if code else "finished", [])
     config = {key: value for key, value in contents.config.items() if key != "_wandb"}
-    return Log(
+    return recorded.as_log(
         name=(run.display_name if run else "") or name,
         place=place,
-        metrics=recorded.metrics,
         status=status,
         failure=f"exit code {code}" if code else "",
         config={**recorded.config, **dotted(config)} if run else None,
@@ -96,9 +95,7 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
         group=(run.run_group if run else "") or None,
         job_type=(run.job_type if run else "") or None,
         run_id=(run.run_id if run else "") or None,
-        notes=tuple(recorded.notes + contents.notes + more),
-        unread=recorded.unread,
-        dropped=recorded.dropped,
+        notes=contents.notes + more,
     )
 
 

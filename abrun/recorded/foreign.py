@@ -3,10 +3,10 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log, read_logs
@@ -159,7 +159,7 @@ def _identified(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
             _refuse_one_arm(sources)
             raise
         return guess
-    seeds_known = paired or names == _names_by_seed(sources)
+    seeds_known = paired or names == _unless_refused(_names, sources, unpaired=False)
     guess = Guess(names=names, paired=paired, seeds_known=seeds_known, guessed=[])
     selected = [run for run in names if sources.selects(run)]
     seeds: dict[str, set[int]] = {}
@@ -184,14 +184,9 @@ def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     folders = {source if len(named) == 1 else str(Path(source).parent) for _, source in named}
     if sources.has_arms or len(folders) > 1 or len(named) not in (1, len(logs)):
         return named
-    try:
-        name_runs(logs, sources.pattern, selects=sources.selects)
+    options = {"pattern": sources.pattern, "selects": sources.selects}
+    if _unless_refused(name_runs, logs, **options) or not _unless_refused(name_seeds, logs, "any", **options):
         return named
-    except ComparisonError:
-        try:
-            name_seeds(logs, "one", sources.pattern, selects=sources.selects)
-        except ComparisonError:
-            return named
     (folder,) = folders
     if len(logs) > 1 and not told_by_numbers(logs):
         names = listed([log.name for log in logs])
@@ -205,9 +200,8 @@ def _refuse_one_arm(sources: Sources) -> None:
     """Raise ComparisonError where the runs of the only source say their seeds, and no arms."""
     if len(sources.named) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
-    try:
-        names = name_seeds(sources.logs, "one", selects=sources.selects)
-    except ComparisonError:
+    names = _unless_refused(name_seeds, sources.logs, "any", selects=sources.selects)
+    if names is None:
         return
     runs = {run for run in names if sources.selects(run) and not run.rerun}
     source = printable(sources.named[0][1])
@@ -231,10 +225,12 @@ def _guessed(sources: Sources) -> Guess | None:
     return guess
 
 
-def _names_by_seed(sources: Sources) -> list[RunName] | None:
-    """Return `_names` of runs to pair; None where they do not say their seeds."""
+def _unless_refused(
+    name: Callable[..., list[RunName]], *arguments: Any, **options: Any
+) -> list[RunName] | None:
+    """Return the names that a rule gives; None where it refuses the logs."""
     try:
-        return _names(sources, unpaired=False)
+        return name(*arguments, **options)
     except ComparisonError:
         return None
 
@@ -370,9 +366,8 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
 def _refuse_several_arms(sources: Sources) -> None:
     """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
     for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
-        try:
-            names = name_runs(logs, selects=sources.selects)
-        except ComparisonError:
+        names = _unless_refused(name_runs, logs, selects=sources.selects)
+        if names is None:
             continue
         names_of: dict[str, list[str]] = {}
         for run, log in zip(names, logs, strict=True):

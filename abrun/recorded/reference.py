@@ -100,7 +100,7 @@ def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Ref
 
     One process at a time, and the whole file or nothing. Raises ComparisonError or StoreError.
     """
-    load_reference(path)  # no lock beside what is none
+    load_reference(path)  # refuse what is no reference before waiting for a lock
     with file_lock(path):
         entry = make(load_reference(path))
         mode = path.stat().st_mode & 0o777

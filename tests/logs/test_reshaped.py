@@ -36,37 +36,10 @@ VALUES: list[Any] = [
     {"min": "x"}, 10**15, 2**53 + 1,
 ]  # fmt: skip
 NAMES = (
-    *(
-        "step",
-        "_step",
-        "global_step",
-        "epoch",
-        "train/reward",
-        "loss",
-        "_timestamp",
-        "_runtime",
-        "seed",
-        "run",
-        "arm",
-    ),
-    *(
-        "",
-        " ",
-        "a" * 5000,
-        "[/x]",
-        "\x1b[31m",
-        "a\nb",
-        "\x00",
-        "../x",
-        "a.b",
-        "a/b/c",
-        "\u202ex",
-        "1",
-        "nan",
-        "é",
-    ),
-    *("train/reward__MAX", "x - step", "value", "name", "log_history", "__proto__"),
-)
+    "step", "_step", "global_step", "epoch", "train/reward", "loss", "_timestamp", "_runtime", "seed", "run",
+    "arm", "", " ", "a" * 5000, "[/x]", "\x1b[31m", "a\nb", "\x00", "../x", "a.b", "a/b/c", "\u202ex", "1",
+    "nan", "é", "train/reward__MAX", "x - step", "value", "name", "log_history", "__proto__",
+)  # fmt: skip
 
 
 def rows(draw: random.Random) -> list[Any]:

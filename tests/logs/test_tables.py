@@ -84,12 +84,6 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert one(path).metrics == {} and "torn" in one(path).notes[0]
 
 
-def test_a_header_written_again_by_a_resumed_run(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("step,loss\n1,0.5\nstep,loss\n1,0.75\n2,0.25\n")
-    assert values(one(path), "loss") == {1: 0.75, 2: 0.25}
-
-
 @pytest.mark.parametrize("header", ["step,loss,reward", "step,kl,loss,reward", "# step,loss,reward"])
 def test_a_header_written_again_in_another_order_or_with_more_columns(tmp_path: Path, header: str) -> None:
     kl = "9," if "kl" in header else ""
@@ -171,11 +165,6 @@ def test_what_only_python_takes_for_a_number_is_text(tmp_path: Path, snapshot: S
     (tmp_path / "a.csv").write_text("step,loss\n1,0.5\n2,1_0\n3,\u0661\n")
     assert values(one(tmp_path / "a.csv"), "loss") == {1: 0.5}
     snapshot(one(tmp_path / "a.csv").notes)
-
-
-def test_jsonl_of_verl(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
-    assert values(one(tmp_path / "a.jsonl"), "critic/score/mean") == {1: 0.5}
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": 0.2\n', "{"])

@@ -104,11 +104,6 @@ def test_groups(offline: Path) -> None:
         read_logs(str(offline), group="x")
 
 
-def test_job_types_are_arms_and_seeds_come_from_names_or_configs(offline: Path) -> None:
-    logs = [log for log in read_logs(f"wandb:{offline}") if log.job_type]
-    assert sorted(name_runs(logs)) == [RunName(arm="baseline", seed=3), RunName(arm="treatment", seed=4)]
-
-
 def _copy_of(offline: Path, run: str, folder: Path) -> Path:
     (file,) = [log.place for log in read_logs(str(offline)) if log.run_id == run or log.name == run]
     return Path(shutil.copytree(Path(file).parent, folder / Path(file).parent.name)) / Path(file).name

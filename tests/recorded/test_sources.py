@@ -314,34 +314,6 @@ def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
     assert comparison.next_steps[0].command.endswith("--seeds 1,2")
 
 
-def test_looks_do_not_wait_for_a_claim_that_no_pairs_can_show(tmp_path: Path, snapshot: Snapshot) -> None:
-    """A margin wider than what the baseline learns stays so, however many seeds there are."""
-    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
-    comparison = compare_sources(
-        [str(tmp_path / "old"), str(tmp_path / "new")],
-        Reading(looks=(3, 6)),
-        primaries=[parse_primary("train/reward:last 20%:50")],
-        output=tmp_path / "out",
-        formats=("json",),
-    )
-    first, second = comparison.next_steps
-    assert first.reason.code is Code.CLAIM_WHAT_SHOWS and first.reason["other_margin"]
-    assert second.reason == Code.TRAIN_FOR_LOOK(seeds_to_come=[4, 5, 6])
-
-
-def test_a_difference_that_no_seeds_bring_within_the_margin_may_be_shown_by_fresh_ones(
-    tmp_path: Path, snapshot: Snapshot
-) -> None:
-    write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
-    for seed, shift in zip(SEEDS, (0.06, 0.09, 0.12), strict=True):
-        lower = [{**row, "reward": row["reward"] - shift * (row["step"] > 1)} for row in rows("new", seed)]
-        write_csv(tmp_path / f"new/seed-{seed}.csv", lower)
-    comparison = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "out")
-    assert comparison.verdict == "INCONCLUSIVE"
-    (fresh,) = (step.reason for step in comparison.next_steps)
-    assert fresh["step"] == Code.CONFIRM_DIFFERENCE(needed=Code.MARGIN_EXCEEDED(paired=True))
-
-
 def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:
     """TRL's timers in wandb begin at step 0, and end one earlier."""
     reward, _ = by_step(list(range(1, 61)), [1.0] * 60)

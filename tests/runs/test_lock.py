@@ -52,7 +52,12 @@ def took_over(owner: str, *, is_gone: bool = False, as_asked: bool = False) -> s
     return sentence(Code.LOCK_TAKEN_OVER(owner=owner, is_gone=is_gone, as_asked=as_asked))
 
 
-def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_kernel_locks", [True, False])
+def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernel_locks: bool
+) -> None:
+    if not has_kernel_locks:
+        monkeypatch.setattr(lock, "_kernel_lock", lambda file: None)
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
@@ -170,23 +175,6 @@ def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
     with launcher_lock(tmp_path), pytest.raises(Locked), launcher_lock(tmp_path):
         pass
     assert taken(tmp_path) == []
-
-
-def test_without_locks_of_the_kernel_the_process_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "_kernel_lock", lambda file: None)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout and holder.stdout.readline() == b"held\n"
-        with pytest.raises(Locked) as refused:
-            taken(tmp_path)
-        assert refused.value.reason["pid"] == holder.pid
-    finally:
-        holder.kill()
-        holder.wait()
-    owner = f"process {holder.pid} on host {socket.gethostname()}"
-    assert taken(tmp_path) == [took_over(owner, is_gone=True)]
 
 
 def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:

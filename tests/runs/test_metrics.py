@@ -1,7 +1,5 @@
 """Metrics and validations of a run as they are read: by step, the last attempt, with checksums."""
 
-import hashlib
-import io
 import json
 import math
 from pathlib import Path
@@ -35,19 +33,6 @@ def test_a_corrupt_line_is_one_line_with_file_and_number(
         RunDir(tmp_path).metrics()
     snapshot(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_metrics_are_by_step_and_the_last_attempt_wins(tmp_path: Path) -> None:
-    rows = [(1, 1, 0.1), (2, 1, 0.2), (3, 1, 0.3), (2, 2, 0.22), (3, 2, math.nan), (4, 2, 0.44)]
-    writer = LineWriter(tmp_path / "metrics.jsonl")
-    for step, attempt, reward in rows:
-        writer.write({"step": step, "attempt": attempt, "train/reward": reward})
-    writer.write({"step": 4, "attempt": 1, "train/reward": 9.0})  # a zombie's: an older attempt never wins
-    writer.close()
-    reward = RunDir(tmp_path).metrics()["train/reward"]
-    assert reward.steps.tolist() == [1, 2, 3, 4]
-    assert reward.values.tolist() == pytest.approx([0.1, 0.22, math.nan, 0.44], nan_ok=True)
-    assert RunDir(tmp_path / "nowhere").metrics() == {}
 
 
 def as_lists(read: dict) -> dict:
@@ -88,27 +73,6 @@ def test_metrics_are_what_plain_loops_gather(tmp_path: Path, rows: list[dict[str
         name: (sorted(values), [repr(np.float64(values[step])) for step in sorted(values)])
         for name, values in expected.items()
     }
-
-
-def test_a_file_of_numbers_in_a_run_folder_is_not_believed(tmp_path: Path) -> None:
-    """A run of a stranger, or of an older version, may hold a metrics.npz."""
-    run = recorded_run(tmp_path, 3)
-    expected = as_lists(run.metrics())
-    for forged in (b"", b"torn", forged_cache(run)):
-        (tmp_path / "metrics.npz").write_bytes(forged)
-        assert as_lists(run.metrics()) == expected
-        assert (tmp_path / "metrics.npz").read_bytes() == forged
-
-
-def forged_cache(run: RunDir) -> bytes:
-    """Return what version 2 of the cache would have been of these lines, with other numbers."""
-    stored = io.BytesIO()
-    names = np.frombuffer(json.dumps(["x"]).encode(), np.uint8)
-    arrays: dict[str, Any] = {"names": names, "grid_of": np.zeros(1, np.int64), "num_grids": np.array(1)}
-    np.savez(stored, **arrays | {"values": np.full(3, 9.0), "steps-0": np.arange(1, 4)})
-    key = hashlib.sha256((run.path / "metrics.jsonl").read_bytes()).digest()
-    content = hashlib.sha256(stored.getvalue()).digest()
-    return stored.getvalue() + hashlib.sha256(b"abrun metrics 2 " + key + content).digest()
 
 
 # --- checksums ---

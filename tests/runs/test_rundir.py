@@ -54,19 +54,27 @@ def test_run_states(tmp_path: Path, files: dict, status: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("started_ago", "heartbeat_ago", "status"),
-    [(0.0, None, "running"), (1e6, 0.0, "running"), (1e6, 1e6, "stalled"), (1e6, None, "stalled")],
+    ("started_ago", "heartbeat", "status"),
+    [
+        (0.0, {}, "running"),
+        (1e6, {"ago": 0.0}, "running"),
+        (1e6, {"ago": 1e6}, "stalled"),
+        (1e6, {}, "stalled"),
+        (1000.0, {"ago": 100.0, "patience_s": 600.0}, "running"),  # a command that says how long a step takes
+        (1000.0, {"ago": 100.0, "patience_s": 60.0}, "stalled"),
+    ],
 )
 def test_an_attempt_under_way_runs_or_stalls(
-    tmp_path: Path, started_ago: float, heartbeat_ago: float | None, status: str
+    tmp_path: Path, started_ago: float, heartbeat: dict, status: str
 ) -> None:
     now = time.time()
     files: dict = {"attempts/0001": {"status": "running", "started_s": now - started_ago}}
-    if heartbeat_ago is not None:
-        files["heartbeat"] = {"time_s": now - heartbeat_ago, "step": 7}
+    if heartbeat:
+        patience_s = heartbeat.get("patience_s")
+        files["heartbeat"] = {"time_s": now - heartbeat["ago"], "step": 7, "patience_s": patience_s}
     make_run(tmp_path, **files)
     state = run_state(tmp_path, *planned_runs(tmp_path))
-    assert (state.status, state.step) == (status, 0 if heartbeat_ago is None else 7)
+    assert (state.status, state.step) == (status, 7 if heartbeat else 0)
 
 
 NOW = 1e9
@@ -113,16 +121,6 @@ def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
     state = RunDir(make_run(tmp_path, **attempt, **beaten, **said)).state(NAME)
     assert (state.status, state.reason) == ("stalled" if expected else "running", expected)
     snapshot(state.message)
-
-
-@pytest.mark.parametrize(("patience_s", "status"), [(600.0, "running"), (60.0, "stalled")])
-def test_a_command_that_makes_no_step_stalls_by_its_own_patience(
-    tmp_path: Path, patience_s: float, status: str
-) -> None:
-    now = time.time()
-    files: dict = {"attempts/0001": {"status": "running", "started_s": now - 1000}}
-    beaten = {"time_s": now - 100, "step": 7, "patience_s": patience_s}
-    assert RunDir(make_run(tmp_path, **files, heartbeat=beaten)).state(NAME).status == status
 
 
 def test_only_the_newest_attempt_speaks_for_its_nodes(tmp_path: Path) -> None:
