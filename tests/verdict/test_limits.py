@@ -240,8 +240,8 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
     assert limited(baseline, exact, below="0.01x").result == "holds"
 
 
-@pytest.mark.parametrize("num_pairs", [3, 5, 10])
-@pytest.mark.parametrize("limit", [0.6, 1.0])
+@pytest.mark.parametrize("num_pairs", [3, 5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_ratio_of_excesses_at_its_limit_is_claimed_one_time_in_twenty(num_pairs, limit):
     rng = np.random.default_rng([num_pairs, round(10 * limit)])
     for window in ("all", "steps 1-1"):
