@@ -1,6 +1,6 @@
 """The experiments of recipes/evidence on one host, several runs to a GPU, packed as they are judged.
 
-python tests/bench/bench_evidence.py --model FOLDER --output ARCHIVES [--only NAMES] [--limit SECONDS]
+python -m tests.bench.bench_evidence --model FOLDER --output ARCHIVES [--only NAMES] [--limit SECONDS]
 
 Experiments share the GPUs: the next one is launched while places are free, and the one that comes first in
 the list gets what becomes free. At the limit runs save a checkpoint and stop; the same command goes on where
@@ -39,6 +39,7 @@ from abrun.runs.experiment import run_state
 from abrun.runs.lock import Locked
 from abrun.runs.rundir import RunDir
 from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
+from tests.bench.common import make_parser
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
@@ -159,13 +160,13 @@ class Asked:
     @property
     def command(self) -> list[str]:
         content = {**{name: getattr(self, name) for name in self.__slots__}, "work": str(self.work)}
-        return [sys.executable, __file__, "--one", json.dumps(content)]
+        return [sys.executable, "-m", "tests.bench.bench_evidence", "--one", json.dumps(content)]
 
 
 def launch_one(asked: Asked) -> int:
     """The process of one experiment: launch or resume it, and judge it once all of its runs have ended."""
     SharingEngine.asked = asked
-    LAUNCHERS["sharing"] = "__main__:SharingEngine"
+    LAUNCHERS["sharing"] = "tests.bench.bench_evidence:SharingEngine"
     plan = make_plan(load_recipe(asked.recipe, asked.overrides))
     for _ in range(TRIES):
         try:
@@ -319,9 +320,7 @@ def _close(files: list[IO[str]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="", help="folder of SmolLM2-135M-Instruct; else from the hub")
     parser.add_argument("--only", nargs="*", choices=ORDER, help="these alone, in the order of the list")
     visible = len(find_gpus())

@@ -1,9 +1,9 @@
 """Time, memory and error of every implementation of linear log-probs, against the products all must do.
 
-    python tests/bench/bench_logprobs.py                    # one GPU, the default shapes: some minutes
-    python tests/bench/bench_logprobs.py --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
-    torchrun --nproc-per-node 2 tests/bench/bench_logprobs.py --vocab-parallel 2
-    python tests/bench/bench_logprobs.py --device cpu       # the script's own logic, at tiny shapes
+    python -m tests.bench.bench_logprobs                    # one GPU, the default shapes: some minutes
+    python -m tests.bench.bench_logprobs --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
+    torchrun --nproc-per-node 2 -m tests.bench.bench_logprobs --vocab-parallel 2
+    python -m tests.bench.bench_logprobs --device cpu       # the script's own logic, at tiny shapes
 
 All implementations get the same hidden, weight and target, and the same random gradients of each token's
 log-prob and entropy. One without entropies gets the gradient of the log-probs alone and is compared with what
@@ -90,6 +90,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from abrun import kernels
+from tests.bench.common import make_parser
 
 GIB = 2**30
 MIB = 2**20
@@ -944,7 +945,7 @@ def _version(package: str) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device and dtype)")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32, or both with a comma between")
     parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")
