@@ -1,7 +1,7 @@
 """A table as data, rendered from the same object for a terminal, in Markdown and as HTML."""
 
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -67,11 +67,11 @@ class Table:
     def __rich__(self) -> "rich.table.Table":
         return self.rich()
 
-    def markdown(self) -> list[str]:
+    def markdown(self, escape: Callable[[str], str] = escaped) -> list[str]:
         """Return the lines of a Markdown table."""
         titles = [column.title for column in self.columns]
         lines = [titles, ["---"] * len(titles), *self.rows]
-        return [f"| {' | '.join(escaped(str(cell)) for cell in line)} |" for line in lines]
+        return [f"| {' | '.join(escape(str(cell)) for cell in line)} |" for line in lines]
 
     def html(self) -> str:
         """Return an HTML table; cells of text, not numbers, have the class `text`."""

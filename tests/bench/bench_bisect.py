@@ -1,6 +1,6 @@
 """How often a bisection excludes the candidate that broke it: prints the table of docs/bisect.md.
 
-python tests/bench/bench_bisect.py
+python -m tests.bench.bench_bisect
 
 Good's runs are drawn once and shared by all tests, as they are on disk. "At the margin": all candidates but
 the last differ by exactly the margin, so that every mismatch before the fault is an error, and every match

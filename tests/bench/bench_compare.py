@@ -1,14 +1,13 @@
 """Measure `abrun compare` and `abrun status` on large experiments: seconds, and memory of all processes.
 
-    python tests/bench/bench_compare.py [long] [many] [wide] [usual]
-    python tests/bench/bench_compare.py --runs 200 --steps 2000 --metrics 40 [--nan]
+    python -m tests.bench.bench_compare [long] [many] [wide] [usual]
+    python -m tests.bench.bench_compare --runs 200 --steps 2000 --metrics 40 [--nan]
 
 Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
 all formats of the report. Prints seconds (wall clock, and of the processor), and the peak of the proportional
 set size, summed over the processes of the command. Fails where a comparison takes a minute or 2 GB.
 """
 
-import argparse
 import contextlib
 import os
 import resource
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from abrun.runs.lines import LineWriter
+from tests.bench.common import make_parser
 from tests.verdict.simulate import write_experiment
 
 SHAPES = {  # runs, steps, metrics
@@ -37,7 +36,7 @@ SAMPLED_EVERY_S = 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], help="all without an option")
     parser.add_argument("--runs", type=int)
     parser.add_argument("--steps", type=int, default=10_000)

@@ -1,7 +1,7 @@
 """Weak scaling: tokens a second and GPU, utilisation and peak memory of a step, by backend and layout.
 
-    python tests/bench/bench_layouts.py                    # 2 GPUs, Qwen2.5-1.5B's architecture in bfloat16
-    python tests/bench/bench_layouts.py --device cpu       # the script's own logic, on a tiny model
+    python -m tests.bench.bench_layouts                    # 2 GPUs, Qwen2.5-1.5B's architecture in bfloat16
+    python -m tests.bench.bench_layouts --device cpu       # the script's own logic, on a tiny model
 
 Each GPU has one sequence of so many tokens, however a layout cuts them; a step is a forward and a backward
 pass with the log-probs of all tokens, and an update. Medians over the rounds. Model FLOPs are 6 a parameter
@@ -9,7 +9,6 @@ and token, and 6 * layers * hidden size * length a token for causal attention (a
 halved); utilisation is of 989 TFLOP/s, the data sheet's dense bfloat16 rate of an H100 or H200.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from abrun.recipe.implementations import BACKENDS
 from abrun.recipe.policy import Model, Policy
 from abrun.rl.batch import Sequences
 from abrun.train.sft import SupervisedObjective
+from tests.bench.common import make_parser
 
 PEAK_FLOPS = 989e12
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -121,9 +120,7 @@ def step(backend: Any, batch: Sequences) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=list(PRESETS), default="cuda")
     parser.add_argument("--only", help="layouts whose name has this in it")
     asked = parser.parse_args()
@@ -144,7 +141,16 @@ def main() -> None:
 
 def show(name: str, gpus: int, device: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    command = [sys.executable, *torchrun, str(Path(__file__)), "--device", device, "--only", name]
+    command = [
+        sys.executable,
+        *torchrun,
+        "-m",
+        "tests.bench.bench_layouts",
+        "--device",
+        device,
+        "--only",
+        name,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("ROW ")]
     for length, impl, rate, utilisation, peak, *allocator in rows:

@@ -1,9 +1,9 @@
 """Time, memory and error of every implementation of linear log-probs, against the products all must do.
 
-    python tests/bench/bench_logprobs.py                    # one GPU, the default shapes: some minutes
-    python tests/bench/bench_logprobs.py --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
-    torchrun --nproc-per-node 2 tests/bench/bench_logprobs.py --vocab-parallel 2
-    python tests/bench/bench_logprobs.py --device cpu       # the script's own logic, at tiny shapes
+    python -m tests.bench.bench_logprobs                    # one GPU, the default shapes: some minutes
+    python -m tests.bench.bench_logprobs --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
+    torchrun --nproc-per-node 2 -m tests.bench.bench_logprobs --vocab-parallel 2
+    python -m tests.bench.bench_logprobs --device cpu       # the script's own logic, at tiny shapes
 
 All implementations get the same hidden, weight and target, and the same random gradients of each token's
 log-prob and entropy. One without entropies gets the gradient of the log-probs alone and is compared with what
@@ -69,7 +69,6 @@ import argparse
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -90,6 +89,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from abrun import kernels
+from tests.bench.common import heading, make_parser, markdown_row
 
 GIB = 2**30
 MIB = 2**20
@@ -829,7 +829,7 @@ def report(measurement: Measurement) -> str:
     share = f" / {measurement.num_ranks} ranks" if measurement.num_ranks > 1 else ""
     title = f"N {shape.num_tokens:,}, H {shape.hidden_size:,}, V {shape.vocab_size:,}{share}"
     lines = [f"## {title}, {_name(measurement.dtype)} (measured in {measurement.wall_s:.0f} s)", ""]
-    lines += _table([HEADER, *(_cells(row, floors) for row in measurement.rows)])
+    lines += [heading(*HEADER), *(markdown_row(*_cells(row, floors)) for row in measurement.rows)]
     lines += ["", "Floors: " + ", ".join(f"{count}NHV {ms:.3f} ms" for count, ms in floors.items())]
     lines += [_product_line(measurement, kind) for kind in ("logits", "d_weight", "d_hidden")]
     failures = [(row.candidate.name, timed.failure) for row in measurement.rows for timed in row.timings()]
@@ -854,63 +854,12 @@ def _error_cell(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    """Markdown, aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first = f"|{'-' * (widths[0] + 2)}|"
-    ruler = first + "|".join(f"{'-' * (width + 1)}:" for width in widths[1:]) + "|"
-    lines = []
-    for name, *others in rows:
-        cells = [name.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [lines[0], ruler, *lines[1:]]
-
-
 def _product_line(measurement: Measurement, kind: str) -> str:
     best = measurement.fastest(kind)
     shape, milliseconds = measurement.shape, best.milliseconds()
     operations = 2 * math.prod(shape) / measurement.num_ranks
     rate = operations / milliseconds / 1e9
     return f"- {kind}: {milliseconds:.3f} ms, {rate:.0f} TFLOP/s ({best.variant})"
-
-
-def as_json(measurement: Measurement) -> dict[str, Any]:
-    return {
-        **measurement.shape._asdict(),
-        "num_ranks": measurement.num_ranks,
-        "dtype": _name(measurement.dtype),
-        "floors_ms": {f"{count}NHV": ms for count, ms in measurement.floors_ms().items()},
-        "products": [_product_as_json(product) for product in measurement.products],
-        "implementations": [_row_as_json(row) for row in measurement.rows],
-        "wall_s": measurement.wall_s,
-    }
-
-
-def _product_as_json(product: Product) -> dict[str, Any]:
-    return {
-        "kind": product.kind,
-        "variant": product.variant,
-        "scale": product.scale,
-        **_timed_as_json(product.timed),
-    }
-
-
-def _row_as_json(row: Row) -> dict[str, Any]:
-    return {
-        "name": row.candidate.name,
-        "floor": f"{row.candidate.operations}NHV",
-        "forward": None if row.forward is None else _timed_as_json(row.forward),
-        "forward_backward": _timed_as_json(row.step),
-        "peak_bytes": row.peak_bytes,
-        "errors": row.errors,
-    }
-
-
-def _timed_as_json(timed: Timed) -> dict[str, Any]:
-    if timed.failure is not None:
-        return {"failure": timed.failure}
-    return {"median_ms": timed.median_ms(), "samples_ms": timed.samples_ms}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -944,13 +893,12 @@ def _version(package: str) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device and dtype)")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32, or both with a comma between")
     parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-mib", type=int, help="memory_budget_bytes of our own implementations")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file, after each shape")
     parser.add_argument("--device", choices=CONDUCTS, default="cuda")
     parser.add_argument("--vocab-parallel", type=int, default=1, metavar="P", help="ranks, under torchrun")
     arguments = parser.parse_args()
@@ -988,19 +936,12 @@ def make_bench(arguments: argparse.Namespace) -> Bench:
 
 
 def run(bench: Bench, arguments: argparse.Namespace) -> None:
-    facts = header(bench)
-    bench.say(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
+    bench.say(", ".join(f"{name} {value}" for name, value in header(bench).items() if value is not None))
     peers = load_peers(bench)
-    results = []
     for dtype in arguments.dtype.split(","):
         for shape in arguments.shapes or parse_shapes(bench.conduct.shapes[dtype]):
-            measurement = measure(bench, peers, shape, getattr(torch, dtype))
-            bench.say("\n" + report(measurement))
-            results.append(as_json(measurement))
-            del measurement
+            bench.say("\n" + report(measure(bench, peers, shape, getattr(torch, dtype))))
             bench.free_memory()
-            if arguments.json is not None and bench.rank == 0:
-                arguments.json.write_text(json.dumps({"header": facts, "shapes": results}, indent=1))
 
 
 def main() -> None:

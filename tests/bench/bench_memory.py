@@ -36,7 +36,7 @@ from abrun.memory.cells import GIB, Cell, Longest, Point
 from abrun.memory.profile import measured_cell
 from abrun.memory.search import SPARE, search
 from abrun.recipe.run import OwnRunConfig
-from tests.bench.common import arguments, heading, markdown_row
+from tests.bench.common import heading, make_parser, markdown_row
 
 PATHS: dict[str, dict[str, Any]] = {
     "dense": {"impl": "logits"},
@@ -246,7 +246,7 @@ def gib(num_bytes: int | None) -> str:
 
 
 def main() -> int:
-    parser = arguments(__doc__, devices=["cuda", "cpu"])
+    parser = make_parser(__doc__, devices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="*", help="cases whose names begin so")
     parser.add_argument("--gpus", type=int, default=1, help="parts that take more are left out")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no case begins")

@@ -8,7 +8,6 @@ memory of its own. Models are written as config.json into a temporary folder: sh
 weights, gradients and AdamW's moments, in float32 or bfloat16. Figures are GiB; published GB are converted.
 """
 
-import argparse
 import json
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from abrun.experiment.probe import probe_alone
 from abrun.kernels import linear_logprobs
 from abrun.memory.fake_device import LOGPROBS, hollow_gpu
 from abrun.recipe.run import OwnRunConfig
+from tests.bench.common import make_parser
 
 GIB, GB = 2**30, 10**9
 LOCK = threading.Lock()  # of the process, which is one fake device at a time
@@ -288,9 +288,7 @@ def row(case: Case, peaks: Sequence[Peaks]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="cases with one of these in their source")
     parser.add_argument("--jobs", type=int, default=2, help="predictions at once")
     arguments = parser.parse_args()

@@ -1,13 +1,12 @@
 """What a model earns on reasoning-gym's tasks at temperature 1: as it is, and after some supervised steps.
 
-    python tests/bench/bench_reasoning_gym.py --model FOLDER                 # one GPU
-    python tests/bench/bench_reasoning_gym.py --device cpu --only gcd lcm    # a tiny model without --model
+    python -m tests.bench.bench_reasoning_gym --model FOLDER                 # one GPU
+    python -m tests.bench.bench_reasoning_gym --device cpu --only gcd lcm    # a tiny model without --model
 
 Every task starts from the same weights. Rewards are the scorer's of the whole completion, the mean over so
 many problems with four completions of at most 24 tokens each; supervised steps have 32 problems each.
 """
 
-import argparse
 import json
 import time
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tests.bench.common import make_parser
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"max_terms": 2, "max_digits": 2},
@@ -42,9 +43,7 @@ GROUP = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", help="a checkpoint's folder")

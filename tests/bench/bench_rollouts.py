@@ -1,8 +1,8 @@
 """How long rollouts take: the embedded engine, transformers' own `generate`, and vLLM where it is installed.
 
-    python tests/bench/bench_rollouts.py                  # one GPU, Qwen2.5-1.5B's architecture in bfloat16
-    python tests/bench/bench_rollouts.py --device cpu     # the script's own logic, on a tiny model
-    python tests/bench/bench_rollouts.py --only graphs    # one candidate, in this process
+    python -m tests.bench.bench_rollouts                  # one GPU, Qwen2.5-1.5B's architecture in bfloat16
+    python -m tests.bench.bench_rollouts --device cpu     # the script's own logic, on a tiny model
+    python -m tests.bench.bench_rollouts --only graphs    # one candidate, in this process
 
 Every candidate completes the same random prompts of one length, all with the same number of tokens (nothing
 ends a completion), at temperature 1 over the whole vocabulary. Ours and vLLM return each token's log-prob,
@@ -11,7 +11,6 @@ median of three. Each candidate has a process of its own, and so a peak memory o
 float32 master weights beside the bfloat16 ones, as in training.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tests.bench.common import make_parser
 
 CANDIDATES = {
     "growing": "ours, operator by operator, growing cache",
@@ -186,9 +187,7 @@ def measured(candidate: str, device: torch.device) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--only", choices=list(CANDIDATES))
     arguments = parser.parse_args()
@@ -207,7 +206,15 @@ def main() -> None:
         if name == "vllm" and importlib.util.find_spec("vllm") is None:
             print(f"{title:48s}not installed")
             continue
-        command = [sys.executable, __file__, "--device", arguments.device, "--only", name]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.bench.bench_rollouts",
+            "--device",
+            arguments.device,
+            "--only",
+            name,
+        ]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
             print(f"{title:48s}failed: {ended.stderr.strip()[-600:]}")

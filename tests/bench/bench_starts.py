@@ -1,7 +1,7 @@
 """How long a run takes from its start to the end of its first step: a process of its own, and a copy.
 
-    python tests/bench/bench_starts.py                  # one GPU, Qwen2.5-1.5B's architecture, bfloat16
-    python tests/bench/bench_starts.py --device cpu     # the script's own logic, on a tiny model
+    python -m tests.bench.bench_starts                  # one GPU, Qwen2.5-1.5B's architecture, bfloat16
+    python -m tests.bench.bench_starts --device cpu     # the script's own logic, on a tiny model
 
 Three launches as `abrun launch` makes them, one run after the other: `first`, an eager and a compiled run
 (compilers' and kernels' caches are empty, on a new machine), `again` the same, and `copies`, three of each,
@@ -10,14 +10,11 @@ SFT on 124 packed sequences of 524 tokens, random weights in a folder. Seconds o
 when the launcher starts its first process until its first step is in its metrics.
 """
 
-import argparse
 import json
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
-
-from random_model import make_model  # pyright: ignore[reportMissingImports]
 
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
@@ -27,6 +24,7 @@ from abrun.processes import Fork
 from abrun.processes.copies import Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
+from tests.bench.common import make_model, make_parser
 
 SEEDS = {"first": [0], "again": [0], "copies": [0, 1, 2]}
 SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-tiny-128", 128, 8, 28, 128)}
@@ -58,10 +56,7 @@ def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=list(SHAPES), default="cuda")
+    parser = make_parser(__doc__, devices=list(SHAPES))
     parser.add_argument("--only", nargs="*", choices=list(SEEDS), default=list(SEEDS))
     asked = parser.parse_args()
     preset, vocab_size, batch_size, length, _ = SHAPES[asked.device]

@@ -1,12 +1,12 @@
 """A whole training step: abrun with each of its levers on and off, and TRL with and without Liger's kernels.
 
-    python tests/bench/bench_step.py --algorithm sft     # one GPU; needs trl and liger-kernel
-    python tests/bench/bench_step.py --algorithm grpo    # and vllm
-    python tests/bench/bench_step.py --algorithm ppo     # with a value model of its own; TRL has no PPO
-    python tests/bench/bench_step.py --algorithm sft --only "all on" "TRL, Liger" --chart runs/step-sft
-    python tests/bench/bench_step.py --algorithm sft --only "all on" --set policy.logprobs.impl=chunked
-    python tests/bench/bench_step.py --algorithm sft --gpus 2 --lengths mixed --only "all on"
-    python tests/bench/bench_step.py --device cpu        # the script's own logic, on a tiny model
+    python -m tests.bench.bench_step --algorithm sft     # one GPU; needs trl and liger-kernel
+    python -m tests.bench.bench_step --algorithm grpo    # and vllm
+    python -m tests.bench.bench_step --algorithm ppo     # with a value model of its own; TRL has no PPO
+    python -m tests.bench.bench_step --algorithm sft --only "all on" "TRL, Liger" --chart runs/step-sft
+    python -m tests.bench.bench_step --algorithm sft --only "all on" --set policy.logprobs.impl=chunked
+    python -m tests.bench.bench_step --algorithm sft --gpus 2 --lengths mixed --only "all on"
+    python -m tests.bench.bench_step --device cpu        # the script's own logic, on a tiny model
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) in bfloat16 products on the same texts.
 SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mixed`: a median of 400 tokens,
@@ -25,7 +25,6 @@ training. The chart has the seconds in which the GPU works for each part, reward
 which it does for none; without a GPU all seconds.
 """
 
-import argparse
 import importlib.util
 import json
 import math
@@ -39,12 +38,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from charts import chart  # pyright: ignore[reportMissingImports]
-from random_model import make_model  # pyright: ignore[reportMissingImports]
-from step_parts import STEPS, shares  # pyright: ignore[reportMissingImports]
-
-PEAK_FLOPS = 989e12
-HERE = Path(__file__).parent
+from abrun.recipe.merging import overridden
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.layout import RunName
+from abrun.runs.records import RunRecord
+from abrun.runs.rundir import RunDir
+from tests.bench.charts import chart
+from tests.bench.common import PEAK_FLOPS, make_model, make_parser
+from tests.bench.step_parts import STEPS, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +166,6 @@ class Bench:
         (self.work / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
     def recipe(self, lever: str) -> dict[str, Any]:
-        from abrun.recipe.merging import overridden
-        from abrun.recipe.run import OwnRunConfig
-
         shapes, on_gpu, supervised = self.shapes, self.device == "cuda", self.algorithm == "sft"
         longest = shapes.length if supervised else shapes.prompt_words + shapes.completion_tokens
         budget = self.rows * longest * shapes.packed[not supervised]
@@ -206,17 +204,13 @@ class Bench:
         return OwnRunConfig.model_validate(tree).model_dump(mode="json")
 
     def of_abrun(self, lever: str) -> dict[str, Any]:
-        from abrun.runs.layout import RunName
-        from abrun.runs.records import RunRecord
-        from abrun.runs.rundir import RunDir
-
         run = RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
         name = RunName(arm="baseline", seed=0)
         run.write_record(
             RunRecord(experiment="x", name=name, initial_weights=None, config=self.recipe(lever))
         )
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
-        command = [sys.executable, *(ranks if self.gpus > 1 else []), str(HERE / "step_abrun.py")]
+        command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
         return finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
 
     def of_trl(self, name: str) -> dict[str, Any]:
@@ -243,7 +237,7 @@ class Bench:
             "length": self.shapes.length,
             "shapes": asdict(self.shapes),
         }
-        return finish([sys.executable, str(HERE / "step_trl.py"), json.dumps(asked)], self.limit_s)
+        return finish([sys.executable, "-m", "tests.bench.step_trl", json.dumps(asked)], self.limit_s)
 
 
 def words(draws: random.Random, count: int) -> str:
@@ -315,11 +309,8 @@ def measure(bench: Bench, names: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, devices=list(SHAPES))
     parser.add_argument("--algorithm", choices=("sft", "grpo", "ppo"), default="grpo")
-    parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--only", nargs="*", choices=CANDIDATES, help="these candidates")
     parser.add_argument("--set", action="append", default=[], help="key=value for abrun's candidates")
     parser.add_argument("--preset", help="another architecture")

@@ -1,6 +1,6 @@
 """Error rates of every kind of claim, simulated at its edge: prints the table of docs/verdict.md.
 
-python tests/bench/bench_verdict.py
+python -m tests.bench.bench_verdict
 
 Each law draws the window summaries of paired arms whose true difference is exactly the margin (or whose level
 is exactly the limit): every "match", and every "mismatch", is then an error. The curves are those a training

@@ -1,9 +1,9 @@
 """Compare two versions of vLLM as abrun's rollout engine: log-probs, sampling, weight sync, sleep, step time.
 
-    python tests/bench/bench_vllm_versions.py old.json            # under each version's environment; one GPU
-    python tests/bench/bench_vllm_versions.py new.json --parts engine step filtered filtered_without_sets
-    python tests/bench/bench_vllm_versions.py --compare old.json new.json
-    python tests/bench/bench_vllm_versions.py x.json --device cpu # the script's own logic, on a tiny model
+    python -m tests.bench.bench_vllm_versions old.json            # under each version's environment; one GPU
+    python -m tests.bench.bench_vllm_versions new.json --parts engine step filtered filtered_without_sets
+    python -m tests.bench.bench_vllm_versions --compare old.json new.json
+    python -m tests.bench.bench_vllm_versions x.json --device cpu # the script's own logic, on a tiny model
 
 A random Qwen3 of 166M parameters in bfloat16 (a tiny one in float32 on a CPU), the same in every call. Each
 part has a process of its own: `engine` scores fixed sequences and samples, `step` trains GRPO for some steps,
@@ -11,7 +11,6 @@ part has a process of its own: `engine` scores fixed sequences and samples, `ste
 alone.
 """
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -26,6 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.bench.common import make_parser
 
 ROOT = Path(__file__).parents[2]
 SCALE = 3.0  # of random matrices, against flat distributions
@@ -388,7 +389,15 @@ def measure(path: Path, device: str, parts: list[str]) -> int:
     num_failed = 0
     for part in parts:
         start = time.perf_counter()
-        command = [sys.executable, __file__, "--device", device, "--part", part]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.bench.bench_vllm_versions",
+            "--device",
+            device,
+            "--part",
+            part,
+        ]
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S
@@ -475,9 +484,7 @@ def row(name: str, left: float | None, right: float | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("paths", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument("--device", choices=list(SHAPES), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=["engine", "step"])

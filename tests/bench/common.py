@@ -10,7 +10,7 @@ from typing import Any
 PEAK_FLOPS = 989e12  # dense bfloat16 of an H100 or H200, by its data sheet
 
 
-def arguments(doc: str | None, *, devices: Sequence[str] = ()) -> argparse.ArgumentParser:
+def make_parser(doc: str | None, *, devices: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return a parser that prints a script's docstring as its help; the first of `devices` is the default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if devices:

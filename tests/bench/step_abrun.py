@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from step_parts import STEPS, Steps  # pyright: ignore[reportMissingImports]
-
 from abrun.train import __main__ as entry
 from abrun.train import startup
+from tests.bench.step_parts import STEPS, Steps
 
 PART_OF = {  # a phase; the others are parts of these, or hold them
     "generation": "generation",

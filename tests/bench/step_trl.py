@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
-from step_parts import STEPS, Steps  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils.import_utils import is_flash_attn_2_available
+
+from tests.bench.step_parts import STEPS, Steps
 
 ALIKE = 0.05  # of the largest logit: how far bfloat16 takes the same ones apart, and less than a mix-up does
 

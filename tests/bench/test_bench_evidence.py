@@ -1,4 +1,4 @@
-"""Experiments that share GPUs: who gets which place, and what of one is packed."""
+"""Runs that share GPUs, and what of an experiment is packed."""
 
 import tarfile
 import time
@@ -11,8 +11,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.verdict.verdict_file import as_json
-from tests.bench import bench_evidence
-from tests.bench.bench_evidence import SAMPLE, Asked, SharedPlaces, done_mark, num_free, run_all
+from tests.bench.bench_evidence import SAMPLE, Evidence, GpuSlots
 from tests.verdict.verdicts import VERDICT
 
 GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
@@ -25,40 +24,15 @@ def config(num_gpus: int) -> OwnRunConfig:
     return found
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> Path:
-    """Two GPUs with room for two runs each."""
-    for gpu in range(2):
-        for slot in range(2):
-            (tmp_path / f"gpu-{gpu}-{slot:02d}").touch()
-    return tmp_path
-
-
-def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_evidence, "YIELD_S", 0.0)
-    large, small = (SharedPlaces(places, gpus=GPUS, rank=rank, needed=2 - rank) for rank in range(2))
-    assert small.find(config(1)) == GPUS[:1]
-    small.take(GPUS[:1])
-    assert large.find(config(2)) is None  # one GPU has no room for it
-    taken = GPUS[1:]
-    assert large.find(config(1)) == taken
-    large.take(taken)
-    assert [num_free(places, gpu) for gpu in range(2)] == [1, 0]
-    assert small.find(config(2)) is None and small.find(config(1)) == GPUS[:1]
-    large.give_back(taken)
-    assert small.find(config(2)) == GPUS
-    assert small.find(config(1)) == GPUS[1:]  # what was offered and not taken is free again
-
-
-def test_a_later_launch_waits_while_an_earlier_one_looks_for_a_place(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    earlier, later = (SharedPlaces(places, gpus=GPUS, rank=rank, needed=1) for rank in range(2))
-    assert earlier.find(config(1)) and later.find(config(1)) is None
-    monkeypatch.setattr(bench_evidence, "YIELD_S", 0.0)
-    assert later.find(config(1))
+def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it() -> None:
+    slots = GpuSlots(GPUS, slots_per_gpu=3, needed=2)
+    assert slots.find(config(2)) == GPUS and slots.find(config(1)) == GPUS[:1]
+    slots.take(GPUS[:1])
+    assert slots.find(config(2)) is None and slots.find(config(1)) == GPUS[1:]
+    slots.take(GPUS[1:])
+    assert slots.find(config(1)) is None
+    slots.give_back(GPUS[:1])
+    assert slots.find(config(1)) == GPUS[:1]
 
 
 @pytest.mark.parametrize(
@@ -71,19 +45,18 @@ def test_a_later_launch_waits_while_an_earlier_one_looks_for_a_place(
     ],
 )
 def test_whatever_was_begun_is_packed_without_weights(
-    command: str, verdict: str | None, done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, verdict: str | None, done: bool, tmp_path: Path
 ) -> None:
-    asked = Asked(name="demo", rank=0, gpus=0, work=tmp_path, overrides=[])
-    run = asked.directory / "baseline" / "seed-0"
+    evidence = Evidence("demo", tmp_path, [])
+    run = evidence.directory / "baseline" / "seed-0"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     for name in ("metrics.jsonl", "initial-sketch.safetensors", "checkpoints/step-1/weights"):
         (run / name).write_text("...")
     (run / "model.safetensors").write_bytes(bytes(SAMPLE + 1))
     if verdict is not None:
         judged = replace(VERDICT, verdict=verdict)
-        write_json(asked.directory / "report" / "verdict.json", as_json(judged))
-    monkeypatch.setattr(Asked, "command", ["sh", "-c", f"echo said; {command}"])
-    run_all([asked], tmp_path / "archives", deadline=time.time() + 2)
+        write_json(evidence.directory / "report" / "verdict.json", as_json(judged))
+    evidence.run(["sh", "-c", f"echo said; {command}"], tmp_path / "archives", time.time() + 2)
     with tarfile.open(tmp_path / "archives" / "smollm2-demo.tar.xz") as packed:
         names = {member.name for member in packed if member.isfile()}
         log = packed.extractfile("demo.log")
@@ -93,4 +66,4 @@ def test_whatever_was_begun_is_packed_without_weights(
         f"smollm2-demo/baseline/seed-0/{one}" for one in ("metrics.jsonl", "initial-sketch.safetensors")
     }
     assert names == {"demo.log"} | of_run | report
-    assert done_mark(asked).exists() == done
+    assert evidence.done.exists() == done

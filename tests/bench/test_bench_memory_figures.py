@@ -1,4 +1,4 @@
-"""The benchmarks of the dense head and of published figures, on sizes that take a second."""
+"""The benchmark of published memory, on sizes that take a second."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.bench.bench_dense_head import inputs, losses, row
 from tests.bench.bench_published_memory import GB, GIB, MODELS, Case, HeadAlone, cases
 from tests.bench.bench_published_memory import row as published_row
-
-
-def test_a_dense_head_holds_three_copies_of_its_logits_as_log_softmax_and_gather_do() -> None:
-    tensors = inputs((512, 16, 4096), torch.float32, "cpu")
-    copies = {name: row(loss, tensors, "cpu")[0] for name, loss in losses().items()}
-    assert copies["abrun, no entropy"] == pytest.approx(copies["torch log_softmax, gather"], rel=0.02)
-    assert copies["abrun, entropy as a metric"] == pytest.approx(3, rel=0.05)
-    assert copies["abrun, entropy with gradient"] == pytest.approx(4, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The benchmark of a step: what it counts, and to which part it puts the time."""
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,25 +7,19 @@ from typing import Any
 import pytest
 
 from abrun.runs.rundir import RunDir
+from tests.bench import bench_step
 from tests.bench.step_parts import busy_seconds, shares
 
 SEQUENCES = 8  # a step's, on a CPU
 OF_ALL = {"forward", "head", "backward", "optimizer", "all else"}
 
 
-@pytest.fixture
-def bench_step(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As a script that finds what lies beside it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("bench_step")
-
-
-def bench(module: Any, algorithm: str, work: Path) -> Any:
-    shapes = module.SHAPES["cpu"]
-    found = module.Bench(
+def bench(algorithm: str, work: Path) -> Any:
+    shapes = bench_step.SHAPES["cpu"]
+    found = bench_step.Bench(
         algorithm=algorithm, device="cpu", gpus=1, shapes=shapes, overrides=[], limit_s=240, work=work
     )
-    module.make_model(shapes.preset, work / "model", "cpu", vocab_size=shapes.vocab_size)
+    bench_step.make_model(shapes.preset, work / "model", "cpu", vocab_size=shapes.vocab_size)
     found.write_texts("one")
     return found
 
@@ -42,7 +35,7 @@ def test_kernels_that_overlap_are_busy_once_and_those_between_parts_count_elsewh
     assert found["idle"] == 12 - 7 - 1.5 and sum(found.values()) == row["step"]
 
 
-def test_a_row_of_the_table(bench_step: Any, tmp_path: Path) -> None:
+def test_a_row_of_the_table(tmp_path: Path) -> None:
     shapes = bench_step.SHAPES["cuda"]
     asked = bench_step.Bench(
         algorithm="grpo", device="cuda", gpus=1, shapes=shapes, overrides=[], limit_s=1, work=tmp_path
@@ -62,16 +55,14 @@ def test_a_row_of_the_table(bench_step: Any, tmp_path: Path) -> None:
     assert cells[6:] == [f"{passes:.3f}", f"{step:.3f}", "0.50", "2.0"]
 
 
-def test_a_supervised_step_has_all_its_tokens_and_parts(bench_step: Any, tmp_path: Path) -> None:
-    row = bench(bench_step, "sft", tmp_path).of_abrun("all on")
+def test_a_supervised_step_has_all_its_tokens_and_parts(tmp_path: Path) -> None:
+    row = bench("sft", tmp_path).of_abrun("all on")
     assert row["tokens"] == row["through"] == SEQUENCES * bench_step.SHAPES["cpu"].length
     assert set(row["last"]) == OF_ALL and set(row["parts"]) == OF_ALL - {"head", "backward"}
 
 
-def test_a_step_with_rollouts_counts_shared_prompts_once_in_the_model(
-    bench_step: Any, tmp_path: Path
-) -> None:
-    row = bench(bench_step, "grpo", tmp_path).of_abrun("all on")
+def test_a_step_with_rollouts_counts_shared_prompts_once_in_the_model(tmp_path: Path) -> None:
+    row = bench("grpo", tmp_path).of_abrun("all on")
     metrics = RunDir(next(tmp_path.glob("*/run"))).metrics()
     each = [
         metrics[f"train/{key}"].values[-1] for key in ("mean_prompt_length", "mean_gen_tokens_per_sample")
@@ -83,7 +74,7 @@ def test_a_step_with_rollouts_counts_shared_prompts_once_in_the_model(
     assert set(row["last"]) == OF_ALL | {"generation", "rewards", "sync"}
 
 
-def test_what_fails_is_one_line(bench_step: Any) -> None:
+def test_what_fails_is_one_line() -> None:
     command = [sys.executable, "-c", "import warnings; warnings.warn('w'); raise ValueError('of\\nits own')"]
     with pytest.raises(RuntimeError, match=r"failed: ValueError: of$"):
         bench_step.finish(command, 60)
@@ -92,9 +83,9 @@ def test_what_fails_is_one_line(bench_step: Any) -> None:
 
 
 @pytest.mark.slow
-def test_trl_trains_on_the_same_tokens_padded_and_packed(bench_step: Any, tmp_path: Path) -> None:
+def test_trl_trains_on_the_same_tokens_padded_and_packed(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    of_sft = bench(bench_step, "sft", tmp_path)
+    of_sft = bench("sft", tmp_path)
     padded, packed = of_sft.of_trl("TRL"), of_sft.of_trl("TRL, packed")
     assert padded["tokens"] == packed["tokens"] == SEQUENCES * bench_step.SHAPES["cpu"].length
     assert set(padded["last"]) == set(packed["last"]) == OF_ALL
