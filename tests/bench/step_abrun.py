@@ -89,6 +89,8 @@ class Watch:
         steps.follow(torch.Tensor, "backward", "backward", inner=True)
 
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:
+        import torch
+
         from abrun.rl.batch import sequence_lengths
 
         step, forward_backward, forward = algorithm.step, policy.forward_backward, policy._forward
