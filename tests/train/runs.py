@@ -105,6 +105,17 @@ def train_here(directory: Path) -> dict[int, dict[str, float]]:
     return metrics_by_step(directory)
 
 
+def train(
+    directory: Path, config: OwnRunConfig, *, initial_weights: Path | None = None
+) -> dict[int, dict[str, float]]:
+    """Train a run to its end, here or as the several ranks that it asks for; return its metrics by step."""
+    run = make_run(directory, config, initial_weights=initial_weights)
+    if config.cluster.ranks == 1:
+        return train_here(run)
+    run_to_end(run, ranks=config.cluster.ranks)
+    return metrics_by_step(run)
+
+
 def metrics_by_step(directory: Path) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for key, series in RunDir(directory).metrics().items():

@@ -7,7 +7,7 @@ import pytest
 
 from abrun.recipe.run import OwnRunConfig
 from tests.conftest import TRITON_ON_CPU
-from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.runs import make_run, run_config, train, train_here
 
 NOT_COMPARED = ("timing/", "performance/", "memory/", "time_s", "attempt")
 EXACT = (
@@ -64,13 +64,9 @@ def assert_same_up_to_rounding(
 def test_microbatches_and_ranks_change_only_rounding(
     loss_reduction: str, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
-    def run(name: str, *overrides: str, ranks: int = 1) -> dict[int, dict[str, float]]:
+    def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         config = config_of(loss_reduction, *overrides)
-        directory = make_run(tmp_path / name, config, initial_weights=warm_weights)
-        if ranks == 1:
-            return train_here(directory)
-        run_to_end(directory, ranks=ranks)
-        return metrics_by_step(directory)
+        return train(tmp_path / name, config, initial_weights=warm_weights)
 
     whole = run("whole")
     first = whole[1]
@@ -80,9 +76,7 @@ def test_microbatches_and_ranks_change_only_rounding(
     assert_same_up_to_rounding(run("cut-in-two", "policy.micro_batch_size=16"), whole)
     assert_same_up_to_rounding(run("cut-in-four", "policy.micro_batch_size=8"), whole)
     assert_same_up_to_rounding(run("unevenly", "policy.micro_batch_size=13"), whole)
-    assert_same_up_to_rounding(
-        run("two-ranks", "cluster.cpu_ranks=2", "policy.micro_batch_size=8", ranks=2), whole
-    )
+    assert_same_up_to_rounding(run("two-ranks", "cluster.cpu_ranks=2", "policy.micro_batch_size=8"), whole)
 
 
 @pytest.mark.parametrize("loss_reduction", REDUCTIONS)
@@ -91,7 +85,7 @@ def test_one_pass_changes_only_rounding(
 ) -> None:
     def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         config = config_of(loss_reduction, *overrides)
-        return train_here(make_run(tmp_path / name, config, initial_weights=warm_weights))
+        return train(tmp_path / name, config, initial_weights=warm_weights)
 
     two_passes = run("two-passes")
     assert two_passes[1]["train/grad_norm"] > 1e-3 and two_passes[3]["train/kl_penalty"] > 0
@@ -109,11 +103,9 @@ def test_one_pass_over_two_ranks_and_tensor_parallel(tmp_path: Path, warm_weight
     }
     if TRITON_ON_CPU:
         configs["triton"] = config_of("sequence_mean", ONE_PASS, "policy.logprobs.impl=triton")
-    rows = {}
-    for name, config in configs.items():
-        directory = make_run(tmp_path / name, config, initial_weights=warm_weights)
-        run_to_end(directory, ranks=config.cluster.ranks)
-        rows[name] = metrics_by_step(directory)
+    rows = {
+        name: train(tmp_path / name, config, initial_weights=warm_weights) for name, config in configs.items()
+    }
     for other in list(rows)[1:]:
         assert_same_up_to_rounding(rows[other], rows["whole"])
 
@@ -135,8 +127,7 @@ def test_logits_and_chunked_agree(tmp_path: Path, warm_weights: Path, group: Non
     }
     assert [config.policy.logprobs.chunk_size for config in configs.values()] == [None, 32, 17]
     runs = {
-        name: train_here(make_run(tmp_path / name, config, initial_weights=warm_weights))
-        for name, config in configs.items()
+        name: train(tmp_path / name, config, initial_weights=warm_weights) for name, config in configs.items()
     }
     assert_same_up_to_rounding(runs["chunked"], runs["logits"])
     assert_same_up_to_rounding(runs["uneven"], runs["logits"])

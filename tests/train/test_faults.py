@@ -21,10 +21,9 @@ from tests.train.runs import (
     VOLATILE,
     group,
     make_run,
-    metrics_by_step,
     run_config,
-    run_to_end,
     single_rank,
+    train,
     train_here,
 )
 
@@ -136,15 +135,8 @@ def one_group() -> Iterator[None]:
         yield
 
 
-def rows_of(
-    folder: Path, weights: Path | None, *overrides: str, ranks: int = 1
-) -> dict[int, dict[str, float]]:
-    run = make_run(folder, run_config(*GIVEN, *overrides), initial_weights=weights)
-    if ranks == 1:
-        rows = train_here(run)
-    else:
-        run_to_end(run, ranks=ranks)
-        rows = metrics_by_step(run)
+def rows_of(folder: Path, weights: Path | None, *overrides: str) -> dict[int, dict[str, float]]:
+    rows = train(folder, run_config(*GIVEN, *overrides), initial_weights=weights)
     return {
         step: {key: value for key, value in row.items() if not key.startswith((*VOLATILE, "memory/"))}
         for step, row in rows.items()
@@ -164,11 +156,11 @@ def test_a_planted_fault_shows_where_its_row_says(
     warm_weights: Path,
     clean: dict[tuple[str, ...], dict[int, dict[str, float]]],
 ) -> None:
-    key, ranks = tuple(case.overrides), 2 if case in OF_RANKS else 1
+    key = tuple(case.overrides)
     if key not in clean:
-        clean[key] = rows_of(tmp_path / "clean", warm_weights, *key, ranks=ranks)
+        clean[key] = rows_of(tmp_path / "clean", warm_weights, *key)
     right = clean[key]
-    wrong = rows_of(tmp_path / "wrong", warm_weights, *key, case.planted, ranks=ranks)
+    wrong = rows_of(tmp_path / "wrong", warm_weights, *key, case.planted)
     for before in range(1, case.step):
         assert wrong[before] == right[before]
     for metric in case.moved:
@@ -176,7 +168,7 @@ def test_a_planted_fault_shows_where_its_row_says(
     for metric in case.same:
         assert wrong[case.step][metric] == right[case.step][metric], metric
     assert right[1][NORM] > 0
-    if ranks > 1:  # and trains another policy
+    if case in OF_RANKS:  # and trains another policy
         assert wrong[2][ENTROPY] != right[2][ENTROPY]
 
 
@@ -228,7 +220,7 @@ def test_a_local_norm_clips_and_does_nothing_where_there_is_nothing_to_clip(
     wide, fault = "policy.optimizer.max_grad_norm=1.0e+9", "planted_fault=local_grad_norm"
     settings = {"right": (wide,), "wrong": (wide, fault), "clipped": (fault,)}
     right, wrong, clipped = (
-        rows_of(tmp_path / name, warm_weights, *RANKS, *more, ranks=2) for name, more in settings.items()
+        rows_of(tmp_path / name, warm_weights, *RANKS, *more) for name, more in settings.items()
     )
     assert {metric for metric in right[2] if right[2][metric] != wrong[2][metric]} == {NORM}
     assert clipped[1] == wrong[1] and clipped[2][ENTROPY] != wrong[2][ENTROPY]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.runs import run_config, train
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.train.test_ppo import PPO, SHARED
 
@@ -41,10 +41,8 @@ def test_ranks_train_as_one(
 ) -> None:
     packed = ("policy.packing=true", "policy.micro_batch_tokens=90")
     settings = ("steps=3", "task.max_operand=6", *packed, *ALGORITHMS[algorithm])
-    one = train_here(make_run(tmp_path / "one", run_config(*settings), initial_weights=warm_weights))
+    one = train(tmp_path / "one", run_config(*settings), initial_weights=warm_weights)
     assert one[1]["train/grad_norm"] > 1e-3
     ranks, backend = LAYOUTS[layout]
     spread = run_config(*settings, f"cluster.cpu_ranks={ranks}", f"policy.backend={backend}")
-    run = make_run(tmp_path / "spread", spread, initial_weights=warm_weights)
-    run_to_end(run, ranks=ranks)
-    assert_same_up_to_rounding(metrics_by_step(run), one)
+    assert_same_up_to_rounding(train(tmp_path / "spread", spread, initial_weights=warm_weights), one)

@@ -20,7 +20,8 @@ from abrun.train.learner import Learner
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import Setup, make_setup
-from tests.train.runs import make_run, metric_values, metrics_by_step, run_config, run_to_end, train_here
+from tests.train import runs
+from tests.train.runs import make_run, metric_values, run_config, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 
 Rows = dict[int, dict[str, float]]
@@ -58,13 +59,8 @@ FAMILY: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> Rows:
-    ranked = (f"cluster.cpu_ranks={ranks}",) if ranks > 1 else ()
-    run = make_run(directory, run_config(*overrides, *ranked), initial_weights=weights)
-    if ranks == 1:
-        return train_here(run)
-    run_to_end(run, ranks=ranks)
-    return metrics_by_step(run)
+def train(directory: Path, weights: Path, *overrides: str) -> Rows:
+    return runs.train(directory, run_config(*overrides), initial_weights=weights)
 
 
 # --- paths and cuts ---
@@ -108,12 +104,21 @@ def test_two_ranks_change_only_rounding(
 ) -> None:
     settings = ("steps=3", *TERMS, *overrides)
     one = train(tmp_path / "one", warm_weights, *settings)
-    two = train(tmp_path / "two", warm_weights, *settings, "policy.micro_batch_size=5", ranks=2)
+    two = train(tmp_path / "two", warm_weights, *settings, "policy.micro_batch_size=5", "cluster.cpu_ranks=2")
     assert_same_up_to_rounding(two, one)
 
 
-@pytest.mark.parametrize("loss", ["clipped", "reinforce", "cispo"])
-def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -> None:
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        ("clipped", "token_mean"),
+        ("clipped", "sequence_mean"),
+        ("clipped", "sequence_sum_constant"),
+        ("reinforce", "token_mean"),
+        ("cispo", "token_mean"),
+    ],
+)
+def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any, reduction: Any) -> None:
     draw = torch.Generator().manual_seed(3)
     mask = torch.rand(4, 6, generator=draw) > 0.3
     mask[:, 0] = False
@@ -127,7 +132,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
         reference_logprobs=known[3],
         importance_weights=known[4],
         loss_weights=loss_weights(
-            mask, loss_reduction="token_mean", num_tokens=40, num_sequences=8, max_completion_tokens=9
+            mask, loss_reduction=reduction, num_tokens=40, num_sequences=8, max_completion_tokens=9
         ),
     )
     settings = Grpo(type="grpo", loss=loss, kl_coefficient=0.1, entropy_coefficient=0.2)
@@ -139,8 +144,11 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any) -
     for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
         values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
         assert torch.equal(objective.losses(tokens[part], *values).shares, whole[:, 1:].flatten()[part])
-    reported = objective.metrics(batch, logprobs, entropy, losses).sums["train/loss"].item()
-    assert reported == pytest.approx(4 * whole.sum().item(), rel=1e-12)
+    sums = objective.metrics(batch, logprobs, entropy, losses).sums
+    assert sums["train/loss"].item() == pytest.approx(4 * whole.sum().item(), rel=1e-12)
+    log_ratio = (known[3] - logprobs)[mask].double()
+    token_mean = (log_ratio.exp() - 1 - log_ratio).clamp(max=10).sum().item() / 40
+    assert sums["train/kl_penalty"].item() == pytest.approx(token_mean, rel=1e-5)
 
 
 # --- several updates a step ---

@@ -17,7 +17,6 @@ from abrun.models import content_of, load_network, sketch_of, weights_hash
 from abrun.recipe.algorithms import Grpo
 from abrun.recipe.policy import Model
 from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
-from abrun.rl.losses import loss_weights
 from abrun.rl.sampling import filtered_logprobs
 from abrun.runs.files import read_json
 from abrun.runs.rundir import RunDir
@@ -168,40 +167,6 @@ def test_the_loss_is_policy_plus_kl_minus_entropy(tmp_path: Path, warm_weights: 
     for row in train_with(tmp_path / "run", warm_weights, *overrides).values():
         expected = -row["train/advantages/mean"] + 0.7 * row["train/kl_penalty"] - 0.3 * row["train/entropy"]
         assert row["train/loss"] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum_constant"])
-def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(reduction: Any) -> None:
-    draw = torch.Generator().manual_seed(3)
-    mask = torch.rand(4, 6, generator=draw) > 0.3
-    mask[:, 0] = False
-    logprobs, entropy, *known = torch.randn(6, 4, 6, generator=draw).masked_fill(~mask, math.nan)
-    batch = TrainBatch(
-        token_ids=torch.zeros(4, 6, dtype=torch.int64),
-        token_mask=mask,
-        advantages=known[0],
-        old_logprobs=known[1],
-        inference_logprobs=known[2],
-        reference_logprobs=known[3],
-        importance_weights=None,
-        loss_weights=loss_weights(
-            mask, loss_reduction=reduction, num_tokens=40, num_sequences=8, max_completion_tokens=9
-        ),
-    )
-    settings = Grpo(type="grpo", kl_coefficient=0.1, entropy_coefficient=0.2)
-    objective = PolicyObjective(settings=settings, num_tokens=40, num_sequences=8)
-    losses = objective.losses(batch, logprobs, entropy)
-    whole = losses.shares
-    assert whole.shape == (4, 6) and whole.isfinite().all() and (whole[mask] != 0).all()
-    tokens = batch.predicted_tokens()
-    for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
-        values = (one[:, 1:].flatten()[part] for one in (logprobs, entropy))
-        assert torch.equal(objective.losses(tokens[part], *values).shares, whole[:, 1:].flatten()[part])
-    sums = objective.metrics(batch, logprobs, entropy, losses).sums
-    assert sums["train/loss"].item() == whole.sum().item()
-    log_ratio = (known[3] - logprobs)[mask].double()
-    token_mean = (log_ratio.exp() - 1 - log_ratio).clamp(max=10).sum().item() / 40
-    assert sums["train/kl_penalty"].item() == pytest.approx(token_mean, rel=1e-5)
 
 
 def test_entropy_coefficient_raises_entropy(tmp_path: Path, warm_weights: Path, group: None) -> None:

@@ -14,15 +14,14 @@ from abrun.rl.values import generalized_advantages, right_shifted, token_rewards
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.ppo import PpoAlgorithm, ValueObjective
 from abrun.train.setup import make_setup
+from tests.train import runs
 from tests.train.runs import (
     Trainer,
     events,
     make_run,
     metric_values,
-    metrics_by_step,
     run_config,
     run_to_end,
-    train_here,
 )
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 
@@ -37,13 +36,9 @@ ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 PACKED = ("policy.packing=true", "policy.share_prompts=true", "policy.micro_batch_tokens=60")
 
 
-def train(directory: Path, weights: Path, *overrides: str, ranks: int = 1) -> dict[int, dict[str, float]]:
-    config = run_config("steps=3", "task.max_operand=6", PPO, *overrides, f"cluster.cpu_ranks={ranks}")
-    run = make_run(directory, config, initial_weights=weights)
-    if ranks == 1:
-        return train_here(run)
-    run_to_end(run, ranks=ranks)
-    return metrics_by_step(run)
+def train(directory: Path, weights: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    config = run_config("steps=3", "task.max_operand=6", PPO, *overrides)
+    return runs.train(directory, config, initial_weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,9 @@ def test_two_ranks_change_only_rounding(
     overrides: tuple[str, ...], tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
     one = train(tmp_path / "one", warm_weights, *overrides)
-    assert_same_up_to_rounding(train(tmp_path / "two", warm_weights, *overrides, *PACKED, ranks=2), one)
+    assert_same_up_to_rounding(
+        train(tmp_path / "two", warm_weights, *overrides, *PACKED, "cluster.cpu_ranks=2"), one
+    )
 
 
 def a_batch() -> RolloutBatch:
