@@ -26,7 +26,7 @@ from abrun.experiment.plan import make_plan
 from abrun.experiment.preflight.machine import find_gpus
 from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import Printed, run_plan
+from abrun.launch.supervisor import run_plan
 from abrun.processes import start
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
@@ -34,7 +34,7 @@ from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import run_state
 from abrun.runs.rundir import RunDir
 from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
-from tests.bench.common import make_parser
+from tests.bench.common import PrintedLines, make_parser
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
@@ -106,7 +106,7 @@ class Evidence:
         plan = make_plan(load_recipe(self.recipe, self._overrides))
         for _ in range(TRIES):
             options = LaunchOptions(runs_dir=self._runs_dir, resume=self.directory.exists())
-            outcome = run_plan(plan, options, engine=make_engine("sharing", None), observer=Printed())
+            outcome = run_plan(plan, options, engine=make_engine("sharing", None), observer=PrintedLines())
             if outcome.stopped_by:
                 return outcome.exit_code
             if outcome.exit_code == 0:

@@ -24,7 +24,7 @@ from abrun.processes import Fork
 from abrun.processes.copies import Server
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
-from tests.bench.common import make_model, make_parser
+from tests.bench.common import PrintedLines, make_model, make_parser
 
 SEEDS = {"first": [0], "again": [0], "copies": [0, 1, 2]}
 SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-tiny-128", 128, 8, 28, 128)}
@@ -83,7 +83,7 @@ def main() -> None:
                 plan,
                 LaunchOptions(runs_dir=work / "runs"),
                 engine=make_engine("local", 1),
-                observer=supervisor.Printed(),
+                observer=PrintedLines(),
             )
             for planned in plan.runs:
                 run = RunDir(work / "runs" / name / str(planned.name))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from abrun.launch.supervisor import print_line
+
 PEAK_FLOPS = 989e12  # dense bfloat16 of an H100 or H200, by its data sheet
 
 
@@ -16,6 +18,18 @@ def make_parser(doc: str | None, *, devices: Sequence[str] = ()) -> argparse.Arg
     if devices:
         parser.add_argument("--device", choices=devices, default=devices[0])
     return parser
+
+
+class PrintedLines:
+    """An observer of a launch that prints its lines."""
+
+    say = staticmethod(print_line)
+
+    def follow(self, experiment_dir: Path) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
 
 
 def markdown_row(*cells: object) -> str:
