@@ -24,13 +24,13 @@ Combination = Literal[  # of the global batch's parts into the step's one number
     "largest rank",  # the slowest, or the fullest
 ]
 Role = Literal[
-    "step one",  # compared at the first step, and followed for divergence (see abrun.compare)
+    "step one",  # compared at the first step, and followed for divergence (abrun.verdict)
     "guard",  # a limit that every treatment must keep
     "saving",  # reported as what the treatment costs
     "curve",  # what a run is followed by in the live view: the first that it has
     "given",  # follows from recipe and seed: no learning moves it
 ]
-Need = Literal[  # what a recipe has to ask for; see abrun.plan
+Need = Literal[  # what a recipe has to ask for; see abrun.experiment.plan
     "metrics basic",
     "metrics full",
     "metrics full of GSPO",

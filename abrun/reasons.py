@@ -39,7 +39,7 @@ class Reason:
 
 
 class Code(StrEnum):
-    """Every code, by the room that produces it. A call makes the reason: `Code.SEEDS_UNPAIRED(seeds=[3])`."""
+    """Every code, by the room that produces it. A call makes the reason: `Code.UNPAIRED_SEEDS(seeds=[3])`."""
 
     def __call__(self, /, **values: Any) -> Reason:
         return Reason(self, {name: _plain(value) for name, value in values.items()})

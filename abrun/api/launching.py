@@ -1,7 +1,7 @@
 """A launch from its recipe to its verdict: the command line and `abrun.launch` are two ways to call it.
 
-It stands above `launch`, `memory` and `compare`, which do not know each other: what the recipe leaves open by
-`auto` is decided here, once; then its runs are made, in stages where that is asked; then they are compared.
+It stands above `launch` and `report`, which do not know each other: the values of `auto` are decided first,
+then the runs are made, in stages with `--until-decided`, and then they are compared.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""What the backends share of a policy and its value model: the loop over a batch's micro-batches.
+"""What the backends share of policy and value models: the work of each micro-batch, the optimizer step.
 
 Letters: B sequences, S positions, b and s those of a micro-batch, R = layers * experts a token.
 """

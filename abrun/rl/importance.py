@@ -13,15 +13,15 @@ Correction = Literal["truncated", "icepop", "sequence_mask"]
 
 
 def importance_weights(
-    old_logprobs: Tensor,  # [B, S] p
-    inference_logprobs: Tensor,  # [B, S] g
-    token_mask: Tensor,  # [B, S] bool
+    old_logprobs: Tensor,  # [B, S] p; with one_pass [N], for all corrections but sequence_mask
+    inference_logprobs: Tensor,  # as old_logprobs: g
+    token_mask: Tensor,  # as old_logprobs: bool
     *,
     correction: Correction,
     low: float,
     high: float,
 ) -> Tensor:
-    """Weights [B, S] from w = exp(p - g) and the bounds [low, high]; masked tokens give 0.
+    """Return weights in the shape of `old_logprobs`, from w = exp(p - g) and the bounds; masked tokens give 0.
 
     truncated: w, moved to the nearer bound where it is outside (TIS, Yao et al. 2025, "Your efficient RL
     framework secretly brings you off-policy RL training"). icepop: w, and 0 where it is outside (IcePop,

@@ -38,7 +38,7 @@ class RunRecord:
     experiment: str
     name: RunName
     initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.stored_run reads it
+    config: dict[str, Any]  # resolved; abrun.recipe.experiment.stored_run reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class PolicyObjective:
     def metrics(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
     ) -> MetricParts:
-        batch = losses.batch
+        batch = losses.batch  # with the old log-probs of this pass
         parts = MetricParts(sums={}, maxima={}, minima={})
         if self.settings.metrics != "none":
             assert entropy is not None

@@ -1,1 +1,1 @@
-"""From an experiment to a verdict: validity, evidence, guards, and the sentences that carry it."""
+"""From an experiment to a verdict: validity, evidence, guards, and the codes that carry it."""

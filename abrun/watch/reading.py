@@ -31,7 +31,7 @@ class Jobs(Protocol):
     def state_of(self, state: RunState) -> RunState: ...
 
 
-FindJobs = Callable[[Path], Jobs | None]  # of an experiment's directory; abrun.launch.queued_jobs
+FindJobs = Callable[[Path], Jobs | None]  # of an experiment's directory; abrun.launch.cluster.queued_jobs
 
 
 @dataclass(slots=True, kw_only=True)

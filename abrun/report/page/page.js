@@ -550,7 +550,7 @@ function finalWeights() {
     el(
       "p",
       { class: "intro" },
-      "Whether the trained weights are the same to the bit, by a hash of all of them; and where they are not, the largest difference of sampled weights: a bound from below. This is a diagnosis; no verdict hangs on it.",
+      "Whether the trained weights are equal bit for bit, by a hash of all of them; if not, how far apart they end, estimated from sketches of all weights. This is a diagnosis and decides no verdict, unless a claim limits the distance.",
     ),
     table(
       "Final weights",
