@@ -21,7 +21,7 @@ def importance_weights(
     low: float,
     high: float,
 ) -> Tensor:
-    """Return weights in the shape of `old_logprobs`, from w = exp(p - g) and the bounds; masked tokens give 0.
+    """Return weights in the shape of `old_logprobs`, from w = exp(p - g); masked tokens give 0.
 
     truncated: w, moved to the nearer bound where it is outside (TIS, Yao et al. 2025, "Your efficient RL
     framework secretly brings you off-policy RL training"). icepop: w, and 0 where it is outside (IcePop,

@@ -22,6 +22,6 @@ def test_names_of_many_parts_stay_in_the_figure_and_totals_stand_at_the_bars(
         found.append(self)
 
     monkeypatch.setattr(Figure, "savefig", saved)
-    parts = {arm: dict.fromkeys((*PHASES, "all else"), 0.25) for arm in ARMS[:3]}
+    parts: dict[str, dict[str, float]] = {arm: dict.fromkeys((*PHASES, "all else"), 0.25) for arm in ARMS[:3]}
     chart(parts | {"short": {"all else": 0.125}}, Path("chart"), "s a step")
     assert [text.get_text() for text in found[0].axes[0].texts] == ["1.75", "1.75", "1.75", "0.125"]

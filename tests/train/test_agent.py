@@ -253,7 +253,8 @@ def test_what_a_failed_import_hides_is_told(tmp_path: Path) -> None:
 
     def cause(message: str) -> Reason:
         (tmp_path / "rank-0.error").write_text(error_of(message, callstack))
-        failure = first_failure({0: Ends(1)}, tmp_path)
+        ended: Any = {0: Ends(1)}
+        failure = first_failure(ended, tmp_path)
         assert failure is not None
         return cause_of(failure, "", None)
 
@@ -318,7 +319,8 @@ def blamed(directory: Path, said: dict[int, Any], *ranks: Ends) -> tuple[int, in
     """The rank that is taken for the first one that failed, and its status."""
     for rank, content in said.items():
         (directory / f"rank-{rank}.error").write_text(content)
-    failure = first_failure(dict(enumerate(ranks)), directory)
+    ended: Any = dict(enumerate(ranks))
+    failure = first_failure(ended, directory)
     assert failure is not None
     return failure.rank, failure.status
 
