@@ -281,14 +281,6 @@ def test_an_error_of_abruns_keeps_its_code_on_its_way_to_the_agent(
     assert recorded(file) == (Code.EXCEPTION(kind="LaunchError", error=plain, origin=None), ANY)
 
 
-def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
-    run = run_in(tmp_path)
-    agent = start(tmp_path, rank_1="fail")
-    ending = ending_of(agent, run)
-    assert ending == rank_failed(1, Code.EXIT_CODE(exit_code=7, last_line=None))
-    assert agent.returncode == 7
-
-
 class Ends:
     """A process that has ended, with a status, when it is looked at the last time."""
 
@@ -349,6 +341,8 @@ def test_who_has_lost_others_is_not_the_first_that_failed(tmp_path: Path, effect
 )
 def test_what_a_rank_could_not_say_to_the_end_is_told_by_its_status(tmp_path: Path, said: str) -> None:
     assert blamed(tmp_path, {0: said}, Ends(7)) == (0, 7)
+    failure = first_failure({0: Ends(7)}, tmp_path)
+    assert failure and cause_of(failure, "", None) == Code.EXIT_CODE(exit_code=7, last_line=None)
 
 
 def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
@@ -376,17 +370,6 @@ def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: P
     for torn in ("", '{"after": 0, "reas', "[]", '{"after": 0, "reason": {"code": "no_such", "values": {}}}'):
         (tmp_path / "nodes" / "ending-node-0001.json").write_text(torn)
         assert (endings(run, 0, ""), run.nodes(1)) == ([], [])
-
-
-def test_daemons_that_have_ended_keep_no_ids(tmp_path: Path) -> None:
-    agent = start(tmp_path, rank_0="daemons")
-    until(lambda: started(tmp_path))
-    try:
-        until(lambda: len(all_children(agent.pid)) > 2)
-        until(lambda: len(all_children(agent.pid)) == 2)  # the ranks
-    finally:
-        agent.terminate()
-        agent.communicate(timeout=60)
 
 
 def all_children(pid: int) -> list[str]:
@@ -444,9 +427,10 @@ def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
 
 
 @pytest.mark.usefixtures("heard_signals")
-def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) -> None:
-    agent = start(tmp_path)
-    until(lambda: started(tmp_path))
+def test_a_request_to_stop_is_passed_on_once_and_ended_daemons_keep_no_ids(tmp_path: Path) -> None:
+    agent = start(tmp_path, rank_0="daemons")
+    until(lambda: len(all_children(agent.pid)) > 2)
+    until(lambda: started(tmp_path) and len(all_children(agent.pid)) == 2)  # the ranks
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
     own = ["0100007F"]  # the network hears of no rank
     assert [listening(pid) for pid in pids] == [own, own, []]
