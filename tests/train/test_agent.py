@@ -30,7 +30,7 @@ from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude
 from abrun.train.agent import _Notes as Notes
 from abrun.train.agent import _scratch as scratch
-from abrun.train.failures import ERROR_FILE, cause_of, first_failure, record_failure
+from abrun.train.failures import ERROR_FILE, Failure, cause_of, first_failure, record_failure
 from abrun.train.failures import _recorded as recorded
 
 NAME = RunName(arm="baseline", seed=0)
@@ -252,9 +252,7 @@ def test_what_a_failed_import_hides_is_told(tmp_path: Path) -> None:
     )
 
     def cause(message: str) -> Reason:
-        (tmp_path / "rank-0.error").write_text(error_of(message, callstack))
-        failure = first_failure({0: Ends(1)}, tmp_path)
-        assert failure is not None
+        failure = failure_of(tmp_path, {0: error_of(message, callstack)}, Ends(1))
         return cause_of(failure, "", None)
 
     origin = "RuntimeError: operator torchvision::nms does not exist"
@@ -306,12 +304,19 @@ def error_of(message: str, callstack: str = "", **more: Any) -> str:
     return json.dumps({"message": {"message": message, "extraInfo": extra}, **more})
 
 
-def blamed(directory: Path, said: dict[int, Any], *ranks: Ends) -> tuple[int, int]:
-    """The rank that is taken for the first one that failed, and its status."""
+def failure_of(directory: Path, said: dict[int, str], *ranks: Ends) -> Failure:
+    """The failure that is taken for the first one."""
     for rank, content in said.items():
         (directory / f"rank-{rank}.error").write_text(content)
-    failure = first_failure(dict(enumerate(ranks)), directory)
+    processes: Any = dict(enumerate(ranks))
+    failure = first_failure(processes, directory)
     assert failure is not None
+    return failure
+
+
+def blamed(directory: Path, said: dict[int, str], *ranks: Ends) -> tuple[int, int]:
+    """The rank of the first failure, and its status."""
+    failure = failure_of(directory, said, *ranks)
     return failure.rank, failure.status
 
 
@@ -340,9 +345,9 @@ def test_who_has_lost_others_is_not_the_first_that_failed(tmp_path: Path, effect
     "said", ["", '{"mess', "[]", "{}", '{"message": "x"}', '{"message": {"message": 1}}']
 )
 def test_what_a_rank_could_not_say_to_the_end_is_told_by_its_status(tmp_path: Path, said: str) -> None:
-    assert blamed(tmp_path, {0: said}, Ends(7)) == (0, 7)
-    failure = first_failure({0: Ends(7)}, tmp_path)
-    assert failure and cause_of(failure, "", None) == Code.EXIT_CODE(exit_code=7, last_line=None)
+    failure = failure_of(tmp_path, {0: said}, Ends(7))
+    assert (failure.rank, failure.status) == (0, 7)
+    assert cause_of(failure, "", None) == Code.EXIT_CODE(exit_code=7, last_line=None)
 
 
 def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
