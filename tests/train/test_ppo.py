@@ -220,6 +220,8 @@ def test_the_critic_learns_before_the_policy_and_by_its_own_rate(
     rows = train(
         tmp_path / "run",
         warm_weights,
+        "algorithm.prompts_per_step=4",
+        "algorithm.epochs_per_step=1",
         "algorithm.value_optimizer={learning_rate: 4.0e-3, warmup_steps: 2}",
         "policy.optimizer={learning_rate: 1.0e-3, warmup_steps: 4}",
     )
