@@ -28,6 +28,7 @@ from tests.backends.test_megatron_ranks import (
     assert_near,
 )
 from tests.spawn import run_ranks
+from tests.train.runs import single_rank
 
 LAYERS, NUM_EXPERTS, CHOSEN = 4, 8, 2
 BALANCED = {"router_aux_loss_coefficient": 0.5, "replay_routing": True}
@@ -126,9 +127,15 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert_near(found[f"{told}gradients"], expected[f"{told}gradients"], rtol=1e-4, atol=2e-6)
 
 
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    with single_rank():
+        return of_dtensor()
+
+
 @pytest.mark.parametrize("cut", ONE)
-def test_routers_are_those_of_dtensor(cut: str, group: None) -> None:
-    check(of_megatron(*ONE[cut]), of_dtensor())
+def test_routers_are_those_of_dtensor(cut: str, expected: dict[str, Any], group: None) -> None:
+    check(of_megatron(*ONE[cut]), expected)
 
 
 def on_ranks(rank: int, world_size: int, cuts: dict[str, Cut]) -> dict[str, dict[str, Any]]:
@@ -146,9 +153,8 @@ def on_two() -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("cut", TWO)
 def test_routers_of_two_ranks_are_those_of_dtensor(
-    cut: str, on_two: list[list[dict[str, Any]]], group: None
+    cut: str, on_two: list[list[dict[str, Any]]], expected: dict[str, Any]
 ) -> None:
-    expected = of_dtensor()
     assert {f"train/moe/{name}" for name in ("max_load", "routing_entropy", "aux_loss")} < expected[
         "metrics"
     ].keys()
@@ -158,8 +164,7 @@ def test_routers_of_two_ranks_are_those_of_dtensor(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [MORE_OF_TWO, FOUR], ids=["two", "four"])
-def test_more_cuts_are_those_of_dtensor(cuts: dict[str, Cut], group: None) -> None:
-    expected = of_dtensor()
+def test_more_cuts_are_those_of_dtensor(cuts: dict[str, Cut], expected: dict[str, Any]) -> None:
     for of_rank in run_ranks(on_ranks, 4 if cuts is FOUR else 2, cuts, timeout_s=280):
         for found in of_rank.values():
             check(found, expected)
@@ -200,10 +205,10 @@ def faulty() -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def test_what_would_be_wrong_is_seen(on_two: list[list[dict[str, Any]]], group: None) -> None:
-    expected = of_dtensor()["told gradients"]
+def test_what_would_be_wrong_is_seen(on_two: list[list[dict[str, Any]]], expected: dict[str, Any]) -> None:
+    gradients_of_all = expected["told gradients"].items()
     for fault, found in on_two[0][1].items():
-        off = [float((found[name] - right).norm() / right.norm()) for name, right in expected.items()]
+        off = [float((found[name] - right).norm() / right.norm()) for name, right in gradients_of_all]
         assert max(off) > 1e-2, fault
 
 

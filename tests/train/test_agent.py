@@ -30,7 +30,7 @@ from abrun.train.agent import SCRATCH, TIMED_OUT
 from abrun.train.agent import _conclude as conclude
 from abrun.train.agent import _Notes as Notes
 from abrun.train.agent import _scratch as scratch
-from abrun.train.failures import ERROR_FILE, cause_of, first_failure, record_failure
+from abrun.train.failures import ERROR_FILE, Failure, cause_of, first_failure, record_failure
 from abrun.train.failures import _recorded as recorded
 
 NAME = RunName(arm="baseline", seed=0)
@@ -252,10 +252,7 @@ def test_what_a_failed_import_hides_is_told(tmp_path: Path) -> None:
     )
 
     def cause(message: str) -> Reason:
-        (tmp_path / "rank-0.error").write_text(error_of(message, callstack))
-        ended: Any = {0: Ends(1)}
-        failure = first_failure(ended, tmp_path)
-        assert failure is not None
+        failure = failure_of(tmp_path, {0: error_of(message, callstack)}, Ends(1))
         return cause_of(failure, "", None)
 
     origin = "RuntimeError: operator torchvision::nms does not exist"
@@ -280,14 +277,6 @@ def test_an_error_of_abruns_keeps_its_code_on_its_way_to_the_agent(
     record_failure(LaunchError("plain words"))
     plain = Code.FOREIGN_TEXT(text="plain words")
     assert recorded(file) == (Code.EXCEPTION(kind="LaunchError", error=plain, origin=None), ANY)
-
-
-def test_a_rank_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
-    run = run_in(tmp_path)
-    agent = start(tmp_path, rank_1="fail")
-    ending = ending_of(agent, run)
-    assert ending == rank_failed(1, Code.EXIT_CODE(exit_code=7, last_line=None))
-    assert agent.returncode == 7
 
 
 class Ends:
@@ -315,13 +304,19 @@ def error_of(message: str, callstack: str = "", **more: Any) -> str:
     return json.dumps({"message": {"message": message, "extraInfo": extra}, **more})
 
 
-def blamed(directory: Path, said: dict[int, Any], *ranks: Ends) -> tuple[int, int]:
-    """The rank that is taken for the first one that failed, and its status."""
+def failure_of(directory: Path, said: dict[int, str], *ranks: Ends) -> Failure:
+    """The failure that is taken for the first one."""
     for rank, content in said.items():
         (directory / f"rank-{rank}.error").write_text(content)
-    ended: Any = dict(enumerate(ranks))
-    failure = first_failure(ended, directory)
+    processes: Any = dict(enumerate(ranks))
+    failure = first_failure(processes, directory)
     assert failure is not None
+    return failure
+
+
+def blamed(directory: Path, said: dict[int, str], *ranks: Ends) -> tuple[int, int]:
+    """The rank of the first failure, and its status."""
+    failure = failure_of(directory, said, *ranks)
     return failure.rank, failure.status
 
 
@@ -350,7 +345,9 @@ def test_who_has_lost_others_is_not_the_first_that_failed(tmp_path: Path, effect
     "said", ["", '{"mess', "[]", "{}", '{"message": "x"}', '{"message": {"message": 1}}']
 )
 def test_what_a_rank_could_not_say_to_the_end_is_told_by_its_status(tmp_path: Path, said: str) -> None:
-    assert blamed(tmp_path, {0: said}, Ends(7)) == (0, 7)
+    failure = failure_of(tmp_path, {0: said}, Ends(7))
+    assert (failure.rank, failure.status) == (0, 7)
+    assert cause_of(failure, "", None) == Code.EXIT_CODE(exit_code=7, last_line=None)
 
 
 def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
@@ -378,17 +375,6 @@ def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: P
     for torn in ("", '{"after": 0, "reas', "[]", '{"after": 0, "reason": {"code": "no_such", "values": {}}}'):
         (tmp_path / "nodes" / "ending-node-0001.json").write_text(torn)
         assert (endings(run, 0, ""), run.nodes(1)) == ([], [])
-
-
-def test_daemons_that_have_ended_keep_no_ids(tmp_path: Path) -> None:
-    agent = start(tmp_path, rank_0="daemons")
-    until(lambda: started(tmp_path))
-    try:
-        until(lambda: len(all_children(agent.pid)) > 2)
-        until(lambda: len(all_children(agent.pid)) == 2)  # the ranks
-    finally:
-        agent.terminate()
-        agent.communicate(timeout=60)
 
 
 def all_children(pid: int) -> list[str]:
@@ -446,9 +432,10 @@ def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
 
 
 @pytest.mark.usefixtures("heard_signals")
-def test_a_request_to_stop_is_passed_on_once_whoever_repeats_it(tmp_path: Path) -> None:
-    agent = start(tmp_path)
-    until(lambda: started(tmp_path))
+def test_a_request_to_stop_is_passed_on_once_and_ended_daemons_keep_no_ids(tmp_path: Path) -> None:
+    agent = start(tmp_path, rank_0="daemons")
+    until(lambda: len(all_children(agent.pid)) > 2)
+    until(lambda: started(tmp_path) and len(all_children(agent.pid)) == 2)  # the ranks
     pids = [agent.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
     own = ["0100007F"]  # the network hears of no rank
     assert [listening(pid) for pid in pids] == [own, own, []]

@@ -158,7 +158,6 @@ def test_cuts_and_the_fused_path_change_only_rounding(
 ) -> None:
     configs = {
         "whole": dpo(),
-        "pair-by-pair": dpo("policy.micro_batch_size=2"),
         "unevenly": dpo("policy.micro_batch_size=6"),
         "packed": dpo("policy.packing=true", "policy.micro_batch_tokens=50"),
         "chunked": dpo("policy.logprobs={impl: chunked, chunk_size: 17}", "policy.micro_batch_size=4"),

@@ -1,6 +1,6 @@
 """Every fault of the library, planted: what moves and what does not, at the first step and at the second."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
 from tests.train.runs import (
     VOLATILE,
+    Rows,
     group,
     make_run,
     run_config,
@@ -55,6 +56,7 @@ class Case:
         return f"planted_fault={{name: {self.name}{size}}}"
 
 
+WARMUP = ("policy.optimizer.warmup_steps=8", "steps=2")  # of which a schedule is made
 PENALISED = ("algorithm.kl_coefficient=0.5",)
 CASES = (
     Case("flipped_advantages", (LOSS, NORM), (REWARD, ERROR)),
@@ -84,7 +86,7 @@ CASES = (
     Case("misgrouped", (NORM,), (REWARD, ERROR)),
     Case("padding_in_denominator", (LOSS, NORM), (REWARD, ERROR)),
     Case("dual_clip_everywhere", (NORM, LOSS), (REWARD, ERROR)),
-    Case("schedule_by_ranks", (RATE,), (REWARD, LOSS, NORM), overrides=("policy.optimizer.warmup_steps=8",)),
+    Case("schedule_by_ranks", (RATE,), (REWARD, LOSS, NORM), overrides=WARMUP),
     Case("partial_weight_sync", (ERROR,), step=2),
     Case("forced_eos", (ERROR,), (LENGTH,), overrides=("rollout.max_new_tokens=1",)),
     Case("critic_mask_of_other_rows", (CRITIC, LOSS), (REWARD, ERROR), overrides=PPO),
@@ -111,6 +113,7 @@ CASES = (
     Case(ONE_ULP, (ENTROPY, NORM), (REWARD,)),
 )
 RANKS = (
+    "steps=2",
     "cluster.cpu_ranks=2",
     "algorithm.normalize_over=batch",
     "task.max_operand=6",
@@ -124,19 +127,18 @@ OF_RANKS = (
 ELSEWHERE = {"retokenised", "stale_prefix_cache"}  # below, and in test_vllm.py
 
 
-@pytest.fixture(scope="module")
-def clean() -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
-    return {}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_group() -> Iterator[None]:
     with single_rank():
         yield
 
 
-def rows_of(folder: Path, weights: Path | None, *overrides: str) -> dict[int, dict[str, float]]:
-    rows = train(folder, run_config(*GIVEN, *overrides), initial_weights=weights)
+def rows_of(folder: Path, weights: Path | None, *overrides: str) -> Rows:
+    return repeatable(train(folder, run_config(*GIVEN, *overrides), initial_weights=weights))
+
+
+def repeatable(rows: Rows) -> Rows:
+    """The metrics that depend on no clock and no allocator."""
     return {
         step: {key: value for key, value in row.items() if not key.startswith((*VOLATILE, "memory/"))}
         for step, row in rows.items()
@@ -151,16 +153,10 @@ def rows_of(folder: Path, weights: Path | None, *overrides: str) -> dict[int, di
     ],
 )
 def test_a_planted_fault_shows_where_its_row_says(
-    case: Case,
-    tmp_path: Path,
-    warm_weights: Path,
-    clean: dict[tuple[str, ...], dict[int, dict[str, float]]],
+    case: Case, tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
 ) -> None:
-    key = tuple(case.overrides)
-    if key not in clean:
-        clean[key] = rows_of(tmp_path / "clean", warm_weights, *key)
-    right = clean[key]
-    wrong = rows_of(tmp_path / "wrong", warm_weights, *key, case.planted)
+    right = repeatable(trained(*GIVEN, *case.overrides))
+    wrong = rows_of(tmp_path, warm_weights, f"steps={case.step}", *case.overrides, case.planted)
     for before in range(1, case.step):
         assert wrong[before] == right[before]
     for metric in case.moved:
@@ -178,7 +174,7 @@ OF_SFT = (
     Case("attention_across_packed", (LOSS, NORM), overrides=("policy.packing=true",)),
     Case("adam_step_ahead", (LOSS,), step=2),
     Case("bf16_moments", (LOSS,), step=2),
-    Case("schedule_by_ranks", (RATE,), (LOSS, NORM), overrides=("policy.optimizer.warmup_steps=8",)),
+    Case("schedule_by_ranks", (RATE,), (LOSS, NORM), overrides=WARMUP),
     Case("dropout_on", (LOSS, NORM)),
     Case("rope_bf16", (LOSS, NORM)),
     Case(ONE_ULP, (LOSS, NORM)),
@@ -195,15 +191,11 @@ OF_DPO = (Case("labels_off_by_one", (LOSS, NORM)), OF_SFT[0])
     ],
 )
 def test_what_is_no_policy_gradients_shows_in_supervised_runs(
-    algorithm: str,
-    case: Case,
-    tmp_path: Path,
-    warm_weights: Path,
-    clean: dict[tuple[str, ...], dict[int, dict[str, float]]],
+    algorithm: str, case: Case, tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
 ) -> None:
     supervised = f"algorithm={{type: {algorithm}, batch_size: 16}}"
     test_a_planted_fault_shows_where_its_row_says(
-        replace(case, overrides=(supervised, *case.overrides)), tmp_path, warm_weights, clean
+        replace(case, overrides=(supervised, *case.overrides)), tmp_path, warm_weights, trained
     )
 
 
@@ -228,7 +220,7 @@ def test_a_local_norm_clips_and_does_nothing_where_there_is_nothing_to_clip(
 
 def test_tokens_that_are_encoded_again_are_not_those_drawn(tmp_path: Path, checkpoint: Path) -> None:
     """Random weights draw pieces of words that a tokenizer would never cut so."""
-    settings = ("task=" + verifier(tmp_path), f"model={{preset: null, path: {checkpoint}}}")
+    settings = ("steps=1", "task=" + verifier(tmp_path), f"model={{preset: null, path: {checkpoint}}}")
     right = rows_of(tmp_path / "right", None, *settings)
     wrong = rows_of(tmp_path / "wrong", None, *settings, "planted_fault=retokenised")
     assert wrong[1][ERROR] > 1.01 > right[1][ERROR]
@@ -253,9 +245,10 @@ def test_a_run_says_where_its_weights_began(tmp_path: Path, warm_weights: Path) 
     assert all(not np.array_equal(first[name], last[name]) for name in first)
 
 
-def test_a_run_without_a_fault_has_nothing_wrapped(tmp_path: Path, warm_weights: Path) -> None:
-    first, again = (rows_of(tmp_path / name, warm_weights) for name in ("first", "again"))
-    assert first == again
+def test_a_run_without_a_fault_has_nothing_wrapped(
+    tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
+) -> None:
+    assert rows_of(tmp_path, warm_weights) == repeatable(trained(*GIVEN))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_ranks_train_as_one(
     layout: str, algorithm: str, tmp_path: Path, warm_weights: Path, group: None
 ) -> None:
     packed = ("policy.packing=true", "policy.micro_batch_tokens=90")
-    settings = ("steps=3", "task.max_operand=6", *packed, *ALGORITHMS[algorithm])
+    settings = ("steps=2", "task.max_operand=6", *packed, *ALGORITHMS[algorithm])
     one = train(tmp_path / "one", run_config(*settings), initial_weights=warm_weights)
     assert one[1]["train/grad_norm"] > 1e-3
     ranks, backend = LAYOUTS[layout]

@@ -195,6 +195,7 @@ def test_a_grad_divisor_divides_the_gradient_norms(
     """A divisor of 7 times the reduction's own count divides the norm by 7, of a shared value head too."""
     settings = ("steps=1", f"algorithm.value_backbone={backbone}", "algorithm.epochs_per_step=1")
     still = (
+        "algorithm.prompts_per_step=8",
         "algorithm.minibatches_per_step=1",
         "policy.optimizer={learning_rate: 1.0e-30}",
         "algorithm.value_optimizer={learning_rate: 1.0e-30}",
@@ -219,6 +220,8 @@ def test_the_critic_learns_before_the_policy_and_by_its_own_rate(
     rows = train(
         tmp_path / "run",
         warm_weights,
+        "algorithm.prompts_per_step=4",
+        "algorithm.epochs_per_step=1",
         "algorithm.value_optimizer={learning_rate: 4.0e-3, warmup_steps: 2}",
         "policy.optimizer={learning_rate: 1.0e-3, warmup_steps: 4}",
     )

@@ -122,38 +122,24 @@ def test_the_next_steps_batch_is_made_beside_a_step(monkeypatch: pytest.MonkeyPa
     assert len(made) == 5 and not any(here for here, _ in made)
 
 
-def test_microbatches_change_only_rounding(tmp_path: Path, group: None) -> None:
-    rows = [
-        train_here(make_run(tmp_path / size, sft(f"policy.micro_batch_size={size}", "task.max_operand=99")))
-        for size in ("null", "4", "7")
-    ]
-    for other in rows[1:]:
-        for step in (1, 2):
-            for key in ("train/loss", "train/grad_norm"):
-                assert other[step][key] == pytest.approx(rows[0][step][key], rel=1e-4)
-
-
-def test_one_pass_and_packing_change_only_rounding(tmp_path: Path, group: None) -> None:
-    configs = {
-        "two-passes": sft("task.max_operand=99"),
-        "one-pass": sft("task.max_operand=99", "policy.logprobs={impl: chunked, one_pass: true}"),
-        "packed": sft(
-            "task.max_operand=99",
-            "policy={packing: true, micro_batch_tokens: 70}",
-            "policy.logprobs={impl: chunked, one_pass: true}",
-        ),
+def test_cuts_and_paths_change_only_rounding(tmp_path: Path, group: None) -> None:
+    one_pass = "policy.logprobs={impl: chunked, one_pass: true}"
+    cuts: dict[str, tuple[str, ...]] = {
+        "whole": (),
+        "cut": ("policy.micro_batch_size=7",),
+        "one-pass": (one_pass,),
+        "packed": ("policy={packing: true, micro_batch_tokens: 70}", one_pass),
     }
     if TRITON_ON_CPU:
-        configs["triton"] = sft(
-            "task.max_operand=99",
-            "policy.micro_batch_size=7",
-            "policy.logprobs={impl: triton, one_pass: true}",
-        )
-    rows = {name: train_here(make_run(tmp_path / name, config)) for name, config in configs.items()}
-    for other in list(rows)[1:]:
+        cuts["triton"] = ("policy.micro_batch_size=7", "policy.logprobs={impl: triton, one_pass: true}")
+    rows = {
+        name: train_here(make_run(tmp_path / name, sft("task.max_operand=99", *cut)))
+        for name, cut in cuts.items()
+    }
+    for name in list(cuts)[1:]:
         for step in (1, 2):
             for key in ("train/loss", "train/grad_norm"):
-                assert rows[other][step][key] == pytest.approx(rows["two-passes"][step][key], rel=1e-4)
+                assert rows[name][step][key] == pytest.approx(rows["whole"][step][key], rel=1e-4), name
 
 
 def test_the_objective_by_hand() -> None:

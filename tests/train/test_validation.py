@@ -22,6 +22,7 @@ from tests.train.runs import (
     metrics_by_step,
     run_config,
     run_to_end,
+    train,
     train_here,
 )
 
@@ -92,7 +93,8 @@ def test_training_does_not_feel_it(
     if algorithm == "sft":
         overrides.append("algorithm={type: sft, batch_size: 8}")
     temperature_set = f"validation.temperature={temperature}"
-    configs = {"with": validated(*overrides, temperature_set), "without": run_config("steps=5", *overrides)}
+    overrides.append("steps=3")
+    configs = {"with": validated(*overrides, temperature_set), "without": run_config(*overrides)}
     values = {}
     for name, config in configs.items():
         directory = make_run(tmp_path / name, config, initial_weights=warm_weights)
@@ -132,13 +134,11 @@ def test_sampled_validation_differs_by_seed_and_step(tmp_path: Path, warm_weight
 
 
 @pytest.mark.parametrize("temperature", [0, pytest.param(0.7, marks=pytest.mark.slow)])
-def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: Path) -> None:
+def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: Path, group: None) -> None:
     found = {}
     for ranks in (1, 2):
         config = validated(f"cluster.cpu_ranks={ranks}", f"validation.temperature={temperature}", "steps=1")
-        directory = make_run(tmp_path / str(ranks), config, initial_weights=warm_weights)
-        run_to_end(directory, ranks=ranks)
-        rows = metrics_by_step(directory)
+        rows = train(tmp_path / str(ranks), config, initial_weights=warm_weights)
         found[ranks] = [
             (
                 step,
@@ -147,21 +147,21 @@ def test_ranks_change_nothing(temperature: float, tmp_path: Path, warm_weights: 
                 row.prompts_sha256,
                 rows[step]["validation/accuracy"],
             )
-            for step, row in RunDir(directory).validations().items()
+            for step, row in RunDir(tmp_path / str(ranks)).validations().items()
         ]
     assert found[1] == found[2] and len(found[1]) == 2
 
 
 def test_a_resumed_run_validates_as_one_that_never_stopped(tmp_path: Path, warm_weights: Path) -> None:
-    whole = make_run(tmp_path / "whole", validated("steps=9"), initial_weights=warm_weights)
+    whole = make_run(tmp_path / "whole", validated("steps=7"), initial_weights=warm_weights)
     run_to_end(whole)
-    directory = make_run(tmp_path / "killed", validated("steps=9"), initial_weights=warm_weights)
+    directory = make_run(tmp_path / "killed", validated("steps=7"), initial_weights=warm_weights)
     trainer = Trainer(directory)
-    trainer.wait_for_step(5)
+    trainer.wait_for_step(4)
     trainer.send(signal.SIGKILL)
     trainer.wait()
     run_to_end(directory)
-    assert rewards(directory) == rewards(whole) and list(rewards(whole)) == [0, 2, 4, 6, 8, 9]
+    assert rewards(directory) == rewards(whole) and list(rewards(whole)) == [0, 2, 4, 6, 7]
     assert metric_values(directory) == metric_values(whole)
     attempts = [row["attempt"] for row in read_lines(directory / "validation.jsonl")]
     assert attempts == sorted(attempts) and set(attempts) == {1, 2}
