@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         {**BALANCED, **PACKED},
     ),
 }
-QUICK = ("dtensor, context", "dtensor, prompts", "megatron, experts")
+QUICK = ("dtensor, prompts", "megatron, experts")
 
 
 def some_rows(draw: random.Random, number: int, vocabulary: int) -> list[Row]:

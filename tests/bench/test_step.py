@@ -61,6 +61,7 @@ def test_a_supervised_step_has_all_its_tokens_and_parts(tmp_path: Path) -> None:
     assert set(row["last"]) == OF_ALL and set(row["parts"]) == OF_ALL - {"head", "backward"}
 
 
+@pytest.mark.slow
 def test_a_step_with_rollouts_counts_shared_prompts_once_in_the_model(tmp_path: Path) -> None:
     row = bench("grpo", tmp_path).of_abrun("all on")
     metrics = RunDir(next(tmp_path.glob("*/run"))).metrics()

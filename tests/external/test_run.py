@@ -175,6 +175,7 @@ def test_an_alias_of_nothing_ends_the_runs_after_their_first_rows(tmp_path: Path
     assert 20 <= max(row["step"] for row in rows(run.path)) < 1000 and len(run.attempts()) == 1
 
 
+@pytest.mark.slow
 def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> None:
     steps = ("steps=30", "trainer.parameters.step_s=0.1", "seeds=[0, 1]")
     assert launch(tmp_path, "trainer.aliases={train/reward: scores}", *steps).exit_code == 1

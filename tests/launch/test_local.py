@@ -592,6 +592,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
         assert reward.steps.tolist() == list(range(1, 401))
 
 
+@pytest.mark.slow
 def test_a_deaf_run_of_a_killed_launcher_is_killed_before_it_runs_again(
     tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

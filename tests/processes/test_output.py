@@ -129,7 +129,7 @@ FAULTS = {
     "closed descriptor": None,
 }
 STREAMS = {"stdout": (1,), "stderr": (2,), "both": (1, 2)}
-QUICK = [("closed pipe", "stdout"), ("closed descriptor", "both")]
+QUICK = [("closed pipe", "stdout")]
 MATRIX = [
     pytest.param(fault, streams, marks=() if (fault, streams) in QUICK else SLOW)
     for fault in FAULTS
