@@ -235,7 +235,7 @@ def test_peaks_measured_on_a_gpu_are_predicted(arm: str, measured: dict[int, tup
 def test_the_table_says_what_fits(tmp_path: Path) -> None:
     """The whole way, by a process an arm."""
     recipe = load_recipe(RECIPE)
-    found = predict_recipe(plan(recipe, [64]), tmp_path, device_bytes=2**27)
+    found = predict_recipe(plan(recipe, [512]), tmp_path, device_bytes=2**27)
     written = json.loads((tmp_path / "prediction.json").read_text())
     assert [(p["arm"], p["fits"]) for p in written["cells"]] == [(p.arm, found.fits(p)) for p in found.peaks]
     dense, fused = found.peaks
