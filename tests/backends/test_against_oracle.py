@@ -31,6 +31,7 @@ GRPO = {
     "dual_clip": 3.0,
     "kl_coefficient": 0.1,
     "entropy_coefficient": 0.02,
+    "importance_correction": {"type": "truncated", "low": 0.5, "high": 2.0},
     "metrics": "full",
 }
 GSPO = {**GRPO, "loss": "gspo", "loss_reduction": "sequence_mean", "kl_in": "reward", "clip_low": 0.01}
