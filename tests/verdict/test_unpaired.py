@@ -18,7 +18,7 @@ from abrun.verdict.guards import opposed
 from abrun.verdict.planted import sensitivity
 from abrun.verdict.verdict_file import json_schema
 from tests.reasons import only
-from tests.verdict.simulate import edit_rows
+from tests.verdict.simulate import edit, edit_rows
 
 STEPS = np.arange(1, 41)
 
@@ -160,6 +160,17 @@ def test_a_recipe_can_declare_it(simulated, judged):
         Compare(paired=False, looks=[3, 5])
     with pytest.raises(ValueError, match="paired: false and final_weights"):
         Compare(paired=False, primary=[parse_primary("final_weights:all:<0.05")])
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [({"devices": ["another"] * 2}, "INVALID"), ({"prompts_sha256": "another"}, "MATCH")],
+)
+def test_independent_runs_have_the_machine_in_common_and_not_the_prompts(simulated, judged, change, verdict):
+    claim = {"metric": "train/reward", "margin": 0.1}
+    experiment_dir = simulated(compare={"primary": [claim], "paired": False})
+    edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
+    assert judged(experiment_dir).verdict == verdict
 
 
 def test_no_baseline_opposes_nothing(simulated, judged):
