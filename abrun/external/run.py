@@ -13,25 +13,25 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.external.environment import describe
 from abrun.external.follower import Follower
 from abrun.processes import (
-    RUN_DIR,
-    Awake,
+    RUN_DIR_VARIABLE,
+    PauseDetector,
     Popen,
     StopRequests,
     adopt_orphans,
-    below,
-    end_all,
+    catch_stop_signals,
+    count_oom_kills,
     end_group,
-    ending_of,
-    oom_kills,
-    processes_of,
-    reap_adopted,
-    shell_code,
-    start,
-    stopping_signals,
-    wait,
+    ending_reason,
+    find_descendants,
+    find_run_processes,
+    kill_all,
+    reap_orphans,
+    shell_exit_code,
+    start_process,
+    wait_for_exit,
 )
-from abrun.processes.capture import capped
-from abrun.processes.progress import LAST_STEPS, patience
+from abrun.processes.capture import capture_output
+from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig, invocation, values_of
 from abrun.recipe.experiment import stored_run
@@ -89,7 +89,7 @@ class _Run:
         self._config = config
         self._writer = writer
         self._log_start = 0
-        self._oom_kills = oom_kills()
+        self._oom_kills = count_oom_kills()
         self._follower = Follower(
             config.trainer.metrics, Path(self._filled.metrics_path), config.trainer.aliases, here
         )
@@ -98,13 +98,13 @@ class _Run:
             **self._filled.env,
             "ABRUN_SEED": str(name.seed),
             "ABRUN_ARM": name.arm,
-            RUN_DIR: os.path.realpath(run_dir),
+            RUN_DIR_VARIABLE: os.path.realpath(run_dir),
             "ABRUN_ATTEMPT": str(writer.attempt),
         }
         self._began_s = self._stepped_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
-        self._awake = Awake()
+        self._awake = PauseDetector()
 
     def run(self) -> int:
         filled, trainer, writer = self._filled, self._config.trainer, self._writer
@@ -115,8 +115,8 @@ class _Run:
         writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
         self._log_start = self._here.log_size()  # what comes now is the command's
         with (
-            stopping_signals() as requests,
-            capped(
+            catch_stop_signals() as requests,
+            capture_output(
                 self._here.log, int(self._config.limits.log_mib * 2**20), current_mask().hide_bytes
             ) as pass_on,
             self._command() as process,
@@ -124,7 +124,7 @@ class _Run:
             pass_on()
             status, ended_for = self._follow(process, requests)
             if status is None:
-                end_group(process, GRACE_S, lambda: requests.insisted)
+                end_group(process, GRACE_S, lambda: requests.is_forced)
         self._copy_metrics(ended=True)
         if status is not None:
             return self._conclude(status)
@@ -133,13 +133,15 @@ class _Run:
             exit_code = TIMED_OUT if ended_for.code in LIMITS else FAILED
             writer.fail(ended_for, exit_code=exit_code, step=step)
             return exit_code
-        writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first)
+        writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first_signal)
         return INTERRUPTED
 
     def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, Reason | None]:
         """Copy metrics while the command runs; its exit status, or else why it is ended."""
-        while (status := wait(process, POLL_S, lambda: requests.first)) is None and requests.first is None:
-            reap_adopted({process.pid})
+        while (
+            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
+        ) is None and requests.first_signal is None:
+            reap_orphans({process.pid})
             self._copy_metrics()
             problem = self._overdue() or self._follower.mistaken_alias
             if problem:
@@ -151,7 +153,7 @@ class _Run:
         limits, now = self._config.limits, time.monotonic()
         if limits.run_s and now - self._began_s > limits.run_s:
             return Code.TIME_LIMIT_REACHED(limit_s=limits.run_s)
-        silent_s = now - max(self._stepped_s, self._awake.since_s())
+        silent_s = now - max(self._stepped_s, self._awake.running_since_s())
         if silent_s > max(self._config.stalled_s, PATIENCE * self._longest_step_s):
             step = self._follower.last_step
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
@@ -162,14 +164,16 @@ class _Run:
         """The trainer in a process group of its own; at the end nothing is left of it."""
         adopt_orphans()
         try:
-            process = start(self._filled.argv, self._env, dies_by=signal.SIGKILL, process_group=0)
+            process = start_process(
+                self._filled.argv, self._env, death_signal=signal.SIGKILL, process_group=0
+            )
         except OSError as error:
             command = self._filled.argv[0]
             raise LaunchError(Code.COMMAND_NOT_STARTED(command=command, error=str(error.strerror))) from None
         try:
             yield process
         finally:
-            end_all(lambda: below(os.getpid()) | processes_of(self._here.path))
+            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(self._here.path))
             process.wait()
 
     def _copy_metrics(self, *, ended: bool = False) -> None:
@@ -182,19 +186,19 @@ class _Run:
         if step > self._step:  # a sign of life; a log that grows is none
             now = time.monotonic()
             if self._step:
-                took_s = now - max(self._stepped_s, self._awake.since_s())
+                took_s = now - max(self._stepped_s, self._awake.running_since_s())
                 self._longest_step_s = max(self._longest_step_s, took_s)
-                self._steps_s = [*self._steps_s[1 - LAST_STEPS :], took_s]
+                self._steps_s = [*self._steps_s[1 - MAX_STEPS :], took_s]
             self._step, self._stepped_s = step, now
             # What a command validates or saves, it does not say: its longest step may have had some of that
-            patience_s = max(patience(self._steps_s), 2 * self._longest_step_s)
+            patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
             self._writer.heartbeat(step, min(patience_s, self._config.stalled_s))
 
     def _conclude(self, status: int) -> int:
         step = self._follower.last_step
         problem = self._problem(status)
         if problem:
-            exit_code = shell_code(status) or FAILED
+            exit_code = shell_exit_code(status) or FAILED
             self._writer.fail(problem, exit_code=exit_code, step=step)
             return exit_code
         notes = [f"no metric {name!r}, which aliases name" for name in self._follower.never_logged]
@@ -209,7 +213,7 @@ class _Run:
         """Why a command that has ended did not make a run."""
         if status:
             printed = self._here.printed(self._log_start)
-            ending = ending_of(status, printed, self._oom_kills)
+            ending = ending_reason(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._here.log)
         if not self._follower.found:
             metrics = self._config.trainer.metrics

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 
 from abrun.messages.records import printed_reason
-from abrun.processes import MODULE, below, end_all
+from abrun.processes import MODULE_OPTIONS, find_descendants, kill_all
 from abrun.reasons import Reason
 
 
@@ -15,7 +15,7 @@ def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int |
     """Exit code (None: it took too long) and printed reasons of `python -m MODULE...`, given `said`."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            [sys.executable, *MODULE, *module],
+            [sys.executable, *MODULE_OPTIONS, *module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,
@@ -29,7 +29,7 @@ def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int |
         except (subprocess.TimeoutExpired, BrokenPipeError):
             pass
         finally:
-            end_all(lambda: below(process.pid))
+            kill_all(lambda: find_descendants(process.pid))
             process.kill()
             process.wait()
         output.seek(0)

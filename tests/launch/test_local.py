@@ -27,7 +27,7 @@ from abrun.launch.prepare import owned_experiment
 from abrun.launch.supervisor import Outcome
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of
+from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, stored_run
 from abrun.recipe.implementations import LAUNCHERS
@@ -75,7 +75,7 @@ def launch(
 def at_work(runs_dir: Path) -> set[Process]:
     """What is left of the processes of any run."""
     configs = runs_dir.rglob("config.json")
-    return set[Process]().union(*(processes_of(path.parent) for path in configs))
+    return set[Process]().union(*(find_run_processes(path.parent) for path in configs))
 
 
 def launches_of(experiment_dir: Path, run: str) -> list[Launch]:
