@@ -18,7 +18,7 @@ import yaml
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
-from abrun.external.follower import Follower
+from abrun.external.follower import MetricsFollower
 from abrun.launch import supervisor
 from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
@@ -53,7 +53,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is 
 def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process ends all processes below it: not those that were there before."""
     others = find_descendants(os.getpid())
-    monkeypatch.setattr(external_run, "below", lambda pid: find_descendants(pid) - others)
+    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -191,7 +191,7 @@ def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> N
 def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     assert launch(tmp_path, "trainer.aliases={train/entropy: entropie}", "seeds=[0, 1]").exit_code == 0
     last = events(tmp_path / "foreign" / "baseline" / "seed-0")[-1]
-    assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
+    assert last["event"] == "finished" and last["message"] == "aliases: the log has no metric 'entropie'"
 
 
 def test_memory_profile_refuses_a_command() -> None:
@@ -494,6 +494,6 @@ def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
     (directory / "logs").mkdir()
     for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):
         (directory / link).symlink_to(target)
-        follower = Follower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
-        assert follower.new_rows(ended=True) == []
+        follower = MetricsFollower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
+        assert follower.new_rows(has_ended=True) == []
         assert follower.problem and follower.problem.code == Code.METRICS_LEAD_TO_RUN_FILE

@@ -146,7 +146,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
         started.append((modules, env.get("ODD", "")))
         raise OSError("none is started")
 
-    monkeypatch.setattr(local, "Server", server)
+    monkeypatch.setattr(local, "ForkServer", server)
     engine = local.LocalEngine(1)
 
     def expected(*overrides: str) -> list[tuple[tuple[str, ...], str]]:
@@ -173,7 +173,7 @@ def test_being_asked_to_stop_is_heard_while_a_server_is_started(
         os.kill(os.getpid(), signal.SIGINT)
         raise OSError("none is started")
 
-    monkeypatch.setattr(local, "Server", interrupted)
+    monkeypatch.setattr(local, "ForkServer", interrupted)
     outcome = launch(tmp_path, launcher="local")
     assert outcome.stopped_by == signal.SIGINT and set(outcome.statuses.values()) == {"pending"}
 

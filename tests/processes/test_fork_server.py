@@ -30,12 +30,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linu
 ASKER = """
 import os, sys, time
 from pathlib import Path
-from abrun.processes import children
+from abrun.processes import find_children
 from tests.processes.test_fork_server import first_copy
 run = Path(sys.argv[1])
 with (run / "log").open("w") as log:
     server, copy = first_copy([], dict(os.environ), ["sleep"], {"ABRUN_RUN_DIR": str(run)}, log.fileno())
-print(*children(os.getpid()), flush=True)
+print(*find_children(os.getpid()), flush=True)
 time.sleep(60)
 """
 
