@@ -15,7 +15,7 @@ from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import MetricsLog
 from abrun.regular_files import is_file
-from abrun.runs.lines import NOT_METRICS
+from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import TextValues
 from abrun.runs.rundir import RunDir
 
@@ -54,7 +54,7 @@ class Follower:
     def skip(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take rows of the run directory as told."""
         for row in rows:
-            values = {key: value for key, value in row.items() if key not in NOT_METRICS}
+            values = {key: value for key, value in row.items() if key not in NON_METRIC_KEYS}
             self._written.setdefault(row["step"], {}).update(values)
 
     @property
@@ -103,7 +103,7 @@ class Follower:
             return []
         self._seen = files
         try:
-            if self._run.is_own(self._path):  # a link may lead there; the recipe's path does not
+            if self._run.is_run_file(self._path):  # a link may lead there; the recipe's path does not
                 target = os.path.realpath(self._path)
                 raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
             rows = self._read()
@@ -132,13 +132,13 @@ class Follower:
         self.text_values = {
             name: TextValues(at=log.unread[theirs], steps=log.dropped[theirs])
             for name, theirs in _our_names(log.dropped, self._aliases).items()
-            if theirs in log.unread and name not in NOT_METRICS
+            if theirs in log.unread and name not in NON_METRIC_KEYS
         }
         self._logged = sorted(log.metrics)
         self.never_logged = sorted(set(self._given.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
         for name, series in apply(log.metrics, self._aliases).items():
-            if name in NOT_METRICS:
+            if name in NON_METRIC_KEYS:
                 continue
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 rows.setdefault(step, {})[name] = value

@@ -108,7 +108,7 @@ class _Run:
 
     def run(self) -> int:
         filled, trainer, writer = self._filled, self._config.trainer, self._writer
-        self._follower.skip(self._here.rows().read())
+        self._follower.skip(self._here.metrics_reader().read())
         cores = self._config.cluster.cpu_ranks
         writer.environment(describe(filled.argv, trainer.python, trainer.versions_of, self._env, cores))
         started = "resumed" if writer.attempt > 1 else "started"
@@ -175,7 +175,7 @@ class _Run:
     def _copy_metrics(self, *, ended: bool = False) -> None:
         self._writer.check_fence()
         if self._writer.has_lost_rows:
-            self._writer.metrics_anew(self._follower.rows)
+            self._writer.rewrite_metrics(self._follower.rows)
         for step, row in self._follower.new_rows(ended=ended):
             self._writer.metrics(step, row)
         step = self._follower.last_step
@@ -208,7 +208,7 @@ class _Run:
     def _problem(self, status: int) -> Reason | None:
         """Why a command that has ended did not make a run."""
         if status:
-            printed = self._here.printed(self._log_start)
+            printed = self._here.read_log(self._log_start)
             ending = ending_of(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._here.log)
         if not self._follower.found:

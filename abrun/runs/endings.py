@@ -15,10 +15,10 @@ from abrun.runs import layout
 from abrun.runs.files import read_json, write_json
 from abrun.runs.rundir import RunDir
 
-PREFIX = "ending-"
+ENDING_PREFIX = "ending-"
 
 
-def write_ending(run: RunDir, writer: str, after: int, reason: Reason) -> None:
+def write_ending(run: RunDir, writer: str, previous_attempt: int, reason: Reason) -> None:
     """Note how a node's part of a start ended. `after`: the last attempt before that start.
 
     Printed where no run is here, as in a probe or on a node that does not see it, or it takes no note.
@@ -26,22 +26,22 @@ def write_ending(run: RunDir, writer: str, after: int, reason: Reason) -> None:
     reason = reason.map_texts(told)
     if run.exists:
         with contextlib.suppress(StoreError):  # such as a full disk
-            content = {"after": after, "reason": coded(reason)}
-            return write_json(_folder(run) / f"{PREFIX}{writer}.json", content, durable=False)
+            content = {"after": previous_attempt, "reason": coded(reason)}
+            return write_json(_endings_folder(run) / f"{ENDING_PREFIX}{writer}.json", content, durable=False)
     print_reason(reason)
 
 
-def endings(run: RunDir, after: int, printed: str) -> list[Reason]:
+def read_endings(run: RunDir, previous_attempt: int, output: str) -> list[Reason]:
     """Return what agents noted of the start that followed this attempt, or of a later one, or printed."""
-    reasons = list(filter(None, map(printed_reason, printed.splitlines())))
-    for path in sorted(_folder(run).glob(f"{PREFIX}*.json")):
+    reasons = list(filter(None, map(printed_reason, output.splitlines())))
+    for path in sorted(_endings_folder(run).glob(f"{ENDING_PREFIX}*.json")):
         with contextlib.suppress(StoreError):  # damaged, as after a loss of power
             content = read_json(path)
             reason = stored_reason(content.get("reason"), None)
-            if reason and type(content.get("after")) is int and content["after"] >= after:
+            if reason and type(content.get("after")) is int and content["after"] >= previous_attempt:
                 reasons.append(reason)
     return reasons
 
 
-def _folder(run: RunDir) -> Path:
+def _endings_folder(run: RunDir) -> Path:
     return run.path / layout.NODES

@@ -21,20 +21,30 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
-from abrun.runs.access import PRIVATE, Access, access_of, grant, read_error, share_new_file, share_new_folder
+from abrun.runs.access import (
+    PRIVATE_MODE,
+    Access,
+    existing_access,
+    grant,
+    read_error,
+    share_new_file,
+    share_new_folder,
+)
 from abrun.runs.owner import Owner
 from abrun.runs.schemas import T, checked
 
-FOLDER = 0o755  # at most, whatever the umask: who may write into it may say what a resume starts
-PARTIAL = ".partial"
-ABANDONED_S = 3600.0
-LEVELS = 3  # of folders in an experiment's: arm, run, attempts
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+FOLDER_MODE = 0o755  # at most, whatever the umask: who may write into it may say what a resume starts
+PARTIAL_SUFFIX = ".partial"
+ABANDONED_AFTER_S = 3600.0
+MAX_FOLDER_LEVELS = 3  # of folders in an experiment's: arm, run, attempts
+NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
 
 
-def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
+def write_json(
+    path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE_MODE, durable: bool = True
+) -> None:
     """Write a JSON file whole or not at all. Raises StoreError where disk or permissions do not allow it.
 
     One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
@@ -44,15 +54,15 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, d
 
 def json_text(content: Mapping[str, Any]) -> bytes:
     """Return the text of a JSON file, NaN and Inf as text."""
-    return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
+    return (json.dumps(encode_non_finite(content), indent=1, allow_nan=False) + "\n").encode()
 
 
-def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
+def write_file(path: Path, content: bytes, *, mode: int = PRIVATE_MODE, durable: bool = True) -> None:
     """Write any file whole or not at all; see write_json. Its readers are those of the file before."""
-    with explained(path):
+    with wrap_write_errors(path):
         make_folder(path.parent)
         refuse_link(path)
-        with _partial(path, content, mode, durable, access_of(path, mode)) as partial:
+        with _write_partial(path, content, mode, durable, existing_access(path, mode)) as partial:
             os.replace(partial, path)
         if durable:
             sync_folder(path.parent)
@@ -63,20 +73,20 @@ def create_file(path: Path, content: bytes) -> None:
 
     On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
     """
-    with _partial(path, content, PRIVATE, durable=True) as partial:
+    with _write_partial(path, content, PRIVATE_MODE, durable=True) as partial:
         try:
             os.link(partial, path)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno not in NO_HARD_LINKS:
                 raise
-            os.close(os.open(path, NEW_FILE, PRIVATE))
+            os.close(os.open(path, NEW_FILE_FLAGS, PRIVATE_MODE))
             os.replace(partial, path)
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def _partial(
+def _write_partial(
     path: Path,
     content: bytes,
     mode: int,
@@ -87,10 +97,10 @@ def _partial(
 
     `access`: of the file that it will replace; without, its readers are those of the folder.
     """
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL_SUFFIX}")
     partial.unlink(missing_ok=True)  # of a killed process that had this one's id
     try:
-        file = os.open(partial, NEW_FILE, mode)
+        file = os.open(partial, NEW_FILE_FLAGS, mode)
         try:
             grant(file, access) if access else share_new_file(file, path)
             write_all(file, content)
@@ -105,46 +115,48 @@ def _partial(
         raise
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove the partial files of killed writers from the folder of an experiment, or of a run.
 
     Whether a writer on another host lives cannot be told: its file has to be an hour old.
     """
     for parent, folders, names in os.walk(folder):
-        if len(Path(parent).relative_to(folder).parts) >= LEVELS:  # what a trainer keeps there may be large
+        if (
+            len(Path(parent).relative_to(folder).parts) >= MAX_FOLDER_LEVELS
+        ):  # what a trainer keeps there may be large
             folders.clear()
-        for path in (Path(parent, name) for name in leftovers(names)):
+        for path in (Path(parent, name) for name in partial_files(names)):
             with contextlib.suppress(OSError):
                 if _is_abandoned(path):
                     path.unlink()
 
 
 def _is_abandoned(partial: Path) -> bool:
-    host, _, number = partial.name.removesuffix(PARTIAL).rpartition(".")
+    host, _, number = partial.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
     if not number.isdecimal():  # a trainer's file, perhaps
         return False
     if host.endswith(f".{socket.gethostname()}"):
         return Owner(host=socket.gethostname(), pid=int(number)).is_gone
-    return time.time() - partial.stat().st_mtime > ABANDONED_S
+    return time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S
 
 
 def write_all(file: int, content: bytes) -> None:
     """Call `os.write`, which may take less than it is given, until all is written."""
-    left = memoryview(content)
-    while left:
-        written = os.write(file, left)
+    remaining = memoryview(content)
+    while remaining:
+        written = os.write(file, remaining)
         if not written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left = left[written:]
+        remaining = remaining[written:]
 
 
 def make_folder(path: Path) -> None:
     """A folder and those above it, where they are not there, to outlive a loss of power."""
-    missing = [each for each in (path, *path.parents) if not exists(each)]
-    for each in reversed(missing):
-        each.mkdir(mode=FOLDER, exist_ok=True)
-        share_new_folder(each)
-        sync_folder(each.parent)
+    missing = [folder for folder in (path, *path.parents) if not exists(folder)]
+    for folder in reversed(missing):
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        share_new_folder(folder)
+        sync_folder(folder.parent)
     path.mkdir(exist_ok=True)  # says what is there, where it is no folder
 
 
@@ -153,14 +165,14 @@ def make_private_folder(path: Path) -> int:
 
     Returns the umask under which the library's files are private, too.
     """
-    with explained(path):
+    with wrap_write_errors(path):
         make_folder(path.parent)
         refuse_link(path)
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         return 0o077 & ~share_new_folder(path, private=True)
 
 
-def share_written(path: Path) -> None:
+def share_written_file(path: Path) -> None:
     """Let the readers of the experiment read a file that a library wrote."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -195,17 +207,17 @@ def refuse_link(path: Path) -> None:
 
 def open_log(path: Path) -> BinaryIO:
     """Open a file to be appended to; see open_in_place."""
-    return open(open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+    return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
-def open_in_place(path: Path, flags: int) -> int:
+def open_without_links(path: Path, flags: int) -> int:
     """Open a file of ours; O_CREAT makes it for its owner and the readers of its experiment.
 
     No link is followed. Raises OSError for anything but a file.
     """
     is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
     # Not waited for, should it be a pipe that nobody reads
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE)
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_MODE)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -225,15 +237,15 @@ def fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def damage(path: Path, recorded: Any) -> str | None:
+def find_damage(path: Path, recorded: Any) -> str | None:
     """What is wrong with a file of which `fingerprint` was once recorded; None where nothing is."""
     if not isinstance(recorded, Mapping):
         return "no checksum is recorded of it"
     try:
         if path.stat().st_size != recorded.get("bytes"):
             return f"has {path.stat().st_size} bytes, {recorded.get('bytes')} were written"
-        same = fingerprint(path) == dict(recorded)
-        return None if same else "does not have the checksum of what was written"
+        is_same = fingerprint(path) == dict(recorded)
+        return None if is_same else "does not have the checksum of what was written"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -262,7 +274,7 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
 
 def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
-    with readable(path):
+    with wrap_read_errors(path):
         if is_file(path):
             return read_json(path, max_bytes)
         if exists(path):
@@ -293,7 +305,7 @@ def is_too_deep(text: bytes, content: Any) -> bool:
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
+def wrap_read_errors(path: Path) -> Iterator[None]:
     """Turns an operating-system error about reading `path` into one StoreError line."""
     try:
         yield
@@ -302,33 +314,37 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """Turns an operating-system error about `path` into one StoreError line."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "a file is where a folder has to be" if in_the_way else error.strerror or str(error)
+        is_file_in_place_of_folder = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = (
+            "a file is where a folder has to be"
+            if is_file_in_place_of_folder
+            else error.strerror or str(error)
+        )
         raise StoreError(Code.UNWRITABLE(path=path, error=reason)) from error
 
 
-def leftovers(names: Iterable[str]) -> list[str]:
+def partial_files(names: Iterable[str]) -> list[str]:
     """Of the names in a folder those of files whose writer was killed."""
-    return [name for name in names if name.startswith(".") and name.endswith(PARTIAL)]
+    return [name for name in names if name.startswith(".") and name.endswith(PARTIAL_SUFFIX)]
 
 
-def encode(value: Any) -> Any:
+def encode_non_finite(value: Any) -> Any:
     """JSON has no NaN and Inf: they are kept as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
+        return {key: encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [encode_non_finite(item) for item in value]
     return value
 
 
-def decode(value: Any) -> Any:
+def decode_non_finite(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

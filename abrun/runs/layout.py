@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of experiments and arms, which are folders
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of experiments and arms, which are folders
 
 EXPERIMENT = "experiment.json"  # of an experiment; what follows, of a run
 CONFIG = "config.json"
@@ -42,7 +42,7 @@ RUN_FILES = (
 )
 
 
-def engine_log(number: int) -> str:
+def engine_log_name(number: int) -> str:
     """What a rollout engine's process prints, where a run has devices for them alone."""
     return f"engine-{number}.log"
 

@@ -27,41 +27,54 @@ class Owner:
     @property
     def shares_kernel(self) -> bool:
         """Whether the process is, or was, on this machine since it was started: locks reach it."""
-        here = boot_id()
-        return self.boot_id == here if self.boot_id and here else self.host == socket.gethostname()
+        current_boot_id = boot_id()
+        return (
+            self.boot_id == current_boot_id
+            if self.boot_id and current_boot_id
+            else self.host == socket.gethostname()
+        )
 
     @property
-    def is_seen_from_here(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether this process can tell if the owner lives: it counts its processes as this one does."""
-        same_ids = self.pid_namespace is None or self.pid_namespace == pid_namespace()
-        return self.is_known and self.shares_kernel and same_ids and self.host == socket.gethostname()
+        shares_pid_namespace = self.pid_namespace is None or self.pid_namespace == pid_namespace()
+        return (
+            self.is_known
+            and self.shares_kernel
+            and shares_pid_namespace
+            and self.host == socket.gethostname()
+        )
 
     @property
     def is_gone(self) -> bool:
         """Whether this machine is the owner's, and no longer has it; False where that cannot be told."""
-        if not self.is_seen_from_here or self.pid is None:
+        if not self.is_visible or self.pid is None:
             return False
         if not _exists(self.pid):
             return True
-        there = started(self.pid)
-        return there is not None and self.process_started is not None and there != self.process_started
+        current_start = start_ticks(self.pid)
+        return (
+            current_start is not None
+            and self.process_started is not None
+            and current_start != self.process_started
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}" if self.is_known else "another process"
 
 
-def this_process() -> dict[str, Any]:
+def this_process_fields() -> dict[str, Any]:
     """The fields of `Owner` of the calling process."""
-    return {**this_machine(), **process(os.getpid())}
+    return {**this_machine_fields(), **process_fields(os.getpid())}
 
 
-def this_machine() -> dict[str, Any]:
+def this_machine_fields() -> dict[str, Any]:
     return {"host": socket.gethostname(), "boot_id": boot_id(), "pid_namespace": pid_namespace()}
 
 
-def process(pid: int) -> dict[str, Any]:
+def process_fields(pid: int) -> dict[str, Any]:
     """The fields of `Owner` that tell a living process from others of this machine."""
-    return {"pid": pid, "process_started": started(pid)}
+    return {"pid": pid, "process_started": start_ticks(pid)}
 
 
 @functools.cache
@@ -80,14 +93,14 @@ def pid_namespace() -> str | None:
         return None
 
 
-def started(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process started, in the kernel's ticks; None where the system does not say."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 else None
 
 
 def _exists(pid: int) -> bool:
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     if fields:
         return fields[0] != "Z"  # a zombie has ended
     try:
@@ -99,7 +112,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on: the name before them may hold anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -14,7 +14,7 @@ from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.redaction import told as one_line
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
-from abrun.runs.access import UnreadableError, unreadable
+from abrun.runs.access import UnreadableError, unreadable_error
 from abrun.runs.files import read_as, read_json_or_empty
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
@@ -26,9 +26,12 @@ Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
 STALLED_AFTER_S = 600.0
-MOST_SHOWN = 4  # ranks that hang
-NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
-LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
+MAX_RANKS_SHOWN = 4  # ranks that hang
+NODE_REPORT_EVERY_S, NODE_LOST_AFTER_S = (
+    15.0,
+    60.0,
+)  # how often a node's agent says that it is there, and when it is lost
+MAX_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class TextValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class RunResult:
     """What a finished run leaves: `result.json`."""
 
     step: Count = 0  # the last one
@@ -104,45 +107,45 @@ class Launch(Owner):
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
+class LatestRecord:
     """The newest start of a run: who speaks of it, and whose life tells whether it goes on."""
 
-    told: Launch | Attempt
+    record: Launch | Attempt
     process: Owner
     launcher: Owner | None  # None where no launcher of abrun started it, as far as is known
     started_s: float | None
     attempt: int  # the newest
 
     @property
-    def without_end(self) -> tuple[Status, Reason]:
+    def status_without_ending(self) -> tuple[Status, Reason]:
         """Status and reason where the process is gone and nobody has noted how it ended."""
         if self.launcher and self.launcher.is_gone:
             return "interrupted", Code.LAUNCHER_GONE()
         return "failed", Code.PROCESS_GONE()
 
 
-def recorded_reason(told: Launch | Attempt) -> Reason | None:
+def recorded_reason(record: Launch | Attempt) -> Reason | None:
     """Why it ended; the text of an older record, or one of another program, is a reason without a code."""
-    return stored_reason(told.message_code, told.message)
+    return stored_reason(record.message_code, record.message)
 
 
-def noted(reason: Reason | None) -> dict[str, Any]:
+def message_fields(reason: Reason | None) -> dict[str, Any]:
     """Return how a record keeps why something ended: a sentence of one line without secrets, and its code."""
     if reason is None:
         return {"message": None, "message_code": None}
     return {"message": one_line(sentence(reason)), "message_code": coded(reason.map_texts(one_line))}
 
 
-def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
+def latest_record(launches: Sequence[Launch], attempt: Attempt) -> LatestRecord:
     """Choose between the last launch and the newest attempt: the attempt where it is later."""
-    last = launches[-1] if launches else None
-    told = last if last and last.attempts >= attempt.number else attempt
-    if last is None or attempt.number > last.attempts + (last.ended_s is None):
-        return LastWord(told, attempt, None, attempt.started_s, attempt.number)
-    process: Owner = last  # the run's first process, which outlives the others
-    if last.pid is None:  # its launcher has not noted it yet, or was killed before that
-        process = attempt if attempt.number > last.attempts else last.launcher or last
-    return LastWord(told, process, last.launcher, last.started_s, attempt.number)
+    launch = launches[-1] if launches else None
+    record = launch if launch and launch.attempts >= attempt.number else attempt
+    if launch is None or attempt.number > launch.attempts + (launch.ended_s is None):
+        return LatestRecord(record, attempt, None, attempt.started_s, attempt.number)
+    process: Owner = launch  # the run's first process, which outlives the others
+    if launch.pid is None:  # its launcher has not noted it yet, or was killed before that
+        process = attempt if attempt.number > launch.attempts else launch.launcher or launch
+    return LatestRecord(record, process, launch.launcher, launch.started_s, attempt.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,7 @@ class Launches:
     launches: Items[Launch] = ()
 
 
-def code_name(git: Mapping[str, Any]) -> str:
+def describe_commit(git: Mapping[str, Any]) -> str:
     """Return a commit and a hash of its uncommitted changes: `939ca1c with changes 527da590`.
 
     Older launches name the file of their diff instead, whose own hash that name holds.
@@ -183,7 +186,7 @@ class SilentRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class NodeStatus:
     """What the agent of the ranks of one node says of them, every few seconds: a file in `nodes/`."""
 
     attempt: Count = 0
@@ -195,26 +198,26 @@ class Node:
     ranks: Items[SilentRank] = ()
 
 
-def silence(nodes: Sequence[Node], now: float) -> Reason | None:
+def node_stall_reason(nodes: Sequence[NodeStatus], now: float) -> Reason | None:
     """Why a run of these nodes seems to hang, with those ranks first that wait for no other; None: it works.
 
     A node that says nothing is lost. Ranks that are silent on one node alone wait for those of another.
     """
-    lost = [node for node in nodes if now - node.time_s > NODE_LOST_S]
-    if lost:
-        silent_s = now - min(node.time_s for node in lost)
+    lost_nodes = [node for node in nodes if now - node.time_s > NODE_LOST_AFTER_S]
+    if lost_nodes:
+        silent_s = now - min(node.time_s for node in lost_nodes)
         return Code.NODES_SILENT(
-            nodes=[{"node": node.node, "host": node.host} for node in lost], silent_s=round(silent_s)
+            nodes=[{"node": node.node, "host": node.host} for node in lost_nodes], silent_s=round(silent_s)
         )
-    since = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
-    if len(since) < len(nodes) or not nodes:
+    silent_since_s = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
+    if len(silent_since_s) < len(nodes) or not nodes:
         return None
     ranks = [(rank, node.host) for node in nodes for rank in node.ranks]
-    ranks.sort(key=lambda found: (found[0].waits, found[0].rank))
-    return ranks_silent(now - max(since), ranks)
+    ranks.sort(key=lambda rank_and_host: (rank_and_host[0].waits, rank_and_host[0].rank))
+    return silent_ranks_reason(now - max(silent_since_s), ranks)
 
 
-def ranks_silent(
+def silent_ranks_reason(
     silent_s: float, ranks: Sequence[tuple[SilentRank, str | None]], num_unstarted: int = 0
 ) -> Reason:
     """Say of ranks, and their hosts if several, where they hang. Whole seconds: two runs may hang alike."""
@@ -222,17 +225,19 @@ def ranks_silent(
         silent_s=round(silent_s),
         ranks=[
             {"rank": rank.rank, "host": host, "place": rank.place, "doing": rank.doing}
-            for rank, host in ranks[:MOST_SHOWN]
+            for rank, host in ranks[:MAX_RANKS_SHOWN]
         ],
         num_unstarted=num_unstarted,
-        num_more=max(0, len(ranks) - MOST_SHOWN),
+        num_more=max(0, len(ranks) - MAX_RANKS_SHOWN),
     )
 
 
-def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> Reason | None:
+def stall_reason(
+    nodes: Sequence[NodeStatus], heartbeat: Heartbeat, started_s: float, now: float
+) -> Reason | None:
     """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
     if nodes:
-        return silence(nodes, now)
+        return node_stall_reason(nodes, now)
     silent_s = now - max(started_s, heartbeat.time_s)
     if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
         return None
@@ -263,7 +268,7 @@ class RunState:
         return None if self.exit_code is None else f"exit code {self.exit_code}"
 
     @property
-    def tells_ending(self) -> bool:
+    def has_ending_in_reason(self) -> bool:
         """Return True if the reason names the exit code or signal, too."""
         name, value = ("signal", self.signal) if self.signal else ("exit_code", self.exit_code)
         return any(reason.values.get(name) == value for reason in (self.reason.walk() if self.reason else ()))
@@ -281,7 +286,7 @@ def attempt_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
     except PermissionError:
-        raise unreadable(folder) from None
+        raise unreadable_error(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
@@ -297,24 +302,24 @@ def read_attempt(path: Path, number: int, *, is_over: bool) -> Attempt:
 
     An attempt that begins just now has an empty file, on a file system without hard links.
     """
-    known = path.stat() if is_file(path) else None
-    begun = Attempt(started_s=known and known.st_mtime)
-    if known and known.st_size:
+    file_status = path.stat() if is_file(path) else None
+    attempt = Attempt(started_s=file_status and file_status.st_mtime)
+    if file_status and file_status.st_size:
         try:
-            begun = read_as(Attempt, path)
+            attempt = read_as(Attempt, path)
         except UnreadableError:
             raise
         except StoreError as error:
             if not is_over:
                 raise
-            begun = replace(begun, status="failed", **noted(error.reason))
-    return replace(begun, number=number)
+            attempt = replace(attempt, status="failed", **message_fields(error.reason))
+    return replace(attempt, number=number)
 
 
-def started_after(environment: Mapping[str, Any] | None) -> int:
+def start_step(environment: Mapping[str, Any] | None) -> int:
     """The step that a run began after, by its environment.json: 0, or that of a checkpoint of another run."""
-    origin = (environment or {}).get("started_from")
-    return origin.get("step", 0) if origin else 0
+    checkpoint = (environment or {}).get("started_from")
+    return checkpoint.get("step", 0) if checkpoint else 0
 
 
 def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
@@ -359,7 +364,7 @@ class StoredConfig:
         )
 
 
-def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
+def read_stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
     """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
@@ -367,7 +372,7 @@ def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class StartCheckpoint:
     """The checkpoint of another run that a run began from."""
 
     run: str | None = None
@@ -389,7 +394,7 @@ class Environment:
     precision: Mapping[str, str | None] | None = None
     prompts_sha256: str | None = None
     initial_weights_hash: str | None = None
-    started_from: Origin | None = None
+    started_from: StartCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,16 +408,16 @@ class SavedState:
     files: Mapping[PathText, dict[str, Any]]  # by name, each a store.fingerprint
 
 
-def saved_state(path: Path) -> SavedState:
+def read_saved_state(path: Path) -> SavedState:
     """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
     if not exists(path / SAVED_STATE):
         raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
     try:
         state = read_as(SavedState, path / SAVED_STATE)
     except StoreError as error:
-        whole = str(path / SAVED_STATE)
+        full_path = str(path / SAVED_STATE)
         raise StoreError(
-            error.reason.map_texts(lambda text: SAVED_STATE if text == whole else text)
+            error.reason.map_texts(lambda text: SAVED_STATE if text == full_path else text)
         ) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:

@@ -18,56 +18,56 @@ from abrun.errors import StoreError
 from abrun.reasons import Code, Reason
 from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.runs import layout
-from abrun.runs.access import ignore_damage, refuse_closed
+from abrun.runs.access import ignore_damage, require_access
 from abrun.runs.files import (
     create_file,
-    damage,
-    explained,
+    find_damage,
     json_text,
     make_folder,
-    open_in_place,
+    open_without_links,
     read_as,
     read_json,
-    remove_leftovers,
+    remove_partial_files,
     sync_folder,
+    wrap_write_errors,
     write_json,
 )
 from abrun.runs.layout import RunName
 from abrun.runs.lines import (
     LineReader,
     LineWriter,
-    bad_rows,
-    blank_lines,
-    problem_of,
-    read_lines,
-    sound_lines,
+    find_bad_lines,
+    overwrite_lines,
+    read_json_lines,
+    read_valid_rows,
+    row_problem,
 )
-from abrun.runs.owner import Owner, process, this_machine, this_process
+from abrun.runs.owner import Owner, process_fields, this_machine_fields, this_process_fields
 from abrun.runs.records import (
-    LARGEST_ATTEMPT,
+    MAX_ATTEMPT,
     SCHEMA_VERSION,
     Attempt,
     Environment,
     Heartbeat,
     Launch,
     Launches,
-    Node,
-    Result,
+    NodeStatus,
     RunRecord,
+    RunResult,
     RunState,
     Status,
     TextValues,
     attempt_file,
     attempt_numbers,
-    code_name,
+    describe_commit,
     last_attempt,
-    last_word,
-    noted,
+    latest_record,
+    message_fields,
     read_attempt,
+    read_stored_config,
     recorded_reason,
-    started_after,
-    stored_config,
-    why_stalled,
+    stall_reason,
+    start_step,
 )
 from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from abrun.runs.metrics import ValidationRow
     from abrun.stats.series import Array, Series
 
-MOST_RECORD = 1 << 21  # bytes of what a run was started with: all of it is shown
+MAX_RECORD_BYTES = 1 << 21  # bytes of what a run was started with: all of it is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,16 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the weights that the run starts from, where those are not its model's."""
-        weights = stored_config(self.path / layout.CONFIG).initial_weights
+        weights = read_stored_config(self.path / layout.CONFIG).initial_weights
         return self.path / weights if weights else None
 
-    def is_own(self, path: Path) -> bool:
+    def is_run_file(self, path: Path) -> bool:
         """Whether a path leads to this folder, or to one of abrun's files in it, by whatever links."""
-        real, here = os.path.realpath(path), os.path.realpath(self.path)
-        own = {os.path.join(here, name) for name in layout.RUN_FILES}
-        return real == here or any(real == each or real.startswith(f"{each}/") for each in own)
+        real_path, real_folder = os.path.realpath(path), os.path.realpath(self.path)
+        run_files = {os.path.join(real_folder, name) for name in layout.RUN_FILES}
+        return real_path == real_folder or any(
+            real_path == file or real_path.startswith(f"{file}/") for file in run_files
+        )
 
     # --- what the launcher writes ---
 
@@ -136,16 +138,16 @@ class RunDir:
     def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
         """Note, before there is a process, that one is about to be started."""
         launch = Launch(
-            launcher=Owner(**this_process()),
+            launcher=Owner(**this_process_fields()),
             started_s=time.time(),
             devices=tuple(devices),
             attempts=self.last_attempt,
-            **this_machine(),
+            **this_machine_fields(),
         )
-        launches = [*map(asdict, self._earlier_launches().launches), {**asdict(launch), "git": git}]
+        launches = [*map(asdict, self._read_launches().launches), {**asdict(launch), "git": git}]
         write_json(self.path / layout.LAUNCH, {"git": git, "launches": launches})
 
-    def _earlier_launches(self) -> Launches:
+    def _read_launches(self) -> Launches:
         """Return what launchers have written, and nothing where it is damaged: that ends no launch."""
         try:
             return read_as(Launches, self.path / layout.LAUNCH)
@@ -155,8 +157,8 @@ class RunDir:
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
         """What the job is to print into, as a file descriptor. Raises StoreError."""
-        with explained(self.log):
-            file = open_in_place(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        with wrap_write_errors(self.log):
+            file = open_without_links(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             yield file
         finally:
@@ -165,20 +167,24 @@ class RunDir:
     def update_launch(self, **values: Any) -> None:
         """Replace fields of the last launch."""
         if "pid" in values:
-            values |= process(values["pid"])
-        written = self._earlier_launches()
-        last = written.launches[-1] if written.launches else Launch(started_s=time.time(), **this_machine())
-        launches = [*map(asdict, written.launches[:-1]), {**asdict(last), **values}]
-        write_json(self.path / layout.LAUNCH, {**asdict(written), "launches": launches})
+            values |= process_fields(values["pid"])
+        recorded = self._read_launches()
+        last_launch = (
+            recorded.launches[-1]
+            if recorded.launches
+            else Launch(started_s=time.time(), **this_machine_fields())
+        )
+        launches = [*map(asdict, recorded.launches[:-1]), {**asdict(last_launch), **values}]
+        write_json(self.path / layout.LAUNCH, {**asdict(recorded), "launches": launches})
 
-    def end_launch(self, status: Status, reason: Reason | None, **seen: Any) -> None:
+    def end_launch(self, status: Status, reason: Reason | None, **exit_fields: Any) -> None:
         """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
         # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
         attempts = self.last_attempt
-        for launch in self._earlier_launches().launches[-1:]:
+        for launch in self._read_launches().launches[-1:]:
             attempts = min(attempts, launch.attempts + 1)
-        ending = {"status": status, **noted(reason), "ended_s": time.time()}
-        self.update_launch(**ending, attempts=attempts, **seen)
+        ending = {"status": status, **message_fields(reason), "ended_s": time.time()}
+        self.update_launch(**ending, attempts=attempts, **exit_fields)
 
     def reopen(self, reason: str) -> None:
         """Take back that the run is finished, for something of it is gone; no job may be at work here."""
@@ -189,13 +195,13 @@ class RunDir:
             events.sync()
         finally:
             events.close()
-        with explained(self.path / layout.RESULT):
+        with wrap_write_errors(self.path / layout.RESULT):
             (self.path / layout.RESULT).unlink(missing_ok=True)
             sync_folder(self.path)
 
-    def note_wandb(self, place: Mapping[str, str]) -> None:
+    def write_wandb_location(self, location: Mapping[str, str]) -> None:
         """Keep where wandb mirrors the run: id, project, entity, url, as far as they are known."""
-        write_json(self.path / layout.WANDB, place)
+        write_json(self.path / layout.WANDB, location)
 
     # --- what the job writes ---
 
@@ -205,44 +211,48 @@ class RunDir:
         Its number is above that of every attempt that wrote anything here, should its own file be gone.
         """
         folder = self.path / layout.ATTEMPTS
-        number = max([self.last_attempt, *self._attempts_that_wrote()])
-        with explained(folder):
+        number = max([self.last_attempt, *self._attempts_with_rows()])
+        with wrap_write_errors(folder):
             make_folder(folder)
             while True:
                 number += 1
-                if number > LARGEST_ATTEMPT:
-                    raise OSError(f"there is an attempt {LARGEST_ATTEMPT}: remove its file")
-                attempt = Attempt(number=number, started_s=time.time(), **this_process())
+                if number > MAX_ATTEMPT:
+                    raise OSError(f"there is an attempt {MAX_ATTEMPT}: remove its file")
+                attempt = Attempt(number=number, started_s=time.time(), **this_process_fields())
                 with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
                     create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
-        remove_leftovers(self.path)
+        remove_partial_files(self.path)
         writer = RunWriter(self.path, attempt)
-        bad = bad_rows(self.path / layout.METRICS)
-        if bad:
-            blank_lines(self.path / layout.METRICS, bad)
-            words = f"{len(bad)} that are no rows are blank now, the first is line {bad[0].number}"
-            writer.event("repair", message=f"lines of {layout.METRICS}: {words}")
+        bad_lines = find_bad_lines(self.path / layout.METRICS)
+        if bad_lines:
+            overwrite_lines(self.path / layout.METRICS, bad_lines)
+            description = (
+                f"{len(bad_lines)} that are no rows are blank now, the first is line {bad_lines[0].number}"
+            )
+            writer.event("repair", message=f"lines of {layout.METRICS}: {description}")
         return writer
 
-    def _attempts_that_wrote(self) -> Iterator[int]:
+    def _attempts_with_rows(self) -> Iterator[int]:
         for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
-            for row in sound_lines(self.path / name):
+            for row in read_valid_rows(self.path / name):
                 attempt = row.get("attempt")
-                if type(attempt) is int and attempt < LARGEST_ATTEMPT:
+                if type(attempt) is int and attempt < MAX_ATTEMPT:
                     yield attempt
 
-    def abandoned_attempt(self, known: int, *, interrupted: bool = False) -> RunWriter | None:
+    def resume_abandoned_attempt(
+        self, previous_attempt: int, *, interrupted: bool = False
+    ) -> RunWriter | None:
         """The pen of an attempt later than the one `known` that has died without a word.
 
         `interrupted`: or with that word alone.
         """
         attempt = self.attempt()
         unfinished = ("running", "interrupted") if interrupted else ("running",)
-        is_it = attempt.number > known and attempt.status in unfinished
-        return RunWriter(self.path, attempt) if is_it else None
+        is_abandoned = attempt.number > previous_attempt and attempt.status in unfinished
+        return RunWriter(self.path, attempt) if is_abandoned else None
 
-    def write_node(self, node: Node) -> None:
+    def write_node(self, node: NodeStatus) -> None:
         """What a node's agent says of its ranks; of a run that is there, and that no later attempt owns."""
         if self.exists and self.last_attempt == node.attempt:
             write_json(self.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
@@ -254,7 +264,7 @@ class RunDir:
         path = self.path / layout.CONFIG
         if not is_file(path):
             read_json(path)
-        record = stored_config(path, MOST_RECORD).record()
+        record = read_stored_config(path, MAX_RECORD_BYTES).record()
         if record is None:
             raise StoreError(Code.RUN_RECORD_INCOMPLETE(path=path))
         return record
@@ -265,16 +275,16 @@ class RunDir:
         is_run = False
         with ignore_damage():
             is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
-        return stored_config(path).record() if is_run else None
+        return read_stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
         """Which run this is, so that nothing of another is taken for its own: name and hash of its config.
 
         Limits are not counted in: they change how long it may take, not what it computes.
         """
-        stored = stored_config(self.path / layout.CONFIG)
-        does = {key: value for key, value in stored.config.items() if key != "limits"}
-        digest = hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
+        stored = read_stored_config(self.path / layout.CONFIG)
+        relevant_config = {key: value for key, value in stored.config.items() if key != "limits"}
+        digest = hashlib.sha256(json.dumps(relevant_config, sort_keys=True).encode()).hexdigest()
         return f"{stored.name} {digest[:16]}"
 
     def attempts(self) -> list[Attempt]:
@@ -303,19 +313,19 @@ class RunDir:
         git = read_as(Launches, self.path / layout.LAUNCH).git
         return git and asdict(git)
 
-    def code(self) -> tuple[str, ...]:
+    def code_versions(self) -> tuple[str, ...]:
         """Return the code of each attempt in order, without repetitions; empty where launches do not say.
 
         An attempt is of the last launch that started before it.
         """
-        told = read_as(Launches, self.path / layout.LAUNCH)
-        known = []
+        recorded = read_as(Launches, self.path / layout.LAUNCH)
+        commits = []
         for attempt in self.attempts():
-            begun_s = time.time() if attempt.started_s is None else attempt.started_s
-            before = [launch.git for launch in told.launches if launch.started_s <= begun_s]
-            known += [git for git in before[-1:] if git]
-        known = known or ([told.git] if told.git else [])
-        return tuple(dict.fromkeys(code_name(asdict(git)) for git in known))
+            started_s = time.time() if attempt.started_s is None else attempt.started_s
+            earlier_commits = [launch.git for launch in recorded.launches if launch.started_s <= started_s]
+            commits += [git for git in earlier_commits[-1:] if git]
+        commits = commits or ([recorded.git] if recorded.git else [])
+        return tuple(dict.fromkeys(describe_commit(asdict(git)) for git in commits))
 
     def heartbeat(self) -> Heartbeat:
         """The last sign of life; none where the file does not read, as after a loss of power."""
@@ -323,35 +333,35 @@ class RunDir:
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
         return Heartbeat()
 
-    def nodes(self, attempt: int) -> list[Node]:
+    def nodes(self, attempt: int) -> list[NodeStatus]:
         """What the agents of an attempt's nodes said last."""
-        found = []
-        refuse_closed(self.path / layout.NODES)
+        nodes = []
+        require_access(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
             with ignore_damage():  # as after a loss of power
-                found.append(read_as(Node, path))
-        return [node for node in found if node.attempt == attempt]
+                nodes.append(read_as(NodeStatus, path))
+        return [node for node in nodes if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
         """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
         path = self.path / layout.ENVIRONMENT
         if not is_file(path):
             return None
-        content = read_json(path, MOST_RECORD)
+        content = read_json(path, MAX_RECORD_BYTES)
         checked(Environment, content, path)
         return content
 
     def events(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / layout.EVENTS)
+        return read_json_lines(self.path / layout.EVENTS)
 
-    def wandb(self) -> dict[str, str]:
+    def wandb_location(self) -> dict[str, str]:
         """What `note_wandb` has kept; nothing where the file does not read."""
         try:
             return dict(read_as(Mapping[str, str], self.path / layout.WANDB))
         except StoreError:
             return {}
 
-    def rows(self) -> LineReader:
+    def metrics_reader(self) -> LineReader:
         """The rows of metrics as they were written, to be followed."""
         return LineReader(self.path / layout.METRICS)
 
@@ -371,12 +381,12 @@ class RunDir:
         """Completions that were kept, by step, ascending; of several attempts the last one counts."""
         return read_samples(self.path / layout.SAMPLES)
 
-    def printed(self, start: int = 0, most: int = 1 << 20) -> str:
+    def read_log(self, start: int = 0, max_bytes: int = 1 << 20) -> str:
         """The end of what the job has printed since its log had `start` bytes."""
         try:
             with open_regular(self.log) as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(start, end - most))
+                file.seek(max(start, end - max_bytes))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
@@ -392,21 +402,23 @@ class RunDir:
 
         Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
         """
-        refuse_closed(self.path)
-        heartbeat, word = self.heartbeat(), last_word(self.launches(), self.attempt())
-        while gone := word.told.status == "running" and word.process.is_gone:
-            before, word = word, last_word(self.launches(), self.attempt())
-            if word == before:  # else it has ended with a word since its word was read
+        require_access(self.path)
+        heartbeat, latest = self.heartbeat(), latest_record(self.launches(), self.attempt())
+        while is_process_gone := latest.record.status == "running" and latest.process.is_gone:
+            previous, latest = latest, latest_record(self.launches(), self.attempt())
+            if latest == previous:  # else it has ended with a word since its word was read
                 break
-        told, attempt, started_s = word.told, word.attempt, word.started_s
-        status, reason = word.without_end if gone else (told.status, recorded_reason(told))
-        num_steps = stored_config(self.path / layout.CONFIG).num_steps
+        record, attempt, started_s = latest.record, latest.attempt, latest.started_s
+        status, reason = (
+            latest.status_without_ending if is_process_gone else (record.status, recorded_reason(record))
+        )
+        num_steps = read_stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed: it is to run again
         elif status == "running":
-            reason = why_stalled(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
+            reason = stall_reason(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
             status = "stalled" if reason else "running"
         return RunState(
             name=name,
@@ -416,15 +428,15 @@ class RunDir:
             started_s=started_s,
             num_steps=num_steps,
             reason=reason if status in ("failed", "interrupted", "stalled") else None,
-            exit_code=told.exit_code,
-            signal=told.signal if isinstance(told, Launch) else None,
+            exit_code=record.exit_code,
+            signal=record.signal if isinstance(record, Launch) else None,
         )
 
     def step_attempts(self) -> dict[int, int]:
         """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
         newest: dict[int, int] = {}
-        for row in sound_lines(self.path / layout.METRICS):
-            if problem_of(row) is None:
+        for row in read_valid_rows(self.path / layout.METRICS):
+            if row_problem(row) is None:
                 step, attempt = row["step"], row.get("attempt", 1)
                 newest[step] = max(attempt, newest.get(step, 0))
         return newest
@@ -432,12 +444,12 @@ class RunDir:
     @property
     def final_weights_hash(self) -> str | None:
         """Of what was trained; None of a run that has not finished, or did not say."""
-        return read_as(Result, self.path / layout.RESULT).final_weights_hash
+        return read_as(RunResult, self.path / layout.RESULT).final_weights_hash
 
     @property
     def text_values(self) -> Mapping[str, TextValues]:
         """By metric, the values that a command's log holds as text; empty until the run has finished."""
-        return read_as(Result, self.path / layout.RESULT).text_values
+        return read_as(RunResult, self.path / layout.RESULT).text_values
 
     def final_sketch(self) -> "dict[str, Array]":
         """Sketches of the final weights, float64, by tensor; none where there are none that read."""
@@ -453,31 +465,35 @@ class RunDir:
         return read_sketch(self.path / name)
 
     @property
-    def first_step(self) -> int:
+    def start_step(self) -> int:
         """The step that the run began after: 0, or that of the checkpoint it started from."""
-        return started_after(self.environment())
+        return start_step(self.environment())
 
-    def missing_steps(self, num_steps: int) -> str | None:
+    def describe_missing_steps(self, num_steps: int) -> str | None:
         """Which of the steps that a finished run of our own has to have are not recorded, or do not read."""
-        recorded, planned = self.step_attempts(), range(self.first_step + 1, num_steps + 1)
+        recorded, planned = self.step_attempts(), range(self.start_step + 1, num_steps + 1)
         missing = [step for step in planned if step not in recorded]
         if not missing:
-            bad = bad_rows(self.path / layout.METRICS)
-            return f"{layout.METRICS}, line {bad[0].number}: is no row" if bad else None
+            bad_lines = find_bad_lines(self.path / layout.METRICS)
+            return f"{layout.METRICS}, line {bad_lines[0].number}: is no row" if bad_lines else None
         return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
 
-    def missing_last_step(self) -> str | None:
+    def describe_missing_last_step(self) -> str | None:
         """Why the metrics of a finished command cannot be whole: their last step, or all, is gone."""
-        last = read_as(Result, self.path / layout.RESULT).step
-        return f"{layout.METRICS} lacks step {last}, the last" if last not in self.step_attempts() else None
+        last_step = read_as(RunResult, self.path / layout.RESULT).step
+        return (
+            f"{layout.METRICS} lacks step {last_step}, the last"
+            if last_step not in self.step_attempts()
+            else None
+        )
 
-    def final_weights_damage(self) -> str | None:
+    def describe_weights_damage(self) -> str | None:
         """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
         if not is_directory(self.final_weights):
             return f"{self.final_weights} is missing"
-        files = read_as(Result, self.path / layout.RESULT).final_weights
+        files = read_as(RunResult, self.path / layout.RESULT).final_weights
         for name, recorded in (files or {}).items():
-            wrong = damage(self.final_weights / name, recorded)
-            if wrong:
-                return f"{self.final_weights / name} {wrong}"
+            problem = find_damage(self.final_weights / name, recorded)
+            if problem:
+                return f"{self.final_weights / name} {problem}"
         return None

@@ -17,13 +17,13 @@ from abrun.reasons import Code
 from abrun.redaction import shortened
 
 T = TypeVar("T")
-LATEST_S = 1e11  # a date that datetime takes, in seconds since 1970
+MAX_TIME_S = 1e11  # a date that datetime takes, in seconds since 1970
 
 MAX_COUNT = 2**53
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
-Seconds = Annotated[float, Field(strict=True, ge=0, le=LATEST_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=MAX_TIME_S, allow_inf_nan=False)]
 ProcessId = Annotated[int, Field(strict=True, gt=0, lt=2**31)]  # others address groups of processes
 ExitCode = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**32)]
 Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
@@ -61,17 +61,17 @@ def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(_field_name, first["loc"]))
-        expected = _EXPECTED.get(first["type"], "text").format(**first.get("ctx", {}))
-        got = f"got {shortened(first['input'])}; {expected} is expected"
-        problem = "missing" if first["type"] == "missing" else got
+        first_error = error.errors(include_url=False)[0]
+        field = ".".join(map(_field_name, first_error["loc"]))
+        expected = _EXPECTED.get(first_error["type"], "text").format(**first_error.get("ctx", {}))
+        got = f"got {shortened(first_error['input'])}; {expected} is expected"
+        problem = "missing" if first_error["type"] == "missing" else got
         raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field=field, problem=problem)) from None
 
 
-def _field_name(part: int | str) -> str:
-    is_plain = isinstance(part, int) or (0 < len(part) <= 100 and part.isprintable())
-    return str(part) if is_plain else shortened(part)
+def _field_name(key: int | str) -> str:
+    is_plain = isinstance(key, int) or (0 < len(key) <= 100 and key.isprintable())
+    return str(key) if is_plain else shortened(key)
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from abrun.redaction import redacted
 from abrun.runs import layout
 from abrun.runs.files import write_file, write_json
 from abrun.runs.lines import LineWriter, json_line
-from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, noted
-from abrun.runs.samples import MOST_BYTES, Sample, row_of
+from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
+from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
 
-LOST = "was removed, replaced or cut short while the run wrote it"
+ROWS_LOST = "was removed, replaced or cut short while the run wrote it"
 
 
 class FencedError(StoreError):
@@ -33,7 +33,7 @@ class RunWriter:
     def __init__(self, path: Path, attempt: Attempt) -> None:
         self.path = path
         self.attempt = attempt.number
-        self._mine = attempt
+        self._record = attempt
         self._metrics = LineWriter(path / layout.METRICS)
         self._events = LineWriter(path / layout.EVENTS)
         self._validations: LineWriter | None = None
@@ -48,23 +48,23 @@ class RunWriter:
     @property
     def has_lost_rows(self) -> bool:
         """True where metrics.jsonl was removed, replaced or cut short while this attempt wrote it."""
-        return not self._metrics.in_place
+        return not self._metrics.is_in_place
 
-    def metrics_anew(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+    def rewrite_metrics(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Replace metrics.jsonl, of which rows were lost, by all rows of the run, by step."""
         self.check_fence()
         lines = [json_line(self._row(step, rows[step])) for step in sorted(rows)]
         write_file(self._metrics.path, b"".join(lines))
         self._metrics.close()
         self._metrics = LineWriter(self._metrics.path)
-        self.event("repair", message=f"{layout.METRICS} {LOST}: its {len(rows)} rows are written again")
+        self.event("repair", message=f"{layout.METRICS} {ROWS_LOST}: its {len(rows)} rows are written again")
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         return {"step": step, "attempt": self.attempt, "time_s": time.time(), **values}
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=LOST))
+            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=ROWS_LOST))
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
@@ -81,8 +81,8 @@ class RunWriter:
         self.check_fence()
         if self._samples is None:
             self._samples = LineWriter(self.path / layout.SAMPLES)
-        if self._samples.path.stat().st_size < MOST_BYTES:
-            self._samples.write(row_of(step, self.attempt, samples))
+        if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
+            self._samples.write(sample_row(step, self.attempt, samples))
 
     def heartbeat(self, step: int, patience_s: float | None = None) -> None:
         """A sign of life; the run seems to hang where no other follows for `patience_s`."""
@@ -135,7 +135,7 @@ class RunWriter:
     def fail(self, reason: Reason, *, exit_code: int, **details: Any) -> None:
         """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
         with contextlib.suppress(StoreError):
-            self.event("failed", **details, message=noted(reason)["message"])
+            self.event("failed", **details, message=message_fields(reason)["message"])
         with contextlib.suppress(StoreError):
             self._end_attempt("failed", reason, exit_code)
 
@@ -156,6 +156,6 @@ class RunWriter:
 
     def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()
-        end = {"status": status, **noted(reason), "ended_s": time.time(), "exit_code": exit_code}
+        end = {"status": status, **message_fields(reason), "ended_s": time.time(), "exit_code": exit_code}
         path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)
-        write_json(path, {**asdict(self._mine), **end})
+        write_json(path, {**asdict(self._record), **end})

@@ -69,7 +69,7 @@ class WandbRun:
         try:
             import wandb
 
-            known, name = self._directory.wandb(), run_name(record)
+            known, name = self._directory.wandb_location(), run_name(record)
             run = wandb.init(
                 project=known.get("project") or settings.project,
                 entity=known.get("entity") or settings.entity,
@@ -88,7 +88,7 @@ class WandbRun:
             offline = run.url is None
             self._through = last_offline_step(self._directory, run.id) if offline else run.starting_step - 1
             place = {"id": run.id, "project": run.project, "entity": run.entity, "url": run.url}
-            self._directory.note_wandb(known | {key: text for key, text in place.items() if text})
+            self._directory.write_wandb_location(known | {key: text for key, text in place.items() if text})
             return run
         except Exception as error:
             self._say(Code.MIRROR_NOT_BEGUN(error=line_of(error), offline=not mode))
@@ -124,7 +124,7 @@ class Rows:
     """A run's rows as they come, by step: of what several attempts recorded the newest."""
 
     def __init__(self, run: RunDir) -> None:
-        self._rows, self._attempt = run.rows(), run.last_attempt
+        self._rows, self._attempt = run.metrics_reader(), run.last_attempt
         self._before: dict[int, dict[str, float]] = {}  # of older attempts, until this one is past them
 
     def new(self) -> Iterator[tuple[int, dict[str, float]]]:

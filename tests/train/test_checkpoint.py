@@ -485,4 +485,4 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert events(directory)[:3] == ["started", "checkpoint_damaged", "resumed"]
     assert metric_values(directory) == metric_values(finished)
     recorded = read_json(finished / "result.json")["final_weights"]
-    assert "model.safetensors" in recorded and RunDir(finished).final_weights_damage() is None
+    assert "model.safetensors" in recorded and RunDir(finished).describe_weights_damage() is None
