@@ -82,7 +82,7 @@ def rules_for(facts: Facts) -> Sequence[Rule]:
             return MISMATCH if facts.launched else MISMATCH_OF_OTHERS
         case "INVALID":
             return INVALID if facts.launched else INVALID_OF_OTHERS
-    is_claimed = bool(facts.content.primaries)
+    is_claimed = bool(facts.content.claims)
     if facts.regression:
         return OPEN_WITH_REFERENCE
     if facts.launched:
@@ -94,7 +94,7 @@ def rules_for(facts: Facts) -> Sequence[Rule]:
 
 COMPARE = "abrun compare RUNS"
 STEP_ONE_OPEN = Rule(lambda f: f.unsettled, Code.REPEAT_IN_FLOAT32, f"{COMPARE} --no-step-one")
-LOOK_TO_COME = Rule(lambda f: f.waiting, Code.TRAIN_FOR_LOOK, commands.at_next_look, last=True)
+INTERIM_TO_COME = Rule(lambda f: f.waiting, Code.TRAIN_FOR_INTERIM, commands.at_next_analysis, last=True)
 CONFIRM = Rule(lambda f: True, Code.CONFIRM_ON_FRESH_SEEDS, commands.fresh)
 CANNOT_SHOW = Rule(lambda f: f.untestable, Code.MEND_REASONS, COMPARE, last=True)
 OTHER_CLAIMS = Rule(
@@ -106,8 +106,8 @@ OTHER_CLAIMS = Rule(
 MATCH = (
     Rule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.fresh),
     Rule(
-        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_plant,
-        Code.PLANT_FAULTS,
+        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
+        Code.INJECT_FAULTS,
         "abrun sensitivity RECIPE",
     ),
     Rule(
@@ -141,7 +141,7 @@ MISMATCH_OF_OTHERS = (
 
 OPEN = (  # of INCONCLUSIVE
     Rule(lambda f: f.content.descriptions, Code.TRAIN_THREE_SEEDS, commands.three_seeds, last=True),
-    Rule(lambda f: f.waiting - f.unsettled, Code.FINISH_LOOK, commands.resumed, last=True),
+    Rule(lambda f: f.waiting - f.unsettled, Code.FINISH_INTERIM_PAIRS, commands.resumed, last=True),
     Rule(lambda f: f.untestable, Code.TRAIN_LONGER, commands.longer),
     Rule(lambda f: f.unsettled and f.float32_tells, Code.RUN_IN_FLOAT32, commands.in_float32),
     Rule(lambda f: f.unsettled, Code.DECLARE_ROUNDING, commands.fresh_with_rounding),
@@ -163,7 +163,7 @@ UNCLAIMED = (  # which no number of seeds decides
     Rule(
         lambda f: not f.claimable,
         Code.DECLARE_METRIC,
-        "abrun plan RECIPE --set 'compare.primary=[{metric: METRIC, margin: MARGIN}]'",
+        "abrun plan RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
         last=True,
     ),
     Rule(lambda f: f.seeds_settle_claim, Code.DECLARE_MARGIN, commands.fresh_with_claim),
@@ -172,9 +172,9 @@ UNCLAIMED = (  # which no number of seeds decides
 OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
     STEP_ONE_OPEN,
     Rule(
-        lambda f: not f.content.primaries,
+        lambda f: not f.content.claims,
         Code.CLAIM_AGAINST_REFERENCE,
-        f"{COMPARE} --primary METRIC:WINDOW:MARGIN",
+        f"{COMPARE} --claim METRIC:WINDOW:MARGIN",
         last=True,
     ),
     Rule(lambda f: len(f.seeds_left) > 1, Code.OTHER_SEEDS_ALONE, commands.with_other_seeds, last=True),
@@ -184,14 +184,14 @@ OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
 )
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
-    LOOK_TO_COME,
-    Rule(lambda f: not f.content.primaries and f.claimable, Code.CLAIM_ALIKE, commands.with_claim),
-    Rule(lambda f: not (f.content.primaries or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
+    INTERIM_TO_COME,
+    Rule(lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.with_claim),
+    Rule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
     Rule(lambda f: max(f.content.descriptions[0].num_runs) == 1, Code.TRAIN_TWO_EACH, COMPARE),
 )
 UNCLAIMED_OF_OTHERS = (
     STEP_ONE_OPEN,
-    LOOK_TO_COME,
+    INTERIM_TO_COME,
     Rule(
         lambda f: any(run.unread for run in f.experiment.runs.values()),
         Code.MEND_REASONS,
@@ -203,7 +203,7 @@ UNCLAIMED_OF_OTHERS = (
 OPEN_OF_OTHERS = (  # fresh runs are judged alone: a test that is repeated on the same runs errs more
     STEP_ONE_OPEN,
     OTHER_CLAIMS,
-    LOOK_TO_COME,
+    INTERIM_TO_COME,
     CANNOT_SHOW,
     Rule(lambda f: not f.undecided, Code.FRESH_SEEDS_DECIDE, commands.fresh, last=True),
     Rule(lambda f: f.num_that_decide is None, Code.CONFIRM_DIFFERENCE, commands.fresh),

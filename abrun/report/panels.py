@@ -17,7 +17,7 @@ from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import difference
 from abrun.stats.series import Array, Steps
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.verdict.summaries import comparable, reduced
 
@@ -62,7 +62,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ClaimPanel:
     """A claim's window and margin, and the interval that is compared with the margin."""
 
     steps: tuple[int, int]
@@ -87,7 +87,7 @@ class Difference:
     mean: Array  # [S]
     reruns: tuple[Line, ...]  # a baseline's rerun minus itself
     windows: tuple[Window, ...]
-    claims: tuple[Claim, ...]
+    claims: tuple[ClaimPanel, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Panel:
     differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
 
 
-def panel(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Panel:
+def panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
     """The description of one metric; `claims` are those about it."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
@@ -153,9 +153,7 @@ def _line(run: RecordedRun, steps: Steps, values: Array) -> Line:
     return Line(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
 
 
-def _differences(
-    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]
-) -> Iterator[Difference]:
+def _differences(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Iterator[Difference]:
     wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
     )
@@ -174,7 +172,7 @@ def _difference(
     arm: str,
     index: int,
     transform: Transform,
-    claims: Sequence[PrimaryResult],
+    claims: Sequence[ClaimResult],
 ) -> Difference:
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
@@ -230,12 +228,12 @@ def _windows(
         yield Window(steps=ends, pairs=differences, interval=known)
 
 
-def _claim(claim: PrimaryResult) -> Claim | None:
+def _claim(claim: ClaimResult) -> ClaimPanel | None:
     """None where there is no margin zone to draw."""
     if not claim.claim.steps or claim.claim.margin is None:
         return None
     interval = claim.estimate.interval
-    return Claim(
+    return ClaimPanel(
         steps=(claim.claim.steps[0], claim.claim.steps[1]),
         margin=claim.claim.margin,
         margin_text=claim.claim.margin_text,

@@ -35,8 +35,8 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
         return shlex.join([*shlex.split(command), *_options(options, READING)[0], *flags])
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
-    replaced = [option for option in ("--seeds", "--primary", "--step-column") if f" {option} " in command]
-    replaced += ["--looks"] * (" --seeds " in command)  # of other runs
+    replaced = [option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command]
+    replaced += ["--interim"] * (" --seeds " in command)  # of other runs
     _, options = _options(options, replaced)
     if command.startswith("abrun freeze"):
         sources += _options(options, (*READING, "--seeds", "--exclude"))[0]

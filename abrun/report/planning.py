@@ -11,15 +11,15 @@ from rich.text import Text
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
-from abrun.recipe.claims import Compare, Primary, claim_text
+from abrun.recipe.claims import Claim, Compare, claim_text
 from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened, shown_tree
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
-from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.claims import judge_primary
+from abrun.stats.sequential import interim_levels
+from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolved_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
@@ -29,12 +29,12 @@ OF_COMPARE = "abrun compare takes the sd as measured"
 
 
 @np.errstate(all="ignore")
-def measured_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
+def measured_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     grid = experiment.steps_of(claim.metric)
     results = [
-        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
+        judge_equivalence(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
     known = [result for result in results if result.estimate.sd_difference is not None]
@@ -90,7 +90,7 @@ def _where(steps: tuple[int, int] | None) -> str:
 class Planned:
     """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
 
-    claim: Primary
+    claim: Claim
     spread: Spread | None
     power: ClaimPower | None
 
@@ -99,7 +99,7 @@ def _planned(
     compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[Planned]:
     alpha = _levels(compare)[-1]
-    for claim in compare.primary:
+    for claim in compare.claims:
         spread = _spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
         power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
@@ -107,25 +107,25 @@ def _planned(
 
 
 def _levels(compare: Compare) -> list[float]:
-    """Return the level of a match at each look; without looks, the whole."""
-    return levels_of_looks(compare.looks, ALPHA, compare.looks_spending) or [ALPHA]
+    """Return the level of a match at each interim analysis; without any, the whole."""
+    return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
 
 
 def _level_text(compare: Compare) -> str:
     levels = [f"{level:.3g}" for level in _levels(compare)]
-    if compare.looks_spending == "equal":
+    if compare.alpha_spending == "equal":
         return f"each tests at level {levels[0]}"
     return f"they test at levels {', '.join(levels)} (the table: at the last)"
 
 
-def _looks_lines(compare: Compare, planned: Sequence[Planned]) -> Iterator[str]:
-    looks, levels = ", ".join(map(str, compare.looks)), _levels(compare)
-    yield f"Looks at {looks} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+def _interim_lines(compare: Compare, planned: Sequence[Planned]) -> Iterator[str]:
+    counts, levels = ", ".join(map(str, compare.interim)), _levels(compare)
+    yield f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {ALPHA:g}."
     for one in planned:
         if one.power:
-            pairs, chance = one.power.of_looks(compare.looks, levels)
+            pairs, chance = one.power.expected_with_interim(compare.interim, levels)
             stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-            yield f"  {one.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"
+            yield f"  {one.claim.metric}: {stopped}; P(match at any of them) {chance:.0%}"
 
 
 def plan_report(
@@ -143,15 +143,15 @@ def plan_report(
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
     the command that plans without it.
     """
-    if not compare.primary:
+    if not compare.claims:
         return Text(
-            f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
+            f"{name}: no claim declared (compare.claims): step one and the guards alone will be judged"
         )
     counted = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {counted} planned", style="bold"), Text("")]
     planned = list(_planned(compare, earlier, sigma, correlation))
     powers = [one.power for one in planned if one.power]
-    counts, rows = sorted({*COUNTS, num_pairs, *compare.looks}), []
+    counts, rows = sorted({*COUNTS, num_pairs, *compare.interim}), []
     for one in planned:
         claim, spread, expected = one.claim, one.spread, one.power
         if claim.margin is None:
@@ -173,8 +173,8 @@ def plan_report(
         lines.append(
             Text(f"All {len(powers)} claims must pass: at least {least:.0%} with {num_pairs} {counted}.")
         )
-    if compare.looks:
-        lines += map(Text, _looks_lines(compare, planned))
+    if compare.interim:
+        lines += map(Text, _interim_lines(compare, planned))
     if compare.paired and any(one.claim.margin is not None and one.power is None for one in planned):
         lines += [Text(""), *_without_sigma()]
     return Group(*lines)
@@ -190,7 +190,7 @@ def plan_json(
     correlation: float | None = None,
 ) -> dict[str, Any]:
     """The same for machines; what is not known, or cannot be planned, is None."""
-    counts = sorted({*COUNTS, num_pairs, *compare.looks})
+    counts = sorted({*COUNTS, num_pairs, *compare.interim})
     claims = []
     for one in _planned(compare, earlier, sigma, correlation):
         claim, spread, expected = one.claim, one.spread, one.power
@@ -209,7 +209,7 @@ def plan_json(
     return {
         "recipe": name,
         "num_pairs": num_pairs,
-        "looks": list(compare.looks),
+        "interim": list(compare.interim),
         "alpha": _levels(compare)[-1],
         "levels": _levels(compare),
         "claims": claims,
@@ -217,7 +217,7 @@ def plan_json(
 
 
 def _spread(
-    claim: Primary,
+    claim: Claim,
     compare: Compare,
     earlier: Experiment | None,
     sigma: float | None,
@@ -231,7 +231,7 @@ def _spread(
 
 
 def _about(
-    spread: Spread | None, claim: Primary, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     correlated = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
@@ -245,7 +245,7 @@ def _about(
         return f"{earlier.name} has not measured its sigma over seeds; assume one: {assuming}"
     if spread is None:
         return (
-            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
+            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
         )
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from abrun.present.figures import COLORS, legend_below, short
 from abrun.recorded.experiment import Experiment
 from abrun.report.buckets import NUM_BUCKETS, averaged, bucket_indices
-from abrun.report.panels import Claim, Curve, Difference, Panel, panel
-from abrun.verdict.claims import PrimaryResult
+from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, panel
+from abrun.verdict.claims import ClaimResult
 
 WIDTH, PANEL = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
 LEGEND_COLUMN = 54  # characters that leave room for a second column
@@ -21,7 +21,7 @@ LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 
 
-def metric_figure(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Figure | None:
+def metric_figure(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
@@ -52,7 +52,7 @@ def _sample(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
+def forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
     shown = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     shown = [one for one in shown if np.isfinite(np.divide(one.estimate.interval, one.claim.margin)).all()]
@@ -216,7 +216,7 @@ def paired_difference(ax: Axes, difference: Difference, metric: str) -> bool:
     return any(not low - room <= end <= high + room for end in bars)
 
 
-def _claim(ax: Axes, claim: Claim) -> list[float]:
+def _claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     """Draws a claim's margin zone and interval; returns what the panel must show of it."""
     first, last, margin = claim.steps[0] - 0.5, claim.steps[1] + 0.5, claim.margin
     zone = Rectangle(

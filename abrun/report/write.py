@@ -33,7 +33,7 @@ from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.description import Description
-from abrun.verdict.results import PrimaryResult
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ def report_folder(experiment: Experiment) -> Path:
 def _draw_claims(
     experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    if not content.primaries:
+    if not content.claims:
         return
     from abrun.report import plots  # half a second
 
     with style():
-        yield from _save(plots.forest(experiment, content.primaries), output / CLAIMS, images)
-    for stem, metric in slugs(claim.claim.metric for claim in content.primaries).items():
-        of_metric = [claim for claim in content.primaries if claim.claim.metric == metric]
+        yield from _save(plots.forest(experiment, content.claims), output / CLAIMS, images)
+    for stem, metric in slugs(claim.claim.metric for claim in content.claims).items():
+        of_metric = [claim for claim in content.claims if claim.claim.metric == metric]
         with style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
 
@@ -180,8 +180,8 @@ def markdown(content: VerdictFile, beside: Context, images: Sequence[str]) -> st
 def _tables(content: VerdictFile) -> list[Table]:
     """Return the claims' table and the descriptions', each only if it has rows."""
     several, tables = len(content.arms) > 1, []
-    if content.primaries:
-        rows = [[one.arm] * several + claim_cells(one) for one in content.primaries]
+    if content.claims:
+        rows = [[one.arm] * several + claim_cells(one) for one in content.claims]
         tables.append(Table(columns(*["arm"] * several, *claim_columns(content), fold=True), rows))
     if content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _described_rows(content)))
@@ -202,7 +202,7 @@ def _compared(content: VerdictFile) -> str:
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
-    tested = [one.claim.alpha for one in content.primaries if one.claim.test != "exact"]
+    tested = [one.claim.alpha for one in content.claims if one.claim.test != "exact"]
     text = f"differences are {roles[0]} minus {roles[1]}"
     if not tested:
         return text
@@ -258,9 +258,9 @@ def _headline(content: VerdictFile) -> str:
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = interval_level_text(max(one.claim.alpha for one in content.primaries))
+    level = interval_level_text(max(one.claim.alpha for one in content.claims))
     counted = "pairs" if content.paired else "runs"
-    tested = {one.claim.test for one in content.primaries if one.claim.test != "exact"}
+    tested = {one.claim.test for one in content.claims if one.claim.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tested or tested - levels.keys())
     kinds += [name for test, name in levels.items() if test in tested]
@@ -268,7 +268,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     return ["metric", "steps", counted, heading, "margin", "certified bound", "result"]
 
 
-def claim_cells(one: PrimaryResult) -> list[str]:
+def claim_cells(one: ClaimResult) -> list[str]:
     steps = f"{one.claim.steps[0]}-{one.claim.steps[1]}" if one.claim.steps else one.claim.window
     difference = "-"
     if one.estimate.interval and one.estimate.mean_difference is not None:
@@ -294,7 +294,7 @@ def claim_cells(one: PrimaryResult) -> list[str]:
     return [metric, steps, counted, difference, one.claim.margin_text, bound, outcome(one)]
 
 
-def outcome(one: PrimaryResult) -> str:
+def outcome(one: ClaimResult) -> str:
     """A claim's result in the words of its kind: a limit is broken, and not different."""
     broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
     return broken.get(one.claim.test, one.result) if one.result == "different" else one.result

@@ -16,7 +16,7 @@ from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means, bucket_steps, smallest_and_largest
 from abrun.report.panels import Curve, Difference, Panel, panel
 from abrun.stats.series import Array, Steps
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 
 MOST_NOTES = 8
 MOST_VALUES = 40_000  # of a chart
@@ -44,7 +44,7 @@ class Rows:
 
 
 def chart(
-    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult], most_values: int = MOST_VALUES
+    experiment: Experiment, metric: str, claims: Sequence[ClaimResult], most_values: int = MOST_VALUES
 ) -> dict[str, Any]:
     """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
 

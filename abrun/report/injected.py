@@ -14,7 +14,7 @@ from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
-from abrun.verdict.planted import FaultFound, Sensitivity
+from abrun.verdict.injected import FaultFound, Sensitivity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,15 +23,15 @@ FILE, PAGE = "sensitivity.json", "sensitivity.md"
 
 
 def write_sensitivity(
-    found: Sensitivity, not_planted: Mapping[str, str], folder: Path, name: str, compare: Compare
+    found: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
     """All of it as JSON, and as a page to read, whose path is returned.
 
-    `not_planted`: what the recipe lacks of what a fault needs.
+    `not_injected`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, {**as_json(found), "not_planted": dict(not_planted)}, mode=PUBLIC_MODE)
-    page = "\n".join(_page(found, not_planted, name, compare)) + "\n"
+    write_json(folder / FILE, {**as_json(found), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE)
+    page = "\n".join(_page(found, not_injected, name, compare)) + "\n"
     write_file(folder / PAGE, page.encode(), mode=PUBLIC_MODE)
     return folder / PAGE
 
@@ -39,11 +39,11 @@ def write_sensitivity(
 def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
     """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
     if not content.num_judged:
-        planted = _count(len(content.faults), "planted fault")
-        return f"could judge none of {planted}: {sentence(content.faults[0].reason)}"
+        injected = _count(len(content.faults), "injected fault")
+        return f"could judge none of {injected}: {sentence(content.faults[0].reason)}"
     pairs = _count(content.num_pairs, "pair") if paired else f"{content.num_pairs} runs of each arm"
     runs = f"{pairs} of {_count(content.num_steps, 'step')}"
-    said = f"would have caught {content.num_caught} of {content.num_judged} planted faults ({runs})"
+    said = f"would have caught {content.num_caught} of {content.num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
         ("INCONCLUSIVE", "left open"),
@@ -55,10 +55,10 @@ def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
 
 
 def in_short(experiment: Experiment, content: Sensitivity | None) -> str | None:
-    """In a few words; None of runs without a recipe, in which nothing could be planted."""
+    """In a few words; None of runs without a recipe, in which nothing could be injected."""
     if content is None:
-        own, how = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_plant
-        none = f"none {'as a control' if own else 'planted'}{how}"
+        own, how = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_inject
+        none = f"none {'as a control' if own else 'injected'}{how}"
         return "; ".join([*own, none]) if experiment.has_recipe else None
     if not content.num_judged:
         return f"could judge none of {len(content.faults)}"
@@ -97,15 +97,17 @@ def table(found: Sensitivity, *, paired: bool) -> "RenderableType":
     return _table(columns(paired=paired), rows(found)).rich(padding=(0, 1))
 
 
-def _page(content: Sensitivity, not_planted: Mapping[str, str], name: str, compare: Compare) -> Iterator[str]:
-    claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
+def _page(
+    content: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
+) -> Iterator[str]:
+    claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.claims)
     declared = ", ".join(claims) or "none"
     yield f"# {escaped(name)}: what this comparison would have caught"
     yield ""
     yield f"It {escaped(caught_sentence(content, paired=compare.paired))}."
     yield ""
     yield (
-        "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
+        "Each fault was injected in the baseline, alone and at the same seeds, and judged as a treatment is: "
         f"by step one, the guards and the declared claims ({escaped(declared)}). `caught by` is the earliest "
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
@@ -113,7 +115,7 @@ def _page(content: Sensitivity, not_planted: Mapping[str, str], name: str, compa
     yield from _table(columns(paired=compare.paired), rows(content)).markdown()
     for title, lines in (
         ("Not caught", list(advice(content))),
-        ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
+        ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
     ):
         if lines:
             yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
@@ -151,8 +153,8 @@ def details(fault: Fault) -> Iterator[str]:
     yield f"  shows    {fault.shows}"
     yield f"  after    {_link(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
-    yield f"  plant    abrun sensitivity RECIPE --faults {fault.name}"
-    yield f"           planted_fault: {sized}"
+    yield f"  inject   abrun sensitivity RECIPE --faults {fault.name}"
+    yield f"           injected_fault: {sized}"
 
 
 def _link(fault: Fault) -> str:
