@@ -1,9 +1,9 @@
-"""Who may read what abrun writes, and the one line for a file that this user may not read.
+"""Read permissions of the files that abrun writes, and the error for a file that this user may not read.
 
-A file keeps the readers of the file that it replaces. A new file has the readers of the record above it
-(`config.json` of a run, `experiment.json` of an experiment), so that one `chmod -R g+rX` also holds for what
-is written later. Without a record, a folder with the set-group-ID bit shares new files with its group. Nobody
-but the owner ever gains the right to write.
+A file keeps the readers of the file that it replaces. A new file gets the readers of the record above it
+(`config.json` of a run, `experiment.json` of an experiment), so one `chmod -R g+rX` also applies to files
+written later. Without a record, a folder with the set-group-ID bit shares new files with its group. Only
+the owner ever has write permission.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from abrun.reasons import Code
 from abrun.regular_files import is_directory
 from abrun.runs import layout
 
-PUBLIC_MODE = 0o666  # as the user's umask says: what is made to be shown
+PUBLIC_MODE = 0o666  # reports and other files to share; the umask applies
 PRIVATE_MODE = 0o600  # configurations, command lines and logs can hold secrets
 READ_BITS = stat.S_IRGRP | stat.S_IROTH
 MAX_PARENTS = 4  # from a run's deepest file, checkpoints/step-000001/state.json, to its experiment
 
 
 class UnreadableError(StoreError):
-    """A file or folder that this user has no permission to read: nothing is known of what it holds."""
+    """A file or folder that this user has no permission to read, so its content is unknown."""
 
 
 class Access(NamedTuple):
-    """Permission bits, of which those for group and others count, and the group that they are for."""
+    """Permission bits and the group that they apply to. Only the bits for group and others matter."""
 
     bits: int
     group: int
 
 
 def existing_access(path: Path, mode: int) -> Access | None:
-    """Return the access that a file of `mode` keeps of the file it replaces; None where there is none."""
+    """Return the access that a file of `mode` keeps from the file it replaces; None if there is no file."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -48,9 +48,10 @@ def existing_access(path: Path, mode: int) -> Access | None:
 
 
 def inherited_access(path: Path) -> Access:
-    """Return who may read what is new at `path`: the readers of the experiment or run that it belongs to."""
+    """Return the access of a new file at `path`: that of the run or experiment that it belongs to."""
     for folder in path.parents[:MAX_PARENTS] if path.name != layout.EXPERIMENT else ():
-        is_run = os.path.isdir(folder / layout.ATTEMPTS)  # any project may have a config.json
+        # A config.json alone proves nothing: any project may have one.
+        is_run = os.path.isdir(folder / layout.ATTEMPTS)
         for name in (layout.CONFIG, layout.EXPERIMENT) if is_run else (layout.EXPERIMENT,):
             with contextlib.suppress(OSError):
                 record = os.lstat(folder / name)
@@ -64,9 +65,9 @@ def inherited_access(path: Path) -> Access:
 
 
 def grant(file: int, access: Access) -> None:
-    """Set group and permissions of an open file or folder that this process has just made.
+    """Set group and permissions of an open file or folder that this process has just created.
 
-    Where the group cannot be given, the process's own group gains nothing.
+    If the group cannot be set, the process's own group gets no extra permissions.
     """
     status = os.fstat(file)
     current_bits = stat.S_IMODE(status.st_mode)
@@ -82,18 +83,18 @@ def grant(file: int, access: Access) -> None:
 
 
 def share_new_file(file: int, path: Path) -> None:
-    """Let the readers of the record above read a file that was just made at `path`."""
+    """Give a file just created at `path` the readers of the record above it."""
     bits, group = inherited_access(path)
     grant(file, Access(stat.S_IMODE(os.fstat(file).st_mode) | bits, group))
 
 
 def share_new_folder(path: Path, *, private: bool = False) -> int:
-    """Let the readers of the record above enter a folder that was just made; `private`: only them.
+    """Let the readers of the record above enter a folder that was just created; `private`: nobody else.
 
-    Returns the bits for group and others that this gave.
+    Returns the bits granted to group and others.
     """
     bits, group = inherited_access(path)
-    enter_bits = bits | bits >> 2  # whoever may read may enter
+    enter_bits = bits | bits >> 2  # the execute bit for every read bit
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         try:
@@ -105,7 +106,7 @@ def share_new_folder(path: Path, *, private: bool = False) -> int:
 
 
 def unreadable_error(path: Path) -> UnreadableError:
-    """Return the one line for a path that this user may not read: which file, its owner, how to share it."""
+    """Return the error for a path that this user may not read: the file, its owner and how to share it."""
     denied_path = next((parent for parent in reversed(path.parents) if _is_inaccessible(parent)), path)
     shared_folder = _shared_folder(denied_path)
     try:
@@ -123,7 +124,7 @@ def unreadable_error(path: Path) -> UnreadableError:
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
-    """Return the one line for an operating-system error about reading `path`."""
+    """Return the StoreError for an operating-system error raised while reading `path`."""
     if isinstance(error, PermissionError):
         return unreadable_error(path)
     return StoreError(Code.UNREADABLE(path=path, error=error.strerror or str(error)))
@@ -131,7 +132,7 @@ def read_error(path: Path, error: OSError) -> StoreError:
 
 @contextlib.contextmanager
 def ignore_damage() -> Iterator[None]:
-    """Suppress StoreError for a file that is missing or damaged, but not for one that may not be read."""
+    """Suppress StoreError for a missing or damaged file, but not UnreadableError."""
     try:
         yield
     except UnreadableError:
@@ -153,7 +154,7 @@ def require_access(folder: Path) -> None:
 
 
 def has_permission(path: Path | str, mode: int) -> bool:
-    """Return whether this process may read (os.R_OK) or enter (os.X_OK) what is there."""
+    """Return True if this process may read (os.R_OK) the path or enter (os.X_OK) the folder."""
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
@@ -162,7 +163,7 @@ def _is_inaccessible(folder: Path) -> bool:
 
 
 def _shared_folder(path: Path) -> str:
-    """Return the folder to share, quoted: the experiment's, else the nearest that holds the path."""
+    """Return the folder to share, quoted for a shell: the experiment's, else the path or its parent."""
     for folder in (path, *path.parents[:MAX_PARENTS]):
         with contextlib.suppress(OSError):
             if stat.S_ISREG(os.lstat(folder / layout.EXPERIMENT).st_mode):

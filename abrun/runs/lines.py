@@ -1,4 +1,4 @@
-"""Files of JSON lines, each with a checksum: appended one `write()` a line, followed while they grow."""
+"""JSON-lines files with a checksum per line: appended one `write()` per line, readable while they grow."""
 
 import contextlib
 import json
@@ -27,22 +27,22 @@ from abrun.runs.files import (
 from abrun.runs.records import MAX_ATTEMPT
 
 MAX_STEP = 2**53
-CHECKSUM = "crc32"  # the last key of a line; its value is text, which no metric is
-NON_METRIC_KEYS = ("step", "attempt", "time_s", CHECKSUM)  # of a row of metrics
+CHECKSUM = "crc32"  # the last key of a line; its value is text, unlike any metric's
+NON_METRIC_KEYS = ("step", "attempt", "time_s", CHECKSUM)  # in a row of metrics.jsonl
 CHECKSUM_MISMATCH = "the line does not match its checksum"
 _CHECKSUM_PREFIX = f', "{CHECKSUM}": "'.encode()
 _NUM_CHECKSUM_BYTES = len(_CHECKSUM_PREFIX) + len(b'00000000"}')
 
 
 class LineWriter:
-    """Appends JSON lines, one `write()` each. Opening drops the torn last line of a killed writer."""
+    """Writer that appends JSON lines, one `write()` each. Opening drops a killed writer's torn last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._torn = True
         with wrap_write_errors(path):
             make_folder(path.parent)
-            # Appending: the last row of an older attempt, on its way now, must not overwrite one of a newer
+            # O_APPEND: a late write of an older attempt must not overwrite a row of a newer one.
             self._file = open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
@@ -53,7 +53,7 @@ class LineWriter:
                 raise
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
+        """Append one row. If the disk cannot take the whole line, remove it and raise StoreError."""
         line = json_line(row)
         with wrap_write_errors(self.path):
             self._drop_torn_line()
@@ -66,7 +66,7 @@ class LineWriter:
 
     @property
     def is_in_place(self) -> bool:
-        """True while the path leads to this file, and nobody has cut it short."""
+        """True while the path still names this file and nobody has truncated it."""
         try:
             there, here = self.path.lstat(), os.fstat(self._file)
         except FileNotFoundError:
@@ -74,7 +74,7 @@ class LineWriter:
         return os.path.samestat(there, here) and here.st_size >= self._end
 
     def sync(self) -> None:
-        """Bring what was written to the disk: from now on it outlives a loss of power."""
+        """Flush all rows to the disk, so that they survive a power loss."""
         with wrap_write_errors(self.path):
             os.fsync(self._file)
 
@@ -82,7 +82,7 @@ class LineWriter:
         os.close(self._file)
 
     def _drop_torn_line(self) -> None:
-        """Take back what the last write left of a line, where it failed."""
+        """Remove the partial line of a failed write."""
         if self._torn:
             os.ftruncate(self._file, _find_end_of_last_line(self._file))
             self._torn = False
@@ -91,15 +91,16 @@ class LineWriter:
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line that ends with its checksum."""
     text = json.dumps(encode_non_finite(row), allow_nan=False, ensure_ascii=False)
-    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
+    # A string such as a path may hold a lone surrogate, which UTF-8 cannot encode.
+    content = text.encode(errors="replace")[:-1]
     return content + _line_ending(content) + b"\n"
 
 
 class LineParser:
-    """Parses the lines of one file in order, checking the checksum that LineWriter appends to each.
+    """Parser of one file's lines, in order, that verifies the checksum that LineWriter appends to each.
 
-    Lines without a checksum are read: those of older versions, or of other writers. After a line with one, a
-    line without it is damaged.
+    Lines without a checksum come from older versions or other writers and are accepted. After a line with a
+    checksum, a line without one counts as damaged.
     """
 
     def __init__(self) -> None:
@@ -111,14 +112,14 @@ class LineParser:
             raise ValueError(CHECKSUM_MISMATCH)
         row = orjson.loads(line)
         if not isinstance(row, dict) or is_too_deep(line, row):
-            raise ValueError("a JSON object is expected")
+            raise ValueError("expected a JSON object")
         row.pop(CHECKSUM, None)
         if b'"NaN"' in line or b'Infinity"' in line:
             return {key: decode_non_finite(value) for key, value in row.items()}
         return row
 
     def is_intact(self, line: bytes) -> bool:
-        """Return False where the checksum of a line is another one, or missing after lines with one."""
+        """Return False if a line's checksum is wrong, or missing after lines that have one."""
         content, end = line[:-_NUM_CHECKSUM_BYTES], line[-_NUM_CHECKSUM_BYTES:]
         if end == _line_ending(content):
             self._has_checksums = True
@@ -127,27 +128,27 @@ class LineParser:
 
 
 def _line_ending(content: bytes) -> bytes:
-    """Return the end of a line that begins with `content`."""
+    """Return the checksum key and closing brace that follow `content` in a line."""
     return b'%s%08x"}' % (_CHECKSUM_PREFIX, zlib.crc32(content))
 
 
 class JsonLine(NamedTuple):
-    """A line of a file that is not blank: where it stands, its text without the end, its row or damage."""
+    """A non-blank line of a JSON-lines file: its position, its text without the newline, its row or error."""
 
     number: int  # from 1
-    start: int  # its first byte
+    start: int  # byte offset
     text: bytes
     row: dict[str, Any] | ValueError
 
     def checked(self, path: Path) -> dict[str, Any]:
-        """Return the row. Raises StoreError naming file and line where the line is damaged."""
+        """Return the row. Raises StoreError, naming file and line, if the line is damaged."""
         if isinstance(self.row, ValueError):
             raise damaged_line_error(path, f"line {self.number}", self.text, self.row)
         return self.row
 
 
 class LineReader:
-    """Follows a JSON-lines file: each call reads the lines appended since, NaN and Inf restored."""
+    """Reader that follows a JSON-lines file: each call returns the new lines, with NaN and Inf restored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,10 +157,10 @@ class LineReader:
         self._parser = LineParser()
 
     def lines(self, *, ended: bool = False) -> Iterator[JsonLine]:
-        """Yield the new lines, damaged ones included. Raises OSError.
+        """Yield the new lines, including damaged ones. Raises OSError.
 
-        A torn last line (of a writer at work, or killed) is left for later; where the writer has `ended`, it
-        is damaged.
+        A torn last line is left for the next call, since its writer may still be working. Once the writer
+        has `ended`, it is damaged.
         """
         with open_regular(self.path) as file:
             file.seek(self._offset)
@@ -173,7 +174,7 @@ class LineReader:
                     yield JsonLine(self._num_lines, start, text.removesuffix(b"\n"), self._parsed(text))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the new rows; none while there is no file. Raises StoreError for a damaged line."""
+        """Return the new rows; none if there is no file yet. Raises StoreError for a damaged line."""
         try:
             return [line.checked(self.path) for line in self.lines()]
         except FileNotFoundError:
@@ -184,19 +185,19 @@ class LineReader:
     def _parsed(self, text: bytes) -> dict[str, Any] | ValueError:
         try:
             if not text.endswith(b"\n"):
-                raise ValueError("its end is missing")
+                raise ValueError("its end is missing (torn line)")
             return self._parser.parse(text[:-1])
         except ValueError as error:
             return error
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSON-lines file; see LineReader."""
+    """Return all rows of a JSON-lines file; see LineReader."""
     return LineReader(path).read()
 
 
 def read_valid_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file without its damaged lines; none of a file that cannot be read."""
+    """Yield the rows of a JSON-lines file, skipping damaged lines; none if the file cannot be read."""
     with contextlib.suppress(OSError):
         for line in LineReader(path).lines():
             if not isinstance(line.row, ValueError):
@@ -204,26 +205,26 @@ def read_valid_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def row_problem(row: Mapping[str, Any]) -> str | None:
-    """Why an object is no row of metrics; None where it is one."""
+    """Return why an object is not a valid row of metrics; None if it is."""
     for key, value in row.items():
         if not isinstance(decode_non_finite(value), int | float | None) and key not in NON_METRIC_KEYS:
             return (
-                f"{shortened(key)}: got {shortened(value)}; a number is expected: "
-                "mend the trainer that wrote it and run again"
+                f"{shortened(key)}: got {shortened(value)}; expected a number: "
+                "fix the trainer that wrote it and run again"
             )
     return step_problem(row.get("step"), row.get("attempt", 1))
 
 
 def step_problem(step: Any, attempt: Any) -> str | None:
-    """Return why these are no step and attempt of a row; None where they are."""
+    """Return why a step or an attempt is invalid; None if both are valid."""
     is_valid_step = type(step) is int and abs(step) <= MAX_STEP
     if is_valid_step and type(attempt) is int and attempt < MAX_ATTEMPT:
         return None
-    return f"got step {shortened(step)}, attempt {shortened(attempt)}; both are whole numbers"
+    return f"got step {shortened(step)}, attempt {shortened(attempt)}; expected whole numbers"
 
 
 def find_bad_lines(path: Path) -> list[JsonLine]:
-    """Return the lines of metrics.jsonl that are damaged or no row; none of a file that does not read."""
+    """Return the lines of metrics.jsonl that are damaged or not rows; none if the file cannot be read."""
     bad: list[JsonLine] = []
     with contextlib.suppress(OSError):
         for line in LineReader(path).lines():
@@ -233,7 +234,7 @@ def find_bad_lines(path: Path) -> list[JsonLine]:
 
 
 def overwrite_lines(path: Path, lines: Iterable[JsonLine]) -> None:
-    """Overwrite lines by spaces: no place in the file moves, for those who follow it or write it still."""
+    """Overwrite lines with spaces, so that offsets stay valid for readers and writers of the file."""
     with wrap_write_errors(path):
         file = open_without_links(path, os.O_WRONLY)
         try:
@@ -247,14 +248,14 @@ def overwrite_lines(path: Path, lines: Iterable[JsonLine]) -> None:
 def damaged_line_error(
     path: Path | str, place: str, line: bytes, problem: object = CHECKSUM_MISMATCH
 ) -> StoreError:
-    """Return the error that names a line which LineParser refused."""
+    """Return the error that names a line that LineParser rejected."""
     excerpt = line[:40].decode(errors="replace")
-    cause = "a JSON object is expected" if isinstance(problem, orjson.JSONDecodeError) else problem
+    cause = "expected a JSON object" if isinstance(problem, orjson.JSONDecodeError) else problem
     return StoreError(Code.LINE_INVALID(path=path, place=place, got=excerpt, problem=str(cause)))
 
 
 def _find_end_of_last_line(file: int) -> int:
-    """Where the last whole line of a file ends."""
+    """Return the offset at which the last complete line of a file ends."""
     end = os.lseek(file, 0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)

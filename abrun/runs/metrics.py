@@ -24,18 +24,18 @@ MAX_SKETCH_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValidationRow:
-    """What a run's policy made of the held-out prompts after some step."""
+    """Rewards and completion lengths of a run's policy on the held-out prompts after a step."""
 
-    prompts_sha256: str  # pairs two runs' prompts only where it is the same
-    rewards: Array  # [P] in the prompts' order
-    lengths: Array  # [P] tokens of the completions
+    prompts_sha256: str  # prompts of two runs can be paired only if their hashes are equal
+    rewards: Array  # [P], in the order of the prompts
+    lengths: Array  # [P], completion lengths in tokens
 
 
 def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
-    """Return the metrics of a run. Rows of one step and attempt add up; of several attempts the last counts.
+    """Return the metrics of a run by name. Rows of one step and attempt are merged; the last attempt wins.
 
-    A torn last line is left out, of a writer at work, or killed. Raises StoreError naming file and line where
-    a row is damaged, or torn though the run is `finished`.
+    A torn last line is skipped unless the run is `finished`. Raises StoreError, naming file and line, for a
+    damaged row.
     """
     tables: dict[tuple[str, ...], _MetricRows] = {}
     for number, row in _numbered_rows(path, finished=finished):
@@ -46,9 +46,9 @@ def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
 
 
 def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
-    """The validations of one run by step, ascending; of several attempts the last one counts.
+    """Return the validations of one run by step, ascending; the last attempt wins.
 
-    Raises StoreError naming file and line where a row is corrupt.
+    Raises StoreError, naming file and line, for a damaged row.
     """
     validations: dict[int, tuple[int, ValidationRow]] = {}
     for number, row in _numbered_rows(path, finished=finished):
@@ -60,7 +60,7 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
                 )
             rewards, lengths = np.array(row["rewards"], np.float64), np.array(row["lengths"], np.float64)
             if rewards.ndim != 1 or rewards.shape != lengths.shape:
-                raise ValueError("rewards and lengths are lists of one number a prompt")
+                raise ValueError("rewards and lengths must be lists with one number per prompt")
             validation = ValidationRow(
                 prompts_sha256=str(row["prompts_sha256"]), rewards=rewards, lengths=lengths
             )
@@ -76,7 +76,7 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
 
 
 def read_sketch(path: Path) -> dict[str, Array]:
-    """Return the sketches in a file, float64, by tensor; none where it is missing or does not read."""
+    """Return the float64 sketches in a file by tensor; none if it is missing or cannot be read."""
     from safetensors import SafetensorError, numpy
 
     try:
@@ -87,7 +87,7 @@ def read_sketch(path: Path) -> dict[str, Array]:
 
 
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
+    """Yield line number and row of every line of a file. Raises StoreError for a damaged line."""
     with wrap_read_errors(path), contextlib.suppress(FileNotFoundError):
         for line in LineReader(path).lines(ended=finished):
             yield line.number, line.checked(path)
@@ -95,7 +95,7 @@ def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[st
 
 @dataclass(slots=True)
 class _MetricRows:
-    """The rows of a file that hold the same metrics, in the order they were written."""
+    """The rows of a file that hold the same metrics, in the order in which they were written."""
 
     names: tuple[str, ...]
     lines: "array[int]" = field(default_factory=lambda: array("q"))
@@ -104,13 +104,13 @@ class _MetricRows:
     values: "array[float]" = field(default_factory=lambda: array("d"))  # row after row
 
     def column(self, name: str) -> Array:
-        """Return the values of a metric, a view."""
+        """Return the values of a metric as a view."""
         rows = np.asarray(self.values, np.float64).reshape(len(self.steps), len(self.names))
         return rows[:, self.names.index(name)]
 
 
 def _add_row(tables: dict[tuple[str, ...], _MetricRows], number: int, row: dict[str, Any]) -> str | None:
-    """Put a row into the table of its metrics; return what is wrong with it, if anything is."""
+    """Add a row to the table of its metrics; return the problem if the row is invalid."""
     step, attempt, _ = row.pop("step", None), row.pop("attempt", 1), row.pop("time_s", None)
     if problem := step_problem(step, attempt):
         return problem
@@ -119,7 +119,7 @@ def _add_row(tables: dict[tuple[str, ...], _MetricRows], number: int, row: dict[
     num_values = len(table.values)
     try:
         table.values.extend(row.values())
-    except TypeError:  # null, which is no value, or no number
+    except TypeError:  # null, which counts as not recorded, or text
         del table.values[num_values:]
         recorded = {"step": step, "attempt": attempt}
         recorded |= {name: value for name, value in row.items() if value is not None}
@@ -132,7 +132,7 @@ def _add_row(tables: dict[tuple[str, ...], _MetricRows], number: int, row: dict[
 
 
 def _build_series(tables: Sequence[_MetricRows]) -> dict[str, Series]:
-    """Return every metric of the tables; metrics that the same tables hold share their steps."""
+    """Return every metric in the tables; metrics of the same tables share their steps."""
     table_indices: dict[str, list[int]] = {}
     for index, table in enumerate(tables):
         for name in table.names:
@@ -155,7 +155,7 @@ def _build_series(tables: Sequence[_MetricRows]) -> dict[str, Series]:
 
 
 def _newest_attempt_rows(tables: Sequence[_MetricRows]) -> list[NDArray[np.bool_] | slice]:
-    """Return, by table, which rows are of the newest attempt that recorded their step."""
+    """Return a mask per table of the rows from the newest attempt that recorded their step."""
     attempts = [np.asarray(table.attempts, np.int64) for table in tables]
     if len({*(value for each in attempts for value in (each.min(), each.max()))}) < 2:
         return [slice(None)] * len(tables)
@@ -168,7 +168,7 @@ def _newest_attempt_rows(tables: Sequence[_MetricRows]) -> list[NDArray[np.bool_
 
 
 def _last_line_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Return the place of the last line of every step, by ascending step."""
+    """Return the index of the last line of every step, by ascending step."""
     if (np.diff(steps) > 0).all():
         return slice(None)
     order = np.lexsort((lines, steps))

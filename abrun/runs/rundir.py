@@ -1,7 +1,7 @@
-"""A run directory and its owner: what is written into it, by whom, and how it is read back.
+"""A run directory: its files, who writes them and how they are read.
 
-A job begins its own attempt, whoever started it: a launcher here, or a cluster that starts it again. From
-then on processes of older attempts must not write, which every write of theirs finds out first.
+A job begins its own attempt, whether a launcher or a cluster's scheduler started it. From then on, processes
+of older attempts must not write; every write checks that first.
 """
 
 import contextlib
@@ -77,18 +77,18 @@ if TYPE_CHECKING:
     from abrun.runs.metrics import ValidationRow
     from abrun.stats.series import Array, Series
 
-MAX_RECORD_BYTES = 1 << 21  # bytes of what a run was started with: all of it is shown
+MAX_RECORD_BYTES = 1 << 21  # of config.json and environment.json, which are shown in full
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The only code that knows what the files of a run directory are called and who writes them."""
+    """A run directory. No code outside abrun.runs knows the names or writers of its files."""
 
     path: Path
 
     @property
     def exists(self) -> bool:
-        """Whether a run is here: a folder without a config.json is none."""
+        """True if the directory holds a run, that is, a config.json."""
         return os.path.isfile(self.path / layout.CONFIG)
 
     @property
@@ -101,7 +101,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """What the job prints."""
+        """The file of the job's output."""
         return self.path / layout.LOG
 
     @property
@@ -110,17 +110,17 @@ class RunDir:
 
     @property
     def final_weights(self) -> Path:
-        """The trained model, where the run keeps it."""
+        """The folder of the trained model, if the run keeps it."""
         return self.checkpoints / "final"
 
     @property
     def initial_weights(self) -> Path | None:
-        """The folder of the weights that the run starts from, where those are not its model's."""
+        """The folder of the initial weights; None if the run starts from its model's weights."""
         weights = read_stored_config(self.path / layout.CONFIG).initial_weights
         return self.path / weights if weights else None
 
     def is_run_file(self, path: Path) -> bool:
-        """Whether a path leads to this folder, or to one of abrun's files in it, by whatever links."""
+        """Return True if a path resolves to this folder or to one of abrun's files in it."""
         real_path, real_folder = os.path.realpath(path), os.path.realpath(self.path)
         run_files = {os.path.join(real_folder, name) for name in layout.RUN_FILES}
         return real_path == real_folder or any(
@@ -130,13 +130,13 @@ class RunDir:
     # --- what the launcher writes ---
 
     def write_record(self, record: RunRecord) -> None:
-        """Tell the job what to do."""
+        """Write config.json, which tells the job what to run."""
         identity = {"experiment": record.experiment, **asdict(record.name)}
         content = {"initial_weights": record.initial_weights, "config": record.config}
         write_json(self.path / layout.CONFIG, {"schema_version": SCHEMA_VERSION, **identity, **content})
 
     def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
-        """Note, before there is a process, that one is about to be started."""
+        """Record a launch before its process is started."""
         launch = Launch(
             launcher=Owner(**this_process_fields()),
             started_s=time.time(),
@@ -148,7 +148,7 @@ class RunDir:
         write_json(self.path / layout.LAUNCH, {"git": git, "launches": launches})
 
     def _read_launches(self) -> Launches:
-        """Return what launchers have written, and nothing where it is damaged: that ends no launch."""
+        """Return the recorded launches; empty if the file is damaged, which must not stop a launch."""
         try:
             return read_as(Launches, self.path / layout.LAUNCH)
         except StoreError:
@@ -156,7 +156,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def open_log(self) -> Iterator[int]:
-        """What the job is to print into, as a file descriptor. Raises StoreError."""
+        """Open the log that the job prints into and yield its file descriptor. Raises StoreError."""
         with wrap_write_errors(self.log):
             file = open_without_links(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -178,8 +178,8 @@ class RunDir:
         write_json(self.path / layout.LAUNCH, {**asdict(recorded), "launches": launches})
 
     def end_launch(self, status: Status, reason: Reason | None, **exit_fields: Any) -> None:
-        """How the job ended as the launcher saw it: `seen` are exit_code and signal."""
-        # Of the job's own attempt alone: a newer one, which has fenced it, may be at work.
+        """Record how the job ended, as its launcher observed it: `exit_fields` are exit_code and signal."""
+        # Only the job's own attempt ended: a newer one that fenced it may be running.
         attempts = self.last_attempt
         for launch in self._read_launches().launches[-1:]:
             attempts = min(attempts, launch.attempts + 1)
@@ -187,7 +187,7 @@ class RunDir:
         self.update_launch(**ending, attempts=attempts, **exit_fields)
 
     def reopen(self, reason: str) -> None:
-        """Take back that the run is finished, for something of it is gone; no job may be at work here."""
+        """Mark a finished run as unfinished because files of it are gone. No job may be running here."""
         events = LineWriter(self.path / layout.EVENTS)
         try:
             row = {"time_s": time.time(), "attempt": self.last_attempt, "event": "repair", "message": reason}
@@ -200,15 +200,15 @@ class RunDir:
             sync_folder(self.path)
 
     def write_wandb_location(self, location: Mapping[str, str]) -> None:
-        """Keep where wandb mirrors the run: id, project, entity, url, as far as they are known."""
+        """Record the run's mirror in wandb: id, project, entity and url, as far as known."""
         write_json(self.path / layout.WANDB, location)
 
     # --- what the job writes ---
 
     def begin_attempt(self) -> RunWriter:
-        """Own the directory from now on; processes of older attempts find that they no longer do.
+        """Begin a new attempt, which fences all older ones.
 
-        Its number is above that of every attempt that wrote anything here, should its own file be gone.
+        Its number is above that of every attempt with a file or rows here, even if their files are gone.
         """
         folder = self.path / layout.ATTEMPTS
         number = max([self.last_attempt, *self._attempts_with_rows()])
@@ -217,9 +217,9 @@ class RunDir:
             while True:
                 number += 1
                 if number > MAX_ATTEMPT:
-                    raise OSError(f"there is an attempt {MAX_ATTEMPT}: remove its file")
+                    raise OSError(f"attempt {MAX_ATTEMPT} is the highest number possible: remove its file")
                 attempt = Attempt(number=number, started_s=time.time(), **this_process_fields())
-                with contextlib.suppress(FileExistsError):  # of two that begin at once the other one's
+                with contextlib.suppress(FileExistsError):  # another attempt began at the same time
                     create_file(attempt_file(folder, number), json_text(asdict(attempt)))
                     break
         remove_partial_files(self.path)
@@ -228,7 +228,7 @@ class RunDir:
         if bad_lines:
             overwrite_lines(self.path / layout.METRICS, bad_lines)
             description = (
-                f"{len(bad_lines)} that are no rows are blank now, the first is line {bad_lines[0].number}"
+                f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
             )
             writer.event("repair", message=f"lines of {layout.METRICS}: {description}")
         return writer
@@ -243,9 +243,9 @@ class RunDir:
     def resume_abandoned_attempt(
         self, previous_attempt: int, *, interrupted: bool = False
     ) -> RunWriter | None:
-        """The pen of an attempt later than the one `known` that has died without a word.
+        """Return a writer for an attempt after `previous_attempt` that died without recording its end.
 
-        `interrupted`: or with that word alone.
+        `interrupted`: also for one that only recorded an interruption. None if there is no such attempt.
         """
         attempt = self.attempt()
         unfinished = ("running", "interrupted") if interrupted else ("running",)
@@ -253,14 +253,14 @@ class RunDir:
         return RunWriter(self.path, attempt) if is_abandoned else None
 
     def write_node(self, node: NodeStatus) -> None:
-        """What a node's agent says of its ranks; of a run that is there, and that no later attempt owns."""
+        """Write a node agent's status, unless the run is gone or a later attempt owns it."""
         if self.exists and self.last_attempt == node.attempt:
             write_json(self.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
 
     # --- what anybody reads ---
 
     def record(self) -> RunRecord:
-        """Raises StoreError where the directory holds no run, or a record of another form."""
+        """Return the run's config.json. Raises StoreError if it is missing or malformed."""
         path = self.path / layout.CONFIG
         if not is_file(path):
             read_json(path)
@@ -270,7 +270,7 @@ class RunDir:
         return record
 
     def find_record(self) -> RunRecord | None:
-        """None where the directory holds no run of abrun; StoreError where what it says is none."""
+        """Return the run's record; None if this is no run of abrun. Raises StoreError if it is malformed."""
         path = self.path / layout.CONFIG
         is_run = False
         with ignore_damage():
@@ -278,9 +278,9 @@ class RunDir:
         return read_stored_config(path).record() if is_run else None
 
     def identity(self) -> str:
-        """Which run this is, so that nothing of another is taken for its own: name and hash of its config.
+        """Return the run's name and a hash of its config, which identify its files.
 
-        Limits are not counted in: they change how long it may take, not what it computes.
+        Limits are left out of the hash: they change how long the run may take, not what it computes.
         """
         stored = read_stored_config(self.path / layout.CONFIG)
         relevant_config = {key: value for key, value in stored.config.items() if key != "limits"}
@@ -288,11 +288,11 @@ class RunDir:
         return f"{stored.name} {digest[:16]}"
 
     def attempts(self) -> list[Attempt]:
-        """Every start of the job, oldest first."""
+        """Return every attempt, oldest first."""
         return [self._attempt(number) for number in attempt_numbers(self.path / layout.ATTEMPTS)]
 
     def attempt(self) -> Attempt:
-        """The newest start of the job; one with the number 0, which is pending, before the first."""
+        """Return the newest attempt; before the first, a pending one with number 0."""
         number = self.last_attempt
         return self._attempt(number) if number else Attempt(status="pending")
 
@@ -302,21 +302,21 @@ class RunDir:
 
     @property
     def last_attempt(self) -> int:
-        """The number of the newest start of the job, 0 before the first."""
+        """The number of the newest attempt, 0 before the first."""
         return last_attempt(self.path / layout.ATTEMPTS)
 
     def launches(self) -> list[Launch]:
         return list(read_as(Launches, self.path / layout.LAUNCH).launches)
 
     def git(self) -> dict[str, Any] | None:
-        """Commit and uncommitted changes of the folder that the run was launched from."""
+        """Return commit and uncommitted changes of the folder that the run was launched from."""
         git = read_as(Launches, self.path / layout.LAUNCH).git
         return git and asdict(git)
 
     def code_versions(self) -> tuple[str, ...]:
-        """Return the code of each attempt in order, without repetitions; empty where launches do not say.
+        """Return the code version of each attempt in order, without repetitions; empty if unknown.
 
-        An attempt is of the last launch that started before it.
+        An attempt belongs to the last launch that started before it.
         """
         recorded = read_as(Launches, self.path / layout.LAUNCH)
         commits = []
@@ -328,22 +328,22 @@ class RunDir:
         return tuple(dict.fromkeys(describe_commit(asdict(git)) for git in commits))
 
     def heartbeat(self) -> Heartbeat:
-        """The last sign of life; none where the file does not read, as after a loss of power."""
+        """Return the last heartbeat; a default one if the file is missing or damaged by a power loss."""
         with ignore_damage():
             return read_as(Heartbeat, self.path / layout.HEARTBEAT)
         return Heartbeat()
 
     def nodes(self, attempt: int) -> list[NodeStatus]:
-        """What the agents of an attempt's nodes said last."""
+        """Return the last status of each node of an attempt."""
         nodes = []
         require_access(self.path / layout.NODES)
         for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
-            with ignore_damage():  # as after a loss of power
+            with ignore_damage():  # for example after a power loss
                 nodes.append(read_as(NodeStatus, path))
         return [node for node in nodes if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
-        """Versions, devices, prompts, initial weights of the last attempt; None before they are recorded."""
+        """Return environment.json of the last attempt; None before it is written. Raises StoreError."""
         path = self.path / layout.ENVIRONMENT
         if not is_file(path):
             return None
@@ -355,34 +355,34 @@ class RunDir:
         return read_json_lines(self.path / layout.EVENTS)
 
     def wandb_location(self) -> dict[str, str]:
-        """What `note_wandb` has kept; nothing where the file does not read."""
+        """Return the recorded wandb mirror of the run; empty if the file is missing or damaged."""
         try:
             return dict(read_as(Mapping[str, str], self.path / layout.WANDB))
         except StoreError:
             return {}
 
     def metrics_reader(self) -> LineReader:
-        """The rows of metrics as they were written, to be followed."""
+        """Return a reader that follows the rows of metrics.jsonl as written."""
         return LineReader(self.path / layout.METRICS)
 
     def metrics(self) -> "dict[str, Series]":
-        """Every metric by step; see abrun.runs.metrics."""
-        from abrun.runs.metrics import read_metrics  # numpy, which status does without
+        """Return every metric by step; see abrun.runs.metrics."""
+        from abrun.runs.metrics import read_metrics  # imports numpy, which `status` does not need
 
         return read_metrics(self.path / layout.METRICS, finished=self.finished)
 
     def validations(self) -> "dict[int, ValidationRow]":
-        """The validations by step, ascending; of several attempts the last one counts."""
+        """Return the validations by step, ascending; the last attempt wins."""
         from abrun.runs.metrics import read_validation
 
         return read_validation(self.path / layout.VALIDATION, finished=self.finished)
 
     def samples(self) -> dict[int, tuple[Sample, ...]]:
-        """Completions that were kept, by step, ascending; of several attempts the last one counts."""
+        """Return the sampled completions by step, ascending; the last attempt wins."""
         return read_samples(self.path / layout.SAMPLES)
 
     def read_log(self, start: int = 0, max_bytes: int = 1 << 20) -> str:
-        """The end of what the job has printed since its log had `start` bytes."""
+        """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
         try:
             with open_regular(self.log) as file:
                 end = file.seek(0, os.SEEK_END)
@@ -398,15 +398,15 @@ class RunDir:
             return 0
 
     def state(self, name: RunName) -> RunState:
-        """What the run is doing. Done means `result.json`; running without a sign of life means stalled.
+        """Return the run's state: finished if `result.json` exists, stalled if running without heartbeats.
 
-        Of job and launcher that one is believed which speaks of the newest attempt, the launcher first.
+        The record of the newest attempt counts, the launcher's before the job's.
         """
         require_access(self.path)
         heartbeat, latest = self.heartbeat(), latest_record(self.launches(), self.attempt())
         while is_process_gone := latest.record.status == "running" and latest.process.is_gone:
             previous, latest = latest, latest_record(self.launches(), self.attempt())
-            if latest == previous:  # else it has ended with a word since its word was read
+            if latest == previous:  # otherwise its end was recorded since the first read
                 break
         record, attempt, started_s = latest.record, latest.attempt, latest.started_s
         status, reason = (
@@ -416,7 +416,7 @@ class RunDir:
         if self.finished:
             status = "finished"
         elif status == "finished":
-            status = "pending"  # its result was removed: it is to run again
+            status = "pending"  # its result was removed, so it has to run again
         elif status == "running":
             reason = stall_reason(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
             status = "stalled" if reason else "running"
@@ -433,7 +433,7 @@ class RunDir:
         )
 
     def step_attempts(self) -> dict[int, int]:
-        """By step, the newest attempt that recorded it; of a file that is damaged, what can be read."""
+        """Return the newest attempt that recorded each step, from all undamaged rows."""
         newest: dict[int, int] = {}
         for row in read_valid_rows(self.path / layout.METRICS):
             if row_problem(row) is None:
@@ -443,20 +443,20 @@ class RunDir:
 
     @property
     def final_weights_hash(self) -> str | None:
-        """Of what was trained; None of a run that has not finished, or did not say."""
+        """The hash of the trained weights; None if the run has not finished or recorded none."""
         return read_as(RunResult, self.path / layout.RESULT).final_weights_hash
 
     @property
     def text_values(self) -> Mapping[str, TextValues]:
-        """By metric, the values that a command's log holds as text; empty until the run has finished."""
+        """Text values in a command's log, by metric; empty until the run has finished."""
         return read_as(RunResult, self.path / layout.RESULT).text_values
 
     def final_sketch(self) -> "dict[str, Array]":
-        """Sketches of the final weights, float64, by tensor; none where there are none that read."""
+        """Return the float64 sketches of the final weights by tensor; empty if missing or unreadable."""
         return self._sketch(layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
-        """Sketches of the initial weights."""
+        """Return the sketches of the initial weights; see `final_sketch`."""
         return self._sketch(layout.INITIAL_SKETCH)
 
     def _sketch(self, name: str) -> "dict[str, Array]":
@@ -466,29 +466,31 @@ class RunDir:
 
     @property
     def start_step(self) -> int:
-        """The step that the run began after: 0, or that of the checkpoint it started from."""
+        """The step that the run starts after: 0, or that of the checkpoint that it starts from."""
         return start_step(self.environment())
 
     def describe_missing_steps(self, num_steps: int) -> str | None:
-        """Which of the steps that a finished run of our own has to have are not recorded, or do not read."""
+        """Return a sentence on missing or damaged steps of a finished run of abrun's trainer, or None."""
         recorded, planned = self.step_attempts(), range(self.start_step + 1, num_steps + 1)
         missing = [step for step in planned if step not in recorded]
         if not missing:
             bad_lines = find_bad_lines(self.path / layout.METRICS)
-            return f"{layout.METRICS}, line {bad_lines[0].number}: is no row" if bad_lines else None
-        return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, from step {missing[0]} on"
+            return (
+                f"{layout.METRICS}, line {bad_lines[0].number} is not a row of metrics" if bad_lines else None
+            )
+        return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, the first is {missing[0]}"
 
     def describe_missing_last_step(self) -> str | None:
-        """Why the metrics of a finished command cannot be whole: their last step, or all, is gone."""
+        """Return a sentence if the last step of a finished command's run is missing; None if it is there."""
         last_step = read_as(RunResult, self.path / layout.RESULT).step
         return (
-            f"{layout.METRICS} lacks step {last_step}, the last"
+            f"{layout.METRICS} lacks the last step, {last_step}"
             if last_step not in self.step_attempts()
             else None
         )
 
     def describe_weights_damage(self) -> str | None:
-        """What is wrong with the trained model of a finished run that was to keep it; None: nothing."""
+        """Return what is wrong with the saved model of a finished run; None if nothing is."""
         if not is_directory(self.final_weights):
             return f"{self.final_weights} is missing"
         files = read_as(RunResult, self.path / layout.RESULT).final_weights

@@ -1,4 +1,4 @@
-"""Completions that a run has kept to be looked at: rows of samples.jsonl."""
+"""Sampled completions of a run, kept for inspection: rows of samples.jsonl."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,20 +11,20 @@ from abrun.reasons import Code
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import MAX_ATTEMPT
 
-MAX_SAMPLES_BYTES = 32 * 2**20  # of a run's file: what comes after is not kept
+MAX_SAMPLES_BYTES = 32 * 2**20  # per run; later samples are dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion. Texts are as the tokenizer decodes them, without special tokens.
+    """One completion. Texts are decoded without special tokens.
 
-    None: another trainer's, which does not say.
+    A field is None if another trainer wrote the completion and did not record the field.
     """
 
     prompt: str
     text: str
     reward: float | None
-    logprob_error: float | None  # mean over its tokens of |trainer - engine|, nats
+    logprob_error: float | None  # mean over tokens of |trainer log-prob - engine log-prob|, in nats
     num_tokens: int | None
     truncated: bool | None  # stopped by max_new_tokens
 
@@ -44,9 +44,9 @@ def sample_row(step: int, attempt: int, samples: list[Sample]) -> dict[str, Any]
 
 
 def read_samples(path: Path) -> dict[int, tuple[Sample, ...]]:
-    """Those of one run by step, ascending; of several attempts the last one counts.
+    """Return the samples of one run by step, ascending; the last attempt wins.
 
-    Raises StoreError naming file and line where a row is corrupt.
+    Raises StoreError, naming file and line, for a malformed row.
     """
     rows: dict[int, _SampleRow] = {}
     for number, content in enumerate(read_json_lines(path), 1):

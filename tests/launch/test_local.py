@@ -199,7 +199,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     expected = {
         "removed": "final is missing",
         "other bits": "the checksum of",
-        "rows": "metrics.jsonl lacks 1 of 2 steps, from step 2 on",
+        "rows": "metrics.jsonl lacks 1 of 2 steps, the first is 2",
     }
     assert "trained again: " in said and expected[damage] in said
     events = RunDir(directory).events()
@@ -710,7 +710,7 @@ def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None
         launch(tmp_path, name="photos")
     assert refusal.value.reason == Code.DIRECTORY_IN_USE(directory=tmp_path / "photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
-    with pytest.raises(StoreError, match="no experiment here; there are: small"):
+    with pytest.raises(StoreError, match="no experiment here; available: small"):
         launch(tmp_path, name="typo", resume=True)
     assert not (tmp_path / "typo").exists()
 

@@ -503,4 +503,4 @@ def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Pa
     assert repair.startswith("lines of metrics.jsonl: 1 ") and repair.endswith(" line 2")
     with path.open("ab") as file:
         file.write(bad + b"\n")
-    assert str(run.describe_missing_steps(3)).startswith("metrics.jsonl, line 5: is no row")
+    assert str(run.describe_missing_steps(3)).startswith("metrics.jsonl, line 5 is not a row of metrics")

@@ -218,7 +218,7 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "one bit": (lambda path: flip(rank_file(path), -1), "does not have the checksum"),
+    "one bit": (lambda path: flip(rank_file(path), -1), "does not match its recorded checksum"),
     "truncated": (lambda path: os.truncate(rank_file(path), 100), "rank-0.safetensors has 100 bytes"),
     "no file": (lambda path: rank_file(path).unlink(), "rank-0.safetensors is missing"),
     "no state": (lambda path: (path / "state.json").unlink(), "state.json no such file"),
