@@ -34,8 +34,8 @@ from abrun.processes import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import values_of
 from abrun.redaction import hide_secrets_of, hide_values, redacted
-from abrun.runs.endings import endings
-from abrun.runs.experiment import run_state
+from abrun.runs.endings import read_endings
+from abrun.runs.experiment import read_run_state
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 
@@ -112,7 +112,7 @@ def run_plan(
         queue = Queue(replace(plan, runs=tuple(wanted)), experiment_dir)
         arguments = queue, engine, place.lease, grace_s, place.git
         stopped_by = Supervisor(*arguments, say=observer.say, tick=observer.tick).run()
-    states = [run_state(experiment_dir, run.name) for run in wanted]
+    states = [read_run_state(experiment_dir, run.name) for run in wanted]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed = {job.run.path for job in queue.jobs if job.status == "failed"}
     for state in states:
@@ -286,10 +286,10 @@ def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
         return "finished", None
     attempt, launched = job.run.attempt(), job.run.launches()[-1]
     itself = attempt.status if attempt.number > launched.attempts else None
-    printed = job.run.printed(job.log_start)
+    printed = job.run.read_log(job.log_start)
     # A node that is not the first prints what it has to say; so does one on which no attempt has begun
     to_read = itself is None or job.config.cluster.nodes > 1
-    errors = _errors(printed, endings(job.run, launched.attempts, printed)) if to_read else []
+    errors = _errors(printed, read_endings(job.run, launched.attempts, printed)) if to_read else []
     failed_before = itself == "failed" and (attempt.ended_s or math.inf) < job.asked_s
     if (job.stopping and not failed_before) or (itself == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()

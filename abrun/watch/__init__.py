@@ -15,7 +15,7 @@ from rich.text import Text
 
 from abrun.redaction import shown
 from abrun.runs.experiment import open_experiment
-from abrun.runs.lock import launcher_of
+from abrun.runs.lock import describe_launcher
 from abrun.watch.log import log_of
 from abrun.watch.overview import status_json, status_of_experiments
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun
@@ -108,7 +108,7 @@ def watch(
         view.follow(experiment_dir)
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}
-            launched = launcher_of(experiment_dir)
+            launched = describe_launcher(experiment_dir)
             if statuses <= set(OVER) or not (launched or statuses & {"running", "waiting", "stalled"}):
                 break
             time.sleep(REFRESH_S)

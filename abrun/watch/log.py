@@ -10,7 +10,7 @@ from abrun.redaction import shown
 from abrun.regular_files import open_regular
 from abrun.runs.access import read_error
 from abrun.runs.experiment import is_experiment, planned_runs
-from abrun.runs.lock import launcher_of
+from abrun.runs.lock import describe_launcher
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch.reading import FindJobs
@@ -39,7 +39,7 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
 
     def at_work() -> bool:
         status = state().status
-        return status in AT_WORK or (status == "pending" and launcher_of(experiment_dir) is not None)
+        return status in AT_WORK or (status == "pending" and describe_launcher(experiment_dir) is not None)
 
     position, rest = 0, b""
     while True:

@@ -16,8 +16,8 @@ from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
-from abrun.runs.experiment import closed_folders, experiments_in, planned_runs, run_state
-from abrun.runs.lock import launcher_of
+from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
+from abrun.runs.lock import describe_launcher
 from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun, time_left_s
 
 ASK_S = 5.0  # for what schedulers say of all experiments
@@ -43,9 +43,9 @@ def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[
         raise StoreError(Code.RUNS_DIR_MISSING(runs_dir=runs_dir))
     found, troubles = list[Overview](), list[str]()
     asked_s, unasked, silent = 0.0, 0, set[str | None]()
-    for experiment_dir in experiments_in(runs_dir):
+    for experiment_dir in list_experiments(runs_dir):
         try:
-            states = [run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
+            states = [read_run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
             ended = all(state.status == "finished" for state in states)
             jobs = None if ended else find_jobs(experiment_dir)
             if jobs and asked_s < ASK_S:
@@ -65,10 +65,10 @@ def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[
                 runs=dict(Counter(state.status for state in states)),
                 step=done,
                 num_steps=sum(state.num_steps for state in states),
-                launched_by=launcher_of(experiment_dir),
+                launched_by=describe_launcher(experiment_dir),
             )
         )
-    troubles += map(str, closed_folders(runs_dir))
+    troubles += map(str, inaccessible_folders(runs_dir))
     if unasked:
         silent.add(
             f"{unasked} more with jobs of a scheduler, which was not asked, after {asked_s:.0f} s for those "
@@ -107,7 +107,7 @@ def status_json(
     return {
         "experiment": experiment_dir.name,
         "directory": str(experiment_dir),
-        "launched_by": launcher_of(experiment_dir),
+        "launched_by": describe_launcher(experiment_dir),
         "time_left_s": time_left_s(runs),
         "runs": _runs_json(runs),
     }

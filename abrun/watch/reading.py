@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import planned_runs, run_state, warm_start_states
+from abrun.runs.experiment import planned_runs, read_run_state, read_warm_start_states
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -93,7 +93,7 @@ class _Follower:
     """Keeps one run up to date, reading what its metrics file has got since the last time."""
 
     def __init__(self, directory: Path) -> None:
-        self._lines = RunDir(directory).rows()
+        self._lines = RunDir(directory).metrics_reader()
         self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
@@ -156,10 +156,10 @@ class ExperimentReader:
         """Raises StoreError for a corrupt file of the experiment itself; a run's own fault is its message."""
         names = planned_runs(self.experiment_dir)
         left = [name for name in names if name not in self._finished]
-        runs = [self._read(state) for state in warm_start_states(self.experiment_dir, left)]
+        runs = [self._read(state) for state in read_warm_start_states(self.experiment_dir, left)]
         for name in names:
             if name not in self._finished:
-                run = self._read(run_state(self.experiment_dir, name))
+                run = self._read(read_run_state(self.experiment_dir, name))
                 if run.state.status == "finished":
                     self._finished[name] = run
                 runs.append(run)
