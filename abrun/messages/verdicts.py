@@ -13,7 +13,7 @@ _OPEN_GUARDS = {
 _MARGINS = {
     "climb": "a tenth of the baseline's climb of {size:.3g}",
     "level": "a twentieth of the baseline's level",
-    "zero": "the baseline is 0",
+    "zero": "none, because the baseline is 0",
 }
 
 
