@@ -66,7 +66,7 @@ def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> 
 
 
 def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
-    """A margin in sigmas, of runs without spread; `whose`: a `reference`, or an `experiment` and its `arm`."""
+    """A margin in sigmas of runs without spread; `whose`: a `reference`, or an `experiment` and an `arm`."""
     if "reference" in whose:
         runs = f"reference {whose['reference']!r}"
     else:
@@ -126,8 +126,8 @@ MESSAGES: dict[Code, Message] = {
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
-    "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a change "
-    "late, so compare the raw values",
+    "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "
+    "change late, so compare the raw values",
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,

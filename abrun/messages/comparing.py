@@ -30,17 +30,18 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ALL_EXCLUDED: "--exclude: {patterns} leaves no run to compare; drop one",
     Code.EXCLUDES_NOTHING: "--exclude: '{pattern}' matches no run; there are {runs}",
     Code.SEEDS_NOT_RECORDED: "--seeds: there is no run of {seeds:list}; there are {recorded:list}",
-    Code.LOOKS_REFUSED: "--interim: got {looks}; allowed: two or more increasing numbers of pairs, from 2 up, "
-    "such as 3,5,8",
-    Code.LOOKS_AT_REFERENCE: "--interim: got {looks} with a reference, which allows no interim analyses; drop "
+    Code.LOOKS_REFUSED: "--interim: got {looks}; allowed: two or more increasing numbers of pairs, from 2 "
+    "up, such as 3,5,8",
+    Code.LOOKS_AT_REFERENCE: "--interim: got {looks} with a reference, which allows no interim analyses; "
+    "drop it",
+    Code.LOOKS_UNPAIRED: "--interim: got {looks} with unpaired runs; give both arms the same seeds, or drop "
     "it",
-    Code.LOOKS_UNPAIRED: "--interim: got {looks} with unpaired runs; give both arms the same seeds, or drop it",
     Code.LOOKS_TOO_LATE: "--interim: got {looks}, but there are only {num_pairs} pairs; train more for the "
     "first analysis",
     Code.LOOKS_TOO_EARLY: "--interim: got {looks}, but there are {num_pairs} pairs, and the last analysis "
     "takes all; choose pairs with --seeds",
-    Code.ONLY_PLANTED_FAULTS: "{experiment}: has injected faults but no treatment; its "
-    "report/sensitivity.md says which were caught (abrun sensitivity --resume prints it)",
+    Code.ONLY_PLANTED_FAULTS: "{experiment}: has injected faults but no treatment; its report/sensitivity.md "
+    "says which were caught (abrun sensitivity --resume prints it)",
     Code.ONE_ARM: "{experiment}: has only the arm {arm:repr}, so there is nothing to compare; give "
     "--reference FILE (made by abrun freeze)",
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
@@ -49,8 +50,8 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ARM_WITHOUT_REFERENCE: "--arm requires --reference; add it, or drop --arm {arm}",
 }
 SOURCES: dict[Code, Message] = {
-    Code.MORE_THAN_SEEDS_DIFFERS: "arms: the names of the {num_runs} runs in {folder} give seeds but no arms, "
-    "and other parts differ ({names}); if they are all one arm, name it: ARM={folder}",
+    Code.MORE_THAN_SEEDS_DIFFERS: "arms: the names of the {num_runs} runs in {folder} give seeds but no "
+    "arms, and other parts differ ({names}); if they are all one arm, name it: ARM={folder}",
     Code.SOURCE_OF_ONE_ARM: "arms: {source} holds one arm of {num_seeds:count seed}; give the other arm's "
     "folder (abrun compare {source} OTHER), or --reference FILE",
     Code.ARM_NAMED_TWICE: "--pattern: got {pattern:repr} with {{arm}}, but the sources name their arms; drop "
@@ -61,10 +62,10 @@ SOURCES: dict[Code, Message] = {
     "source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
     Code.RUN_IN_TWO_SOURCES: "sources: {sources} both hold {place}, and a run compared with itself always "
     "agrees; give each arm its own runs",
-    Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; give "
-    "each arm its own runs",
-    Code.SOURCE_OF_SEVERAL_ARMS: "sources: {source} holds runs of several arms ({arms}); give one of them, such as "
-    "{example}",
+    Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; "
+    "give each arm its own runs",
+    Code.SOURCE_OF_SEVERAL_ARMS: "sources: {source} holds runs of several arms ({arms}); give one of them, "
+    "such as {example}",
     Code.SOURCE_OF_ARMS_AND_SEEDS: "sources: {source} holds runs of several arms ({arms}); leave out all but "
     "one, such as --exclude {pattern}, or give this source alone",
     Code.ARM_WITHOUT_NUMBERS: "arms: {arm:repr} has no numbers in {num_runs:count run}: {why}",
@@ -74,12 +75,12 @@ SOURCES: dict[Code, Message] = {
     "leave it out, because only the baseline's reruns show the noise floor",
 }
 REFERENCES: dict[Code, Message] = {
-    Code.VERSIONS_DIFFER_OF_REFERENCE: "--versions-differ: got it with a reference, which always allows other "
-    "versions; drop it",
+    Code.VERSIONS_DIFFER_OF_REFERENCE: "--versions-differ: got it with a reference, which always allows "
+    "other versions; drop it",
     Code.REFERENCE_NEEDS_ARM: "--reference: {experiment} has several arms; choose one with --arm: "
     "{arms:list}",
-    Code.REFERENCE_NEEDS_SEEDS: "{experiment}: arm {arm} has {num_seeds} seed, but a reference needs at least "
-    "two to know the spread; launch more seeds",
+    Code.REFERENCE_NEEDS_SEEDS: "{experiment}: arm {arm} has {num_seeds} seed, but a reference needs at "
+    "least two to know the spread; launch more seeds",
     Code.REFERENCE_NEEDS_WHOLE_RUNS: "{run} is not finished ({status}), but a reference needs finished runs",
     Code.REFERENCE_NOT_WRITTEN: "--output: {path} cannot be written: {problem}; choose another file",
     Code.OUTPUT_NOT_A_REFERENCE: "--output: {path} exists and is not a reference that this abrun reads; "
@@ -87,10 +88,10 @@ REFERENCES: dict[Code, Message] = {
     Code.OUTPUT_HAS_LEDGER: "--output: {path} has a ledger (entries: {num_entries}), which would be lost; "
     "choose another file",
     Code.NO_REFERENCE_FILE: "reference: got {path:repr}, no such file; make one with abrun freeze",
-    Code.EXPERIMENT_AS_REFERENCE: "{path}: belongs to an experiment and is not a reference; make one from its "
-    "runs: abrun freeze {folder} --output reference.json",
-    Code.OTHER_REFERENCE_VERSION: "{path}: schema_version is {version}, but this abrun reads {expected}; make "
-    "the reference again with abrun freeze",
+    Code.EXPERIMENT_AS_REFERENCE: "{path}: belongs to an experiment and is not a reference; make one from "
+    "its runs: abrun freeze {folder} --output reference.json",
+    Code.OTHER_REFERENCE_VERSION: "{path}: schema_version is {version}, but this abrun reads {expected}; "
+    "make the reference again with abrun freeze",
     Code.NOT_A_REFERENCE: "{path}: not a reference: {problem}; make one with abrun freeze",
 }
 LEDGERS: dict[Code, Message] = {
@@ -112,15 +113,15 @@ LEDGERS: dict[Code, Message] = {
     "{link}{entry:if  (entry {entry} is an experiment of this name)}; compare the change with {link}",
     Code.LEDGER_NOT_READ: "{path}: ledger.{where}: {problem}; restore the file",
     Code.LEDGER_LINK_EDITED: _ledger_link_edited,
-    Code.LEDGER_ENTRY_EDITED: "{path}: ledger: entry {entry} was edited after it was written; restore the file "
-    "(git log shows it)",
+    Code.LEDGER_ENTRY_EDITED: "{path}: ledger: entry {entry} was edited after it was written; restore the "
+    "file (git log shows it)",
     Code.OUTPUT_UNWRITABLE: "--output: {folder} cannot be written: {problem}; choose another folder",
     Code.EXPERIMENT_BESIDE_SOURCES: "abrun.compare: got an Experiment and other sources; give the Experiment "
     "alone, or give paths",
-    Code.EXPERIMENT_WITH_OPTION: "abrun.compare: got {option} with an Experiment that is already loaded; pass "
-    "it to abrun.load",
-    Code.OTHER_VERDICT_SCHEMA: "{path}: schema_version is {version}, but this abrun reads {readable}; compare "
-    "the runs again",
+    Code.EXPERIMENT_WITH_OPTION: "abrun.compare: got {option} with an Experiment that is already loaded; "
+    "pass it to abrun.load",
+    Code.OTHER_VERDICT_SCHEMA: "{path}: schema_version is {version}, but this abrun reads {readable}; "
+    "compare the runs again",
     Code.VERDICT_DAMAGED: "{path}: {field}: {problem}; compare the runs again",
 }
 MESSAGES = {**EXPERIMENTS, **SOURCES, **REFERENCES, **LEDGERS}

@@ -36,8 +36,8 @@ def _memory_ran_out(on_gpu: bool, doing: str, others: Mapping[str, int] | None, 
     if others:
         remedy = (
             f"other processes hold {others['other_bytes'] / GIB:.1f} of its "
-            f"{others['total_bytes'] / GIB:.1f} GiB, this one {others['own_bytes'] / GIB:.1f}: run fewer jobs "
-            "at once (--jobs), or end the other processes on that GPU"
+            f"{others['total_bytes'] / GIB:.1f} GiB, this one {others['own_bytes'] / GIB:.1f}: run fewer "
+            "jobs at once (--jobs), or end the other processes on that GPU"
         )
     device = "a GPU" if on_gpu else "the machine"
     return f"{device} ran out of memory during {doing or 'the start'}; {remedy} ({error})"
@@ -91,8 +91,8 @@ MESSAGES: dict[Code, Message] = {
     Code.EXCEPTION: "{kind:if {kind}: }{error}{origin:if  (from {origin})}",
     Code.RANKS_LOST: _ranks_lost,
     Code.RANKS_NOT_FOUND: "rank {rank} cannot reach all other ranks at {address}: {error}",
-    Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL collective "
-    "({work})",
+    Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL "
+    "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
     Code.NODE_LOST: "{node} is lost: {error}",
     Code.JOB_WAITS: "job {job} waits: {why}",
@@ -138,8 +138,8 @@ MESSAGES: dict[Code, Message] = {
     Code.ALIAS_NOT_LOGGED: _alias_not_logged,
     Code.NO_METRICS: _no_metrics,
     Code.METRICS_UNREADABLE: "metrics: {problem}",
-    Code.METRICS_LEAD_TO_RUN_FILE: "{path}: points to {target}, which is reserved for abrun; write to a file of "
-    "your own",
+    Code.METRICS_LEAD_TO_RUN_FILE: "{path}: points to {target}, which is reserved for abrun; write to a file "
+    "of your own",
     Code.METRICS_LOST_ROWS: "{path}: lost its rows up to step {step} while the command ran; train again with "
     "--resume, and remove the trainer's checkpoints if it would continue from them",
 }

@@ -27,22 +27,22 @@ MESSAGES: dict[Code, Message] = {
     "injected into abrun's own",
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; change that with --set, or drop the fault",
     Code.NO_FAULT_FITS: "{recipe}: no fault can be injected into it; see: abrun faults",
-    Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, which abrun exports to but does not start; "
-    "use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
+    Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, which abrun exports to but does not "
+    "start; use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
     "most 100, but not {reserved:repr}",
     Code.EXPERIMENT_EXISTS: "{directory}: an experiment already exists here ({finished} of {runs} runs "
     "finished); continue it with --resume, or choose another --name",
     Code.DIRECTORY_IN_USE: "{directory}: is not empty and not an experiment; choose another --name",
-    Code.JOBS_QUEUED: "{directory}: --resume: its jobs are still in the queue ({jobs:list}); wait for them, or "
-    "cancel them: abrun cancel {directory}",
-    Code.RESUME_LACKS_RUN: "{directory}: --resume: the recipe no longer has the run {run}, which exists here; "
-    "restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name",
+    Code.JOBS_QUEUED: "{directory}: --resume: its jobs are still in the queue ({jobs:list}); wait for them, "
+    "or cancel them: abrun cancel {directory}",
+    Code.RESUME_LACKS_RUN: "{directory}: --resume: the recipe no longer has the run {run}, which exists "
+    "here; restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name",
     Code.RESUME_OTHER_RECIPE: "{directory}: --resume: the run was launched with another recipe: "
     "{difference}; restore the recipe, or choose another --name",
-    Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start {warm_start}, "
-    "but the other runs of its arm started from {recorded}, because this version of abrun makes warm starts "
-    "differently; resume with the version that launched them, or choose another --name",
+    Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
+    "{warm_start}, but the other runs of its arm started from {recorded}, because this version of abrun "
+    "makes warm starts differently; resume with the version that launched them, or choose another --name",
     Code.EXPORT_FOLDER_IN_USE: "{folder}: already exists and is not an empty folder; remove it, or choose "
     "another -o",
     Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
@@ -56,12 +56,12 @@ MESSAGES: dict[Code, Message] = {
     Code.PROCESSES_SURVIVE: "processes of an earlier launch cannot be killed ({pids}); end them",
     Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
     Code.RAY_FAILED: "ray: {address}: {answer}",
-    Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: does not exist on {host}, which runs the driver; launch with "
-    "--runs-dir on a file system that all machines of the cluster share",
-    Code.DRIVER_WITHOUT_FOLDER: "{folder}: cannot be the working directory on {host}: {error}; start abrun from "
-    "a folder that all machines of the cluster share",
-    Code.DRIVER_CANNOT_IMPORT_RAY: "{python} on {host} cannot import ray ({error}); pip install "
-    "'abrun[ray]' there, or set launcher.python",
+    Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: does not exist on {host}, which runs the driver; launch "
+    "with --runs-dir on a file system that all machines of the cluster share",
+    Code.DRIVER_WITHOUT_FOLDER: "{folder}: cannot be the working directory on {host}: {error}; start abrun "
+    "from a folder that all machines of the cluster share",
+    Code.DRIVER_CANNOT_IMPORT_RAY: "{python} on {host} cannot import ray ({error}); pip install 'abrun[ray]' "
+    "there, or set launcher.python",
     Code.REQUEUED_TOO_OFTEN: "launcher.requeues: the job was restarted {restarts} times; continue with "
     "--resume",
     Code.SLURM_COMMAND_FAILED: "slurm: {command}: {answer}",
@@ -74,12 +74,12 @@ MESSAGES: dict[Code, Message] = {
     "declare one, or drop --until-decided",
     Code.STAGES_NEED_TREATMENT: "{recipe}: arms: only a baseline, but --until-decided compares arms; add a "
     "treatment, or drop --until-decided",
-    Code.MAX_SEEDS_AND_LOOKS: "--max-seeds: got {max_seeds}, but compare.interim is {looks} and ends with all "
-    "pairs; drop one of them",
+    Code.MAX_SEEDS_AND_LOOKS: "--max-seeds: got {max_seeds}, but compare.interim is {looks} and ends with "
+    "all pairs; drop one of them",
     Code.MAX_SEEDS_TOO_FEW: "--max-seeds: got {got} with {seeds} seeds in the recipe; allowed: more than the "
     "first interim analysis takes, {first_look}",
-    Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got interim analyses at {looks} pairs, but it was "
-    "launched {before}, on which its error rate depends; resume it as it was launched, or choose another "
+    Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got interim analyses at {looks} pairs, but it "
+    "was launched {before}, on which its error rate depends; resume it as it was launched, or choose another "
     "--name",
     Code.ARM_CHANGES_NOTHING: "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's "
     "configuration; change at least one value (controls.aa_reruns repeats the baseline)",
@@ -92,7 +92,8 @@ MESSAGES: dict[Code, Message] = {
     Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); swap "
     "them?",
     Code.BISECT_SAME_COMMIT: "--bad: got {bad:repr}, the same commit as --good; nothing lies between them",
-    Code.TOO_MANY_COMMITS: "{option}: got {commits} commits; allowed: at most {max_commits}; narrow the range",
+    Code.TOO_MANY_COMMITS: "{option}: got {commits} commits; allowed: at most {max_commits}; narrow the "
+    "range",
     Code.TOO_FEW_CANDIDATES: "{option}: got {got}; allowed: two or more, the good one first, the bad one "
     "last",
     Code.COMMIT_UNKNOWN: "{option}: got {got}, which is not a commit of {repo} (--repo)",
@@ -107,13 +108,13 @@ MESSAGES: dict[Code, Message] = {
     Code.BISECT_RUNS_HERE: "{recipe}: launcher.type: got {launcher:repr}, but candidates run only on this "
     "machine; --set launcher=null",
     Code.BISECTION_OF_OTHER_NAME: "{directory}: holds {other} of another bisection; choose another --name",
-    Code.BISECTION_CHANGED: "{directory}: {changed}: differs from the value this bisection began with; restore "
-    "it (see its {file}), or choose another --name",
-    Code.BISECT_NEEDS_CHECKOUT: "{recipe}: trainer.parameters.checkout: missing, but each candidate's checkout "
-    "replaces it; add it and write {{checkout}} into argv, or install a checkout with --setup",
+    Code.BISECTION_CHANGED: "{directory}: {changed}: differs from the value this bisection began with; "
+    "restore it (see its {file}), or choose another --name",
+    Code.BISECT_NEEDS_CHECKOUT: "{recipe}: trainer.parameters.checkout: missing, but each candidate's "
+    "checkout replaces it; add it and write {{checkout}} into argv, or install a checkout with --setup",
     Code.PYTHON_NOT_FOUND: "{recipe}: trainer.python: got {python:repr}, which does not exist",
-    Code.DEVICE_MEMORY_WITHOUT_USE: "--device-memory: requires --dry-run, or auto for one of {keys:list}; add "
-    "one of them, or drop it",
+    Code.DEVICE_MEMORY_WITHOUT_USE: "--device-memory: requires --dry-run, or auto for one of {keys:list}; "
+    "add one of them, or drop it",
     Code.AUTO_ASKED: "{recipe}: {fields:list}: got 'auto'",
     Code.AUTO_NEEDS_DEVICE_MEMORY: "{asked}, but {here:if this machine has no GPU|the cluster's GPUs are "
     "unknown here}; add --device-memory with the memory of one, such as 80GiB or h200, or give values: "
@@ -124,10 +125,10 @@ MESSAGES: dict[Code, Message] = {
     Code.AUTO_BACKEND_NOT_PREDICTED: "{asked}, but the memory of arms.{arm} cannot be predicted with "
     "policy.backend.type {backend!r}; give values: {instead}",
     Code.AUTO_NOT_PREDICTED: "{asked}, but the memory of arms.{arm} cannot be predicted here: {problem}",
-    Code.AUTO_NOT_MEASURED: "{asked}, but a step of arms.{arm} with {values} could not be measured: "
-    "{error}; or give values: {instead}",
-    Code.RESUME_VALUE_NOT_AUTO: "{directory}: --resume: it was launched without {field} (got {got:repr}), but "
-    "this recipe says auto; give the value that it was launched with: {instead}",
+    Code.AUTO_NOT_MEASURED: "{asked}, but a step of arms.{arm} with {values} could not be measured: {error}; "
+    "or give values: {instead}",
+    Code.RESUME_VALUE_NOT_AUTO: "{directory}: --resume: it was launched without {field} (got {got:repr}), "
+    "but this recipe says auto; give the value that it was launched with: {instead}",
     Code.BACKEND_NOT_PREDICTED: "policy.backend.type: got {backend:repr}, whose memory cannot be predicted; "
     "use type: dtensor, or measure it on GPUs without --predict",
     Code.MASTER_DTYPE_DIFFERS: "--master-dtype: got {master_dtype} with policy.dtype {dtype}; add --set "
@@ -136,10 +137,10 @@ MESSAGES: dict[Code, Message] = {
     "{cards:list}",
     Code.MEASURES_ABRUN_TRAINER: "{recipe}: arms.{arm}: trainer.type: got 'command', but memory-profile only "
     "runs steps of abrun's own trainer; measure a foreign one with its own tools",
-    Code.SEARCH_NEEDS_BUDGET: "--budget-gib: missing; a search on CPU cores needs a limit, because the machine "
-    "would run out of memory",
-    Code.SEQUENCES_ODD: "--sequences: got {got} with algorithm.type 'dpo', which keeps pairs together; use an "
-    "even number",
+    Code.SEARCH_NEEDS_BUDGET: "--budget-gib: missing; a search on CPU cores needs a limit, because the "
+    "machine would run out of memory",
+    Code.SEQUENCES_ODD: "--sequences: got {got} with algorithm.type 'dpo', which keeps pairs together; use "
+    "an even number",
     Code.SWEEP_KEY_TWICE: "--sweep: got {key} twice; give all its values at once, such as {key}=A,B",
     Code.SWEEP_KEY_OF_ARM: "--sweep: got {key}, but arms.{arm} sets its own {arm_key}; sweep another key, or "
     "drop the arm's with --set",
@@ -147,21 +148,21 @@ MESSAGES: dict[Code, Message] = {
     "length",
     Code.MAX_SEEDS_WITHOUT_STAGES: "--max-seeds: got {max_seeds}, which requires --until-decided; add it, or "
     "use --seeds",
-    Code.STAGES_NEED_LAUNCHER: "--until-decided: got launcher {launcher}, whose jobs run without a launcher to "
-    "judge between stages; use --launcher local, or declare compare.interim, launch all runs, and stop them "
-    "with abrun cancel once abrun compare decides",
+    Code.STAGES_NEED_LAUNCHER: "--until-decided: got launcher {launcher}, whose jobs run without a launcher "
+    "to judge between stages; use --launcher local, or declare compare.interim, launch all runs, and stop "
+    "them with abrun cancel once abrun compare decides",
     Code.STAGES_NEED_COMPARISON: "--until-decided: got --no-compare, which prevents a decision; drop one of "
     "them",
     Code.DETACH_NEEDS_QUEUE: "--detach: the local launcher has no queue; use nohup or tmux, or --launcher "
     "slurm or ray",
     Code.JSON_WITHOUT_DRY_RUN: "--json requires --dry-run",
-    Code.NO_RUN: "{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, "
-    "or an experiment ({runs})",
+    Code.NO_RUN: "{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or "
+    "an experiment ({runs})",
     Code.NO_RUN_STARTED: "{experiment}: no run has started yet; launch it first",
-    Code.WEIGHTS_NOT_KNOWN: "{run}: was made by a foreign trainer, whose weights abrun cannot read; give a run "
-    "of abrun's own trainer",
-    Code.ALGORITHM_WITHOUT_ENGINE: "{run}: algorithm.type: got {algorithm:repr}, which does not use a rollout "
-    "engine; give a run of grpo or ppo",
+    Code.WEIGHTS_NOT_KNOWN: "{run}: was made by a foreign trainer, whose weights abrun cannot read; give a "
+    "run of abrun's own trainer",
+    Code.ALGORITHM_WITHOUT_ENGINE: "{run}: algorithm.type: got {algorithm:repr}, which does not use a "
+    "rollout engine; give a run of grpo or ppo",
     Code.NO_CHECKPOINT: "{run}: has no checkpoint; use its initial weights with --step 0, or launch it again "
     "with checkpoint.every below its number of steps",
     Code.STEP_WITHOUT_CHECKPOINT: "--step: got {got}; {run} has the weights after steps {steps}; give one of "
@@ -172,6 +173,6 @@ MESSAGES: dict[Code, Message] = {
     "--resume, or give the step of a checkpoint",
     Code.SCORED_ON_ONE_RANK: "--set: got {got:repr}, but tokens are scored on one rank; leave cluster as it "
     "is",
-    Code.SCORES_NOT_CHANGED: "--set: got {got:repr}, which does not change how this trainer scores tokens; set "
-    "a key of policy or model, or rollout.temperature, min_p, top_k, top_p or exact_support",
+    Code.SCORES_NOT_CHANGED: "--set: got {got:repr}, which does not change how this trainer scores tokens; "
+    "set a key of policy or model, or rollout.temperature, min_p, top_k, top_p or exact_support",
 }

@@ -16,8 +16,8 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
     difference = f"{seen['difference']:+.3g}, {agreement_text(seen)}"
     if passes:
         return (
-            f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by the "
-            "loss that you accept"
+            f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by "
+            "the loss that you accept"
         )
     return f"{origin}; the runs differ by {difference}"
 
@@ -43,11 +43,11 @@ MESSAGES: dict[Code, Message] = {
     "and freeze it",
     Code.FRESH_FOLDERS: "{step}: train {num_runs} more runs of each arm into new folders, and compare only "
     "those",
-    Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} next to these runs, then compare "
-    "only the new ones",
+    Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} next to these runs, then compare only "
+    "the new ones",
     # How many decide
-    Code.MARGIN_EXCEEDED: "No number of {paired:if pairs|runs of each arm} shows this margin if the "
-    "observed difference is the true one",
+    Code.MARGIN_EXCEEDED: "No number of {paired:if pairs|runs of each arm} shows this margin if the observed "
+    "difference is the true one",
     Code.HALVE_INTERVAL: "Four times as many {paired:if pairs|runs of each arm} halve the interval that a "
     "limit is tested with",
     Code.MORE_THAN_1000_PAIRS: "This margin takes more than 1000 {paired:if pairs|runs of each arm}",
@@ -55,7 +55,8 @@ MESSAGES: dict[Code, Message] = {
     Code.MARGIN_SUGGESTED: _margin_suggested,
     # After a match
     Code.TEST_ON_FRESH_SEEDS: "{launched:if Declare the claim, and test it|Test the claim} on fresh seeds",
-    Code.PLANT_FAULTS: "Measure which bugs this comparison would catch, by injecting faults into the baseline",
+    Code.PLANT_FAULTS: "Measure which bugs this comparison would catch, by injecting faults into the "
+    "baseline",
     Code.LAUNCH_NEXT_CHANGE: "Launch it again after the next change",
     Code.COMPARE_NEXT_CHANGE: "Compare the runs of the next change with this reference, too",
     Code.FREEZE_RUNS: "Compare later versions with these runs",
@@ -74,8 +75,8 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_SEEDS: "Or first plan the number of seeds",
     Code.TRAIN_THREE_SEEDS: "Three or more seeds can decide",
     Code.FINISH_LOOK: "An interim analysis is still to come: let its pairs finish",
-    Code.RUN_IN_FLOAT32: "Train one step in float32 to tell rounding from a fault: there, rounding errors stay "
-    "below 1e-4",
+    Code.RUN_IN_FLOAT32: "Train one step in float32 to tell rounding from a fault: there, rounding errors "
+    "stay below 1e-4",
     Code.DECLARE_ROUNDING: _declare_rounding,
     Code.PLAN_WIDER_MARGIN: "{needed}; plan with a wider margin",
     Code.TRAIN_MORE_PAIRS: "{needed}",
@@ -83,10 +84,10 @@ MESSAGES: dict[Code, Message] = {
     "({other_margin})|Leave out the claims that these runs cannot show}{launched:if , on fresh seeds}",
     Code.TELL_FROM_CHANCE: "Train fresh seeds to see whether it was chance",
     # Where runs of others stay open
-    Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding cannot explain it; if rounding was the "
-    "cause, leave step one out",
-    Code.TRAIN_FOR_LOOK: "An interim analysis is still to come: train both arms on "
-    "{seeds_to_come:plural seed} {seeds_to_come:join ,}",
+    Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding cannot explain it; if rounding was "
+    "the cause, leave step one out",
+    Code.TRAIN_FOR_LOOK: "An interim analysis is still to come: train both arms on {seeds_to_come:plural "
+    "seed} {seeds_to_come:join ,}",
     Code.CLAIM_ALIKE: "Claim that they agree within a margin that you accept ({margin})",
     Code.LOG_OR_TRAIN_LONGER: "No metric of these runs could show a difference: log what they learn, or "
     "train longer",
@@ -95,10 +96,11 @@ MESSAGES: dict[Code, Message] = {
     Code.NAME_METRICS: "Map metrics that mean the same",
     Code.FRESH_SEEDS_DECIDE: "Decide it with fresh seeds",
     Code.CONFIRM_DIFFERENCE: "{needed}; see whether fresh seeds show a mismatch",
-    Code.CLAIM_AGAINST_REFERENCE: "The reference has no claim: say which metric has to agree, and how closely",
+    Code.CLAIM_AGAINST_REFERENCE: "The reference has no claim: say which metric has to agree, and how "
+    "closely",
     Code.NARROW_INTERVAL: "Train more pairs to narrow the interval",
-    Code.OTHER_SEEDS_ALONE: "Train the remaining seeds of the reference ({seeds_left:list}), then compare only "
-    "those",
+    Code.OTHER_SEEDS_ALONE: "Train the remaining seeds of the reference ({seeds_left:list}), then compare "
+    "only those",
     Code.OTHER_SEED_TOO: "Train the remaining seeds of the reference, too ({seeds_left:list}), then compare "
     "again",
     # Where no verdict can be given
@@ -110,5 +112,6 @@ MESSAGES: dict[Code, Message] = {
     Code.READ_FIRST_LOG: "See how the first of them ended",
     Code.RESUME_RUNS: "Continue the runs that did not finish",
     Code.READ_BY_OTHER_NAME: "Compare the same runs under the metric name that they log",
-    Code.MEND_RECIPE: "Fix the issues above (in the recipe, or with --set), then check the plan with a dry run",
+    Code.MEND_RECIPE: "Fix the issues above (in the recipe, or with --set), then check the plan with a dry "
+    "run",
 }

@@ -40,8 +40,8 @@ def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
     """A failure rate that so few runs can miss."""
     runs = f"{num_runs} {'seed' if paired else 'treated run'}{'s' * (num_runs != 1)}"
     return (
-        f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still possible "
-        "(95 % bound)"
+        f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "
+        "possible (95 % bound)"
     )
 
 
@@ -59,8 +59,8 @@ NOT_TESTED: dict[Code, Message] = {
     Code.OTHER_CODE: "whether the different code of the runs changes their numbers",
     Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine: {metric} is {recorded:if not a "
     "number at any step of any run|not recorded}",
-    Code.NOT_PAIRED: "step one and the divergence step by step: the runs are "
-    "unpaired{num_shared_seeds:if , although both arms have {num_shared_seeds:count common seed}}",
+    Code.NOT_PAIRED: "step one and the divergence step by step: the runs are unpaired{num_shared_seeds:if , "
+    "although both arms have {num_shared_seeds:count common seed}}",
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
     Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation: {run} did not finish ({why}); launch with "
     "--resume",
@@ -74,8 +74,8 @@ NOT_TESTED: dict[Code, Message] = {
     Code.NO_FAULT_PLANTED: "which bugs it would catch: no fault was injected{faults:if  besides "
     "{faults:list}}{can_plant:if  (abrun sensitivity)}",
     Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, but without a claim",
-    Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, seeds} "
-    "and steps {first}-{last}",
+    Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, "
+    "seeds} and steps {first}-{last}",
 }
 LEFT_OUT: dict[Code, Message] = {
     Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and the other arm's {partners:list}}",

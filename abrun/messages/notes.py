@@ -39,8 +39,8 @@ def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
     *earlier, latest = map(str, num_pairs)
     return (
         f"{_arm_mark(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
-        f"{latest} {units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments at "
-        f"the margin, not in {level:g}; compare fresh seeds alone"
+        f"{latest} {units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments "
+        f"at the margin, not in {level:g}; compare fresh seeds alone"
     )
 
 

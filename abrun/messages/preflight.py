@@ -80,24 +80,24 @@ def _sharded_unevenly(field: str, got: int, size: int, dimension: str) -> str:
 def _start_after_last_step(folder: str, step: int, steps: int) -> str:
     """A run would start from a checkpoint of its last step, or of a later one."""
     return (
-        f"checkpoint.start_from: got {folder!r} of step {step}, but steps is {steps} and counts from the start "
-        f"of that run; use steps: {step + 1} or more"
+        f"checkpoint.start_from: got {folder!r} of step {step}, but steps is {steps} and counts from the "
+        f"start of that run; use steps: {step + 1} or more"
     )
 
 
 MESSAGES: dict[Code, Message] = {
     Code.ARMS_CANNOT_RUN: "{arms:plural arm} {arms:list}: {problem}",
     Code.NOT_BUILT: "{field}: got {got!r}, which is not supported yet; allowed: {allowed}",
-    Code.ENGINE_DEVICES_NEED_ONE_NODE: "rollout.devices: got {devices} with cluster.nodes {nodes}, which "
-    "is not supported yet; use nodes: 1, or devices: null",
+    Code.ENGINE_DEVICES_NEED_ONE_NODE: "rollout.devices: got {devices} with cluster.nodes {nodes}, which is "
+    "not supported yet; use nodes: 1, or devices: null",
     Code.COMMAND_NEEDS_ONE_NODE: "cluster.nodes: got {nodes} with trainer.type 'command', which is not "
     "supported yet; use nodes: 1",
     Code.TOO_FEW_GPUS: _too_few_gpus,
     Code.TOO_FEW_CORES: _too_few_cores,
     Code.TOO_MANY_JOBS: _too_many_jobs,
     Code.VARIABLE_UNSET: _unset_variable,
-    Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, but there is no module {package} here; name an "
-    "installed module, or one in the directory where abrun is started",
+    Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, but there is no module {package} here; name "
+    "an installed module, or one in the directory where abrun is started",
     Code.REASONING_GYM_MISSING: "task.type: got 'reasoning_gym', but the package is missing; pip install "
     "'abrun[reasoning]'",
     # Packages
@@ -108,11 +108,11 @@ MESSAGES: dict[Code, Message] = {
     "{python}; use Python {newest}, or use {instead}",
     Code.PACKAGE_VERSION_UNSUPPORTED: "{field}: got {got:repr} with {package} {version}, but supported are "
     "{supported}; {install}{instead:if , or use {instead}}",
-    Code.PACKAGE_OF_PACKAGE_MISSING: "{field}: got {got!r} with {package} {version}, which needs the "
-    "missing package {missing}; {install}",
+    Code.PACKAGE_OF_PACKAGE_MISSING: "{field}: got {got!r} with {package} {version}, which needs the missing "
+    "package {missing}; {install}",
     Code.VLLM_OF_OTHER_DEVICE: "rollout.engine: got 'vllm' with {package} {version}, {on_gpu:if which is "
-    "built for CPUs, but cluster.gpus_per_node is above 0|which needs a GPU, but cluster.gpus_per_node is 0}; pip "
-    "uninstall {package}, then {install}, or use engine: torch",
+    "built for CPUs, but cluster.gpus_per_node is above 0|which needs a GPU, but cluster.gpus_per_node is "
+    "0}; pip uninstall {package}, then {install}, or use engine: torch",
     Code.VERSION_UNTESTED: "{package} {version}: not tested with abrun; if runs fail: {install}",
     Code.PACKAGE_BROKEN: "{package} cannot be imported: {error}; {unneeded:if pip uninstall {unneeded}, "
     "which abrun does not need|pip install --force-reinstall {package}}",
@@ -121,8 +121,8 @@ MESSAGES: dict[Code, Message] = {
     Code.EXACT_SUPPORT_UNAVAILABLE: "rollout.exact_support: got true {problem}; use engine: torch, or "
     "exact_support: false",
     Code.VLLM_ABSENT: "without vLLM",
-    Code.VLLM_WITHOUT_SAMPLING_MASKS: "with {package} {version}, which does not report the tokens it "
-    "samples from (vLLM does from {oldest})",
+    Code.VLLM_WITHOUT_SAMPLING_MASKS: "with {package} {version}, which does not report the tokens it samples "
+    "from (vLLM does from {oldest})",
     Code.VLLM_FINDS_NO_TRITON: "with {package} {version}, which finds no Triton for CPUs and so does not "
     "report the tokens it samples from ({package} does from {oldest})",
     Code.TRITON_FOR_CPUS_MISSING: "with {package} {version} but without Triton for CPUs, so vLLM does not "
@@ -179,8 +179,8 @@ MESSAGES: dict[Code, Message] = {
     # Checkpoints
     Code.START_NOT_A_CHECKPOINT: "checkpoint.start_from: got {folder!r}, which is not a checkpoint "
     "({problem}); give a folder such as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050",
-    Code.START_DOES_NOT_FIT: "{field}: got {folder!r}: {problem}; give a checkpoint of a run of the "
-    "same model",
+    Code.START_DOES_NOT_FIT: "{field}: got {folder!r}: {problem}; give a checkpoint of a run of the same "
+    "model",
     Code.START_AFTER_LAST_STEP: _start_after_last_step,
     Code.CHECKPOINT_FILE_UNREADABLE: "{file} cannot be read: {error}",
     Code.CHECKPOINT_FILE_TRUNCATED: "{file} has {bytes} bytes, but {expected} were written",

@@ -120,13 +120,14 @@ MESSAGES: dict[Code, Message] = {
     Code.WRITE_UNQUOTED: "write it without quotes",
     Code.WRITE_QUOTED: "put it in quotes",
     Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit from each other ({cycle:join  > }); drop one",
-    Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (at byte {byte}); save it as UTF-8",
+    Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (at byte {byte}); save it as "
+    "UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,
     Code.YAML_LINE_INVALID: _yaml_line,
     Code.SECRET_IN_COMMAND: _secret_in_command,
     Code.SECRET_IN_RECIPE: _secret_in_recipe,
-    Code.TOO_FEW_PROBLEMS: "validation.num_prompts: got {got}, but {field} ({path}) has only "
-    "{problems:count problem}; use at most that many",
+    Code.TOO_FEW_PROBLEMS: "validation.num_prompts: got {got}, but {field} ({path}) has only {problems:count "
+    "problem}; use at most that many",
     Code.TOO_FEW_PROMPTS: "validation.num_prompts: got {got}, but the task has about {prompts} different "
     "prompts and at most half can be held out; use {most}, or a larger task",
     Code.VALIDATION_TAKES_ALL: "validation: holds out every problem of {field} ({path}); use a smaller "
@@ -135,28 +136,29 @@ MESSAGES: dict[Code, Message] = {
     "file",
     Code.PROBLEM_TOO_DEEP: "{field}: {path}, line {line}: nested too deeply",
     Code.PROBLEM_INVALID: "{field}: {path}, line {line}: {problem}; correct or remove the line",
-    Code.PROBLEMS_EMPTY: "{field}: got {path:repr}, which has no problems; give a JSON-lines file with problems",
+    Code.PROBLEMS_EMPTY: "{field}: got {path:repr}, which has no problems; give a JSON-lines file with "
+    "problems",
     Code.REASONING_TASK_UNKNOWN: "task.name: got {got:repr}; reasoning-gym {version} has {allowed:list}",
-    Code.REASONING_PARAMETERS_REFUSED: "task.parameters: got {got} with task.name {task:repr}, which "
-    "refuses them: {error}",
+    Code.REASONING_PARAMETERS_REFUSED: "task.parameters: got {got} with task.name {task:repr}, which refuses "
+    "them: {error}",
     Code.REASONING_SCORER_RUNS_CODE: "task.name: got {task:repr}, whose scorer runs completions as Python; "
     "use another task, or answer: final_number",
-    Code.REASONING_TASK_NOT_REPEATABLE: "task.name: got {task:repr}, which does not repeat its problems "
-    "with the same seed; use another task",
-    Code.REASONING_TASK_WITHOUT_ANSWER: "task.name: got {task:repr}, whose scorer rejects its own answers; "
-    "use another task",
-    Code.VERIFIER_RAISED: "task.verifier: {verifier:repr} raised {error} for the prompt at {prompt}; it "
-    "must return a number for every completion",
+    Code.REASONING_TASK_NOT_REPEATABLE: "task.name: got {task:repr}, which does not repeat its problems with "
+    "the same seed; use another task",
+    Code.REASONING_TASK_WITHOUT_ANSWER: "task.name: got {task:repr}, whose problems have no answer that its "
+    "scorer accepts; use another task",
+    Code.VERIFIER_RAISED: "task.verifier: {verifier:repr} raised {error} for the prompt at {prompt}; it must "
+    "return a number for every completion",
     Code.VERIFIER_RETURNED: "task.verifier: {verifier:repr} returned {returned} for the prompt at {prompt}; "
     "it must return a finite number",
     Code.VERIFIER_IMPORT_FAILED: "task.verifier: got {verifier:repr}, but importing {module} raised {error}; "
     "name an installed module, or one in the directory where abrun is started",
     Code.VERIFIER_INVALID: "task.verifier: got {verifier:repr}; {problem}; name a function (prompt, "
     "completion, answer) -> number",
-    Code.AUTO_NEEDS_LAUNCH: "{recipe}: {field}: got 'auto', which only abrun launch resolves; give "
-    "{instead} (to see which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)",
-    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, but faults can only "
-    "be injected into abrun's own; drop it",
+    Code.AUTO_NEEDS_LAUNCH: "{recipe}: {field}: got 'auto', which only abrun launch resolves; give {instead} "
+    "(to see which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)",
+    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, but faults can "
+    "only be injected into abrun's own; drop it",
     Code.CONTROL_OF_FAULTY_BASELINE: "{source}: got {fault:repr}, but the baseline already has an injected "
     "fault; drop one of them",
     Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop the fault",
@@ -175,7 +177,8 @@ MESSAGES: dict[Code, Message] = {
     Code.RECIPE_UNREADABLE: "{source}: cannot be read as a recipe: {error}",
     Code.RECIPE_TOO_LARGE: "{source}: the recipe and its parents exceed {max_kib} KiB; keep data in other "
     "files",
-    Code.OVERRIDE_WITHOUT_EFFECT: "--set {field}: has no effect, because every arm sets it; use arms.{arm}.{field}",
+    Code.OVERRIDE_WITHOUT_EFFECT: "--set {field}: has no effect, because every arm sets it; use "
+    "arms.{arm}.{field}",
     Code.OVERRIDE_INDEX_OF_NO_LIST: "{source}: got index {index}, but {field} is {got}, not a list; give the "
     "whole list: {field}=[...]",
     Code.FOLDER_WITHOUT_RECIPE: "{source}: cannot be read as a recipe: the folder has no {file}; give a "
@@ -183,14 +186,15 @@ MESSAGES: dict[Code, Message] = {
     Code.SECRET_IN_ENV: "{source}: {field}: looks like a secret; write ${{{variable}}} and export {variable}",
     Code.SEEDS_BACKWARDS: "--seeds: got {got:repr}, which runs backwards; write {last}-{first}",
     Code.SEEDS_TOO_MANY: "--seeds: got {got:repr}; allowed: at most {max_seeds} seeds",
-    Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, "
-    "for that seed alone {got}-{got}",
+    Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, for "
+    "that seed alone {got}-{got}",
     Code.MAX_SEEDS_BELOW_FIRST: "--max-seeds: got {got} with {first} seeds; allowed: {first} or more",
-    Code.UPLOAD_NEEDS_FILE: "--wandb: got --format {formats}, which writes no file to upload; add html or json",
-    Code.REFERENCE_WITHOUT_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze SOURCE "
-    "-o FILE --budget 0.05",
-    Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} with --sigma or --correlation, which --from measures; "
-    "drop them, or plan without --from: abrun plan RECIPE --sigma X",
+    Code.UPLOAD_NEEDS_FILE: "--wandb: got --format {formats}, which writes no file to upload; add html or "
+    "json",
+    Code.REFERENCE_WITHOUT_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze "
+    "SOURCE -o FILE --budget 0.05",
+    Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} with --sigma or --correlation, which --from "
+    "measures; drop them, or plan without --from: abrun plan RECIPE --sigma X",
     Code.PLAN_NEEDS_RECIPE: "plan: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe",
     Code.SEARCHES_TWO: "--max-sequences cannot be combined with --max-seq-len; search for one at a time",
     Code.OPTION_NOT_PREDICTED: "{option} cannot be combined with --predict, which measures nothing; drop one "
@@ -203,7 +207,7 @@ MESSAGES: dict[Code, Message] = {
     Code.NO_FAULT_CAN_BE_PLANTED: "{recipe}: controls.faults: no fault can be injected; see: abrun faults",
     Code.FILE_EXISTS: "{path}: already exists; choose another --name or --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, which is neither a file here nor a built-in recipe",
-    Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which has no compare.reference; make one (abrun "
-    "freeze EXPERIMENT --output FILE), and add compare: {{reference: FILE}}",
+    Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which has no compare.reference; make one "
+    "(abrun freeze EXPERIMENT --output FILE), and add compare: {{reference: FILE}}",
     Code.NO_SUCH_RECIPE: "{got}: no such recipe, neither a file here nor built in; {hint}",
 }

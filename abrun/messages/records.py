@@ -1,4 +1,4 @@
-"""Records with reasons as JSON: a sentence in the place of each reason, and its code and values next to it."""
+"""Records with reasons as JSON: a sentence for each reason, and its code and values next to it."""
 
 import json
 from collections.abc import Mapping

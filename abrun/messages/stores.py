@@ -27,8 +27,8 @@ MESSAGES: dict[Code, Message] = {
     Code.UNWRITABLE: "{path}: cannot be written: {error}; free some space, or choose another --runs-dir",
     Code.LINE_INVALID: "{path}, {place}: got {got:repr}: {problem}; remove the line, or run again",
     Code.METRICS_LINE_INVALID: "{path}, line {line}: {problem}",
-    Code.VALIDATION_LINE_INVALID: "{path}, line {line}: not a validation record ({type}: {error}); remove the "
-    "line, or run again",
+    Code.VALIDATION_LINE_INVALID: "{path}, line {line}: not a validation record ({type}: {error}); remove "
+    "the line, or run again",
     Code.SCHEMA_VERSION_UNKNOWN: "{path}: schema_version is {got}, but this abrun reads {supported}; use the "
     "version that wrote it",
     Code.RUN_RECORD_INCOMPLETE: "{path}: lacks arm, seed, rerun or config; launch the run again",
@@ -41,9 +41,9 @@ MESSAGES: dict[Code, Message] = {
     Code.RUN_IS_EXPERIMENT: "{run}: is an experiment; name one of its runs: {names:list}{more}",
     Code.SYNC_NEEDS_SECTION: "{directory}: none of its runs uses wandb; set wandb in the recipe",
     Code.RUNS_NOT_SENT: "wandb: {failed} of {runs} runs were not uploaded: {first}",
-    Code.NO_RUN_OR_EXPERIMENT: "{directory}: no such run or experiment, here or in --runs-dir; give a folder, "
-    "or a name such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun status EXPERIMENT its "
-    "runs)",
+    Code.NO_RUN_OR_EXPERIMENT: "{directory}: no such run or experiment, here or in --runs-dir; give a "
+    "folder, or a name such as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun status "
+    "EXPERIMENT its runs)",
     Code.RUNS_DIR_MISSING: "{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir",
     Code.STEPS_SENT: "{steps:count step} uploaded{url:if , {url}}",
     Code.MIRROR_NOT_BEGUN: "{error} This run {offline:if logs to wandb offline|continues without wandb}.",

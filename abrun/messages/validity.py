@@ -119,7 +119,7 @@ def _steps_missing(runs, metric, num_missing, num_expected, first, last, step, r
         problem = f"{runs[0]} ends at step {run_ends}, but {metric} is compared over steps {first}-{last}"
     else:
         problem = (
-            f"{runs[0]} lacks {num_missing} of the {num_expected} steps {first}-{last} of {metric} (the first is "
+            f"{runs[0]} lacks {num_missing} of the {num_expected} steps {first}-{last} of {metric} (first: "
             f"step {step})"
         )
     num_more = len(runs) - 1
@@ -160,16 +160,16 @@ VALIDITY: dict[Code, Message] = {
     "compared; fix the cause and launch with --resume",
     Code.RERUN_FAILED: "{runs:first} failed ({failure}), so the noise floor rests on fewer baseline reruns "
     "than declared; fix the cause and launch with --resume",
-    Code.UNPAIRED_BASELINE_FAILED: "{runs:first} failed ({failure}), and without its failed runs the baseline "
-    "looks better than it is; fix the cause",
+    Code.UNPAIRED_BASELINE_FAILED: "{runs:first} failed ({failure}), and without its failed runs the "
+    "baseline looks better than it is; fix the cause",
     Code.RUN_UNREADABLE: "{run} cannot be read: {problem}{forbidden:if |; repair or remove the damaged file}",
     Code.RUN_NOT_FINISHED: _run_not_finished,
     Code.RUNS_EXCHANGED: _runs_exchanged,
     Code.RUN_COPIED: "{run} is a copy of {original}: all numbers are the same, even the times",
     Code.CONFIG_MISSING: "{run}: config.json is missing, so undeclared differences cannot be ruled out",
     Code.CONFIG_NOT_AS_DECLARED: "{run}: config {key} is {value}, but the treatment declares {declared}",
-    Code.CONFIG_DIFFERS: "{run}: config {key} is {value}, but {expected} in {reference}, which is not part of "
-    "the declared treatment",
+    Code.CONFIG_DIFFERS: "{run}: config {key} is {value}, but {expected} in {reference}, which is not part "
+    "of the declared treatment",
     Code.CONFIG_MIXED: _config_mixed,
     Code.ENVIRONMENT_MISSING: "{run}: environment.json is missing, so versions, devices and prompts are "
     "unknown",
@@ -179,10 +179,10 @@ VALIDITY: dict[Code, Message] = {
     Code.FEW_SHARED_STEPS: "too few common steps of {metric}: every run has {num_held} or more of steps "
     "{first}-{last}, but all runs share only {num_shared}; log it at the same steps",
     Code.REFERENCE_STEPS_DIFFER: "too few common steps of {metric}: of steps {first}-{last}, the reference "
-    "has {num_reference}, the later runs {num_later}; train as long and log as often, or freeze the reference "
-    "with this claim, which keeps its whole window",
-    Code.TEXT_VALUES: "{run}: {num_values:count value} of {metric} in steps {first}-{last}, from step "
-    "{step} on, are text and were skipped: {remedy}",
+    "has {num_reference}, the later runs {num_later}; train as long and log as often, or freeze the "
+    "reference with this claim, which keeps its whole window",
+    Code.TEXT_VALUES: "{run}: {num_values:count value} of {metric} in steps {first}-{last}, from step {step} "
+    "on, are text and were skipped: {remedy}",
     Code.METRIC_MISSING: _metric_missing,
     Code.PEAK_MEMORY_MISSING: "missing metric: not every run recorded memory/<phase>/{counters} (guard)",
     Code.BASELINE_NOT_FINITE: "{run}: {metric} is {value} at step {step}, and this is a baseline run",
@@ -200,8 +200,8 @@ FIRST_STEP: dict[Code, Message] = {
     Code.FIRST_STEP_LATE: "the first recorded step is {step}, after the first updates",
     Code.FIRST_STEP_NOT_FINITE: "both arms record only NaN or Inf at their first step",
     Code.FIRST_STEP_NOT_RECORDED: _first_step_not_recorded,
-    Code.PROMPTS_NOT_KNOWN: "{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at "
-    "step {step} (seed {seed}), but it is unknown whether the arms saw the same prompts{hashes:if  "
+    Code.PROMPTS_NOT_KNOWN: "{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at step "
+    "{step} (seed {seed}), but it is unknown whether the arms saw the same prompts{hashes:if  "
     "(environment.json: prompts_sha256)}; --no-step-one leaves step one out",
 }
 MESSAGES = {**VALIDITY, **FIRST_STEP}

@@ -49,7 +49,7 @@ def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
     if apart:
         differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
         clauses.append(
-            f"difference detected in: {differences} (each tested at 90 %: one metric in ten differs by chance)"
+            f"difference detected in: {differences} (tested at 90 %: one in ten differs by chance)"
         )
     if alike:
         clauses.append(f"no difference detected in: {', '.join(alike)}")
