@@ -18,7 +18,7 @@ from PIL import Image
 
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence, sentences
-from abrun.present.markdown import code, escaped
+from abrun.present.markdown import code_span, escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
@@ -181,7 +181,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         repeated = f"# no reference to compare yours with: {record['no_reference']}"
     facts = (
         ("recipe", f"`{RECIPES}/{recipe.name}`"),
-        ("hardware", escaped(record["hardware"])),
+        ("hardware", escape_markdown(record["hardware"])),
         ("ran", record["ran"]),
         ("spent", f"{record['spent']}: the wall time of each, whether or not others shared its devices"),
         ("seeds", ", ".join(map(str, record["seeds"]))),
@@ -209,7 +209,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
         "Each planted in the baseline and judged as a treatment is: it "
-        f"{escaped(caught_sentence(planted, paired=paired))}."
+        f"{escape_markdown(caught_sentence(planted, paired=paired))}."
         if planted
         else "No fault was planted beside it: nothing says what this experiment could have found.",
         _table(columns(paired=paired), rows(planted)) if planted else "",
@@ -226,7 +226,7 @@ def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Itera
     if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
         steps = record["next_steps"][arm]
-        yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
+        yield "\n".join(f"- {escape_markdown(step['text'])}: {code_span(step['command'])}" for step in steps)
 
 
 def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
@@ -263,7 +263,7 @@ def _distances(one: Divergence, of: Mapping[str, str]) -> list[str]:
 
 def _completions(kept: Record | None, arms: Sequence[str]) -> Iterator[str]:
     if not (kept and kept["steps"]):
-        yield escaped(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
+        yield escape_markdown(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
         return
     for step, prompts in kept["steps"]:
         yield f"Step {step}, seed {kept['seed']}:"
@@ -294,14 +294,14 @@ def _of(content: VerdictFile) -> dict[str, str]:
 
 
 def _lines(texts: Iterable[str]) -> str:
-    return "<br>".join(map(escaped, texts))
+    return "<br>".join(map(escape_markdown, texts))
 
 
 def _list(texts: Iterable[str]) -> str:
-    return "\n".join(f"- {escaped(text)}" for text in texts)
+    return "\n".join(f"- {escape_markdown(text)}" for text in texts)
 
 
-def _table(head: Sequence[str], body: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped) -> str:
+def _table(head: Sequence[str], body: Iterable[Iterable[str]], cell: Callable[[str], str] = escape_markdown) -> str:
     cells = [head, ["---"] * len(head), *(map(cell, row) for row in body)]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 

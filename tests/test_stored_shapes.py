@@ -135,7 +135,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "compare": lambda: compare(load_experiment(directory), output=directory / "new", formats=("json",)),
         "samples": lambda: side_by_side(samples_in(run), samples_in(other)),
         "resume": resumed,
-        "logs": lambda: list(watch.log_of(run, lambda directory: None, follow=False)),
+        "logs": lambda: list(watch.read_log(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),
         "run": read_of_a_run,
         "checkpoint": lambda: saved_state(run / "checkpoints" / "step-000005"),

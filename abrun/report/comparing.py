@@ -18,6 +18,7 @@ from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
 from abrun.extras import lacking
 from abrun.metric_names import default_transform
+from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
@@ -27,7 +28,7 @@ from abrun.recorded.reference import against_reference, freeze, load_reference
 from abrun.recorded.sources import Reading, SourceContents, read_sources
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
-from abrun.report.write import FIGURES, FORMATS, drawable, report_folder, terminal_summary, write_report
+from abrun.report.write import FORMATS, drawable, report_folder, terminal_summary, write_report
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import frozen_claims
 from abrun.verdict.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
@@ -172,7 +173,7 @@ def compare(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
-    if set(formats) & set(FIGURES) and (missing := lacking("figures")):
+    if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.planted:
         raise ComparisonError(Code.ONLY_PLANTED_FAULTS(experiment=experiment.name))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present import tables
-from abrun.present.markdown import escaped
+from abrun.present.markdown import escape_markdown
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
@@ -94,35 +94,35 @@ def rows(content: Sensitivity) -> list[tuple[str, ...]]:
 
 def table(found: Sensitivity, *, paired: bool) -> "RenderableType":
     """For a terminal."""
-    return _table(columns(paired=paired), rows(found)).rich(padding=(0, 1))
+    return _table(columns(paired=paired), rows(found)).to_rich(padding=(0, 1))
 
 
 def _page(content: Sensitivity, not_planted: Mapping[str, str], name: str, compare: Compare) -> Iterator[str]:
     claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.primary)
     declared = ", ".join(claims) or "none"
-    yield f"# {escaped(name)}: what this comparison would have caught"
+    yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
-    yield f"It {escaped(caught_sentence(content, paired=compare.paired))}."
+    yield f"It {escape_markdown(caught_sentence(content, paired=compare.paired))}."
     yield ""
     yield (
         "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
-        f"by step one, the guards and the declared claims ({escaped(declared)}). `caught by` is the earliest "
+        f"by step one, the guards and the declared claims ({escape_markdown(declared)}). `caught by` is the earliest "
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield from _table(columns(paired=compare.paired), rows(content)).markdown()
+    yield from _table(columns(paired=compare.paired), rows(content)).to_markdown()
     for title, lines in (
         ("Not caught", list(advice(content))),
         ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
     ):
         if lines:
-            yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
+            yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
 
 
 def library() -> "RenderableType":
     """For a terminal: without the sizes and sources, which each fault's own page has."""
     cells = [(one.name, one.does, ", ".join(one.needs) or "-", one.shows) for one in FAULTS]
-    return _table(("name", "what it does", "needs", "what should show it"), cells).rich(padding=(0, 1))
+    return _table(("name", "what it does", "needs", "what should show it"), cells).to_rich(padding=(0, 1))
 
 
 def of_algorithms() -> str:

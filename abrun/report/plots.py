@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from abrun.present.figures import COLORS, legend_below, short
+from abrun.present.figures import COLORS, add_legend_below, shorten
 from abrun.recorded.experiment import Experiment
 from abrun.report.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.report.panels import Claim, Curve, Difference, Panel, panel
@@ -34,10 +34,10 @@ def metric_figure(experiment: Experiment, metric: str, claims: Sequence[PrimaryR
     axes = figure.subplots(1 + len(below), 1, sharex=True, squeeze=False)[:, 0]
     bands(axes[0], shown)
     direct_labels(axes[0], shown)
-    axes[0].set_title(_wrapped(f"{metric}, {short(experiment.name, 60)}"))
+    axes[0].set_title(_wrapped(f"{metric}, {shorten(experiment.name, 60)}"))
     for ax, difference in zip(axes[1:], below, strict=True):
         note = "; bars are cut off at the edge" if paired_difference(ax, difference, metric) else ""
-        arms = f"{short(difference.arm, 60)} - {experiment.baseline}"
+        arms = f"{shorten(difference.arm, 60)} - {experiment.baseline}"
         ax.set_title(_wrapped(f"{arms}, {_sample(difference)}{note}"))
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
@@ -78,8 +78,8 @@ def forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | 
             va="center",
             fontsize=8,
         )
-        arm = f"{short(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
-        names.append(f"{arm}{short(claim.claim.metric, 28)}\n{claim.claim.margin_text}")
+        arm = f"{shorten(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
+        names.append(f"{arm}{shorten(claim.claim.metric, 28)}\n{claim.claim.margin_text}")
     ax.set_yticks(range(len(shown)), names)
     ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
@@ -93,12 +93,12 @@ def _legend_below(figure: Figure) -> None:
     handles = {}
     for ax in figure.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1)
+    add_legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN else 1)
 
 
 def _plain(metric: str) -> str:
     """Beside an axis, whose title has the whole of it."""
-    return short(metric.split("/", 1)[-1], 24)
+    return shorten(metric.split("/", 1)[-1], 24)
 
 
 def _wrapped(title: str) -> str:
@@ -145,7 +145,7 @@ def direct_labels(ax: Axes, shown: Panel) -> None:
     ax.set_ylim(low, high)
     ends.sort(key=lambda one: one[0])
     for place, (_, curve) in zip(_apart([(end - low) / (high - low) for end, _ in ends]), ends, strict=True):
-        text = short(curve.arm, 24)  # the legend has more of it
+        text = shorten(curve.arm, 24)  # the legend has more of it
         if shown.windows:
             first, last = shown.windows[-1]
             inside = curve.mean[(first <= curve.steps) & (curve.steps <= last)]
@@ -172,7 +172,7 @@ def _thin(shown: Panel) -> str:
 
 def _mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
     style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
-    label = f"{short(curve.arm, 60)}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
+    label = f"{shorten(curve.arm, 60)}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
     sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
     steps, (mean, low, high) = averaged(curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd]))
     ax.plot(steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)

@@ -28,7 +28,7 @@ def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["Rende
             [Text("not kept" if one is None else _lines(one.text)) for one in both],
             [Text("" if one is None else _facts(one), style="dim") for one in both],
         ]
-        yield Table(columns(*names, fold=True), rows).rich(padding=(0, 1), expand=len(names) > 1)
+        yield Table(columns(*names, fold=True), rows).to_rich(padding=(0, 1), expand=len(names) > 1)
         yield Text("")
 
 

@@ -20,8 +20,8 @@ from abrun.messages.numbers import (
     interval_level_text,
     units,
 )
-from abrun.present.figures import FIGURES, save_figure, style
-from abrun.present.markdown import code, escaped
+from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
+from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.recorded.claim_tests import STAMP, ClaimTest, claim_tests_in
@@ -55,7 +55,7 @@ MOST_LINKS = 20  # to runs in wandb
 
 def drawable() -> tuple[str, ...]:
     """The formats that this environment can write."""
-    return tuple(form for form in FORMATS if form not in FIGURES) if lacking("figures") else FORMATS
+    return tuple(form for form in FORMATS if form not in FIGURE_FORMATS) if lacking("figures") else FORMATS
 
 
 def write_report(
@@ -75,7 +75,7 @@ def write_report(
         return []
     beside = context(experiment, content, command)
     verdict, page, report = files = [output / name for name in ("verdict.json", PAGE, "report.md")]
-    images = [form for form in FIGURES if form in formats]
+    images = [form for form in FIGURE_FORMATS if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
         share_new_folder(output)
@@ -119,11 +119,11 @@ def _draw_claims(
         return
     from abrun.report import plots  # half a second
 
-    with style():
+    with figure_style():
         yield from _save(plots.forest(experiment, content.primaries), output / CLAIMS, images)
     for stem, metric in slugs(claim.claim.metric for claim in content.primaries).items():
         of_metric = [claim for claim in content.primaries if claim.claim.metric == metric]
-        with style():
+        with figure_style():
             yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
 
 
@@ -154,19 +154,19 @@ def slug(name: str) -> str:
 def markdown(content: VerdictFile, beside: Context, images: Sequence[str]) -> str:
     """A page of at most MOST_LINES lines, then the figures."""
     lines = [
-        f"# {escaped(_headline(content))}",
+        f"# {escape_markdown(_headline(content))}",
         "",
-        *(f"- {escaped(sentence(reason))}" for reason in content.reasons),
+        *(f"- {escape_markdown(sentence(reason))}" for reason in content.reasons),
         "",
-        *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
+        *(f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  " for step in beside.next_steps),
     ]
     for table in _tables(content):
-        lines += ["", escaped(_compared(content)), "", *table.markdown()]
-    facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
-    made = f"report made by {code(beside.command)}"
-    known = [escaped(text) for text in (beside.ran, beside.environment) if text]
+        lines += ["", escape_markdown(_compared(content)), "", *table.to_markdown()]
+    facts = [f"**{escape_markdown(label)}**: {escape_markdown(text)}  " for label, text in evidence(content)]
+    made = f"report made by {code_span(beside.command)}"
+    known = [escape_markdown(text) for text in (beside.ran, beside.environment) if text]
     lines += ["", *facts, f"**runs**: {'; '.join([*known, made])}  "]
-    links = [f"[{escaped(run)}]({url})" for run, url in content.wandb.items()]
+    links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
         lines.append(f"**wandb**: {', '.join(links[:MOST_LINKS])}{more}")
@@ -331,7 +331,7 @@ def terminal_summary(
     if tables:
         parts.append(Text(shown(_compared(content)), style="dim"))
     for table in tables:
-        parts += [table.rich(padding=(0, 1)), Text("")]
+        parts += [table.to_rich(padding=(0, 1)), Text("")]
     facts = [
         (label, "\n".join(map(shown, sentences(content.not_tested) if label == "not tested" else [text])))
         for label, text in evidence(content)

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from abrun.present.figures import style
+from abrun.present.figures import figure_style
 from abrun.report import plots
 from abrun.report.buckets import NUM_BUCKETS
 from tests.report.test_page import experiment, learning
@@ -103,7 +103,7 @@ def test_no_text_hides_another_or_leaves_its_figure(num_arms):
     of = experiment(values, arms=arms, name="e" * 100)
     wide = {"steps": (9, 12), "margin_text": f"±10 % of {'baseline ' * 3}", "interval": (-0.4, 0.1)}
     claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics for arm in arms[1:]]
-    with style():
+    with figure_style():
         of_metric = plots.metric_figure(of, metrics[0], claims[: len(arms) - 1])
         for made in (plots.forest(of, claims), of_metric):
             assert made is not None
