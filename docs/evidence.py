@@ -26,9 +26,9 @@ from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import REPORT, freeze_arm
 from abrun.report.context import make_context
 from abrun.report.evidence import evidence_lines
+from abrun.report.injected import advice_lines, caught_sentence, sensitivity_columns, sensitivity_rows
 from abrun.report.next_step import next_steps
 from abrun.report.placeholders import RUNS_DIR
-from abrun.report.planted import advice_lines, caught_sentence, sensitivity_columns, sensitivity_rows
 from abrun.report.write import claim_cells, claim_columns
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
@@ -159,7 +159,7 @@ def pages(root: Path) -> dict[str, str]:
 
 def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     """Of the index, from the verdict on."""
-    of, claims, planted = _of(content), content.primaries, content.sensitivity
+    of, claims, injected = _of(content), content.claims, content.sensitivity
     undecided = [one for one in claims if one.result == "undecided"]
     needed = [one.power.pairs_needed for one in undecided if one.power.pairs_needed is not None]
     yield _lines(of[arm] + _against(recipe, arm, one.verdict) for arm, one in content.arms.items())
@@ -168,7 +168,7 @@ def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     decide = f"; {max(needed)} decide it with 80 % power, if equal" if known else ""
     yield f"{len(record['seeds'])}{decide}"
     yield (
-        _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (sensitivity_rows(planted) if planted else ()))
+        _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (sensitivity_rows(injected) if injected else ()))
         or "none"
     )
     yield _lines((record["hardware"], record["ran"]))
@@ -176,7 +176,7 @@ def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
 
 
 def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
-    name, arms, of, planted = recipe.stem, content.arms, _of(content), content.sensitivity
+    name, arms, of, injected = recipe.stem, content.arms, _of(content), content.sensitivity
     paired = content.paired
     files = ", ".join(f"[{one}]({name}/{one})" for one in (VERDICT, REFERENCE) if (folder / one).is_file())
     repeated = f"abrun compare {name} --reference {PAGES}/{name}/{REFERENCE}    # yours with these"
@@ -191,7 +191,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         ("files", files),
     )
     distances = [_distances(one, of) for one in content.divergence]
-    claims = [[one.arm, *claim_cells(one)] for one in content.primaries]
+    claims = [[one.arm, *claim_cells(one)] for one in content.claims]
     pictures = sorted(folder.glob("*.png"), key=lambda path: (path.stem in OWN_FIGURES, path.stem))
     parts = [
         f"# {name}: {', '.join(of[arm] + one.verdict for arm, one in arms.items())}",
@@ -211,12 +211,12 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         _table(("", ""), evidence_lines(replace(content, sensitivity=None, not_tested=[]))),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
-        "Each planted in the baseline and judged as a treatment is: it "
-        f"{escape_markdown(caught_sentence(planted, paired=paired))}."
-        if planted
-        else "No fault was planted beside it: nothing says what this experiment could have found.",
-        _table(sensitivity_columns(paired=paired), sensitivity_rows(planted)) if planted else "",
-        _list(f"Not caught: {one}" for one in (advice_lines(planted) if planted else ())),
+        "Each injected in the baseline and judged as a treatment is: it "
+        f"{escape_markdown(caught_sentence(injected, paired=paired))}."
+        if injected
+        else "No fault was injected beside it: nothing says what this experiment could have found.",
+        _table(sensitivity_columns(paired=paired), sensitivity_rows(injected)) if injected else "",
+        _list(f"Not caught: {one}" for one in (advice_lines(injected) if injected else ())),
         "## What the arms said",
         *_completions(record["completions"], [BASELINE, *arms]),
     ]
@@ -234,7 +234,7 @@ def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Itera
 
 def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """The differences of a claim that are skewed, as where one seed alone fails."""
-    for one in content.primaries:
+    for one in content.claims:
         if one.warnings and one.estimate.differences:
             pairs = zip(one.claim.seeds, one.estimate.differences, strict=True)
             by_seed = ", ".join(f"{difference:+.2g} in seed {seed}" for seed, difference in pairs)
@@ -243,7 +243,7 @@ def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
 
 def _unclaimed(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
     """What no claim is about, and is further apart than other seeds would be."""
-    claimed = {(one.arm, one.claim.metric) for one in content.primaries}
+    claimed = {(one.arm, one.claim.metric) for one in content.claims}
     firsts = {
         (one.arm, one.metric): (
             f"; at step {one.step}, in seed {one.seed}, {one.treatment:.4g} for {one.baseline:.4g}"

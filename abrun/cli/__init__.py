@@ -24,6 +24,8 @@ __all__ = [
     "starting",
 ]  # the modules of commands, which register themselves
 
+RENAMED_OPTIONS = {"--primary": "--claim", "--looks": "--interim"}
+
 finish_help()
 
 
@@ -59,7 +61,10 @@ def _run() -> int:
 
 
 def _usage(error: Any) -> str:
-    """What typer calls a usage error, in one line."""
+    """Return typer's usage error as one line."""
+    renamed = RENAMED_OPTIONS.get(getattr(error, "option_name", ""))
+    if renamed:
+        return f"{error.option_name}: has a new name; write {renamed}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "abrun"
     invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value

@@ -9,7 +9,7 @@ def _budget_refused(budget: str, metrics: list[str]) -> str:
     known = ", ".join(f"{metric}=0.05" for metric in metrics)
     return (
         f"--budget: got {budget}; allowed: a number above 0, in units of the claim; of a claim with a "
-        f"margin: {known or 'none is declared (--primary)'}"
+        f"margin: {known or 'none is declared (--claim)'}"
     )
 
 
@@ -21,25 +21,25 @@ def _ledger_link_edited(path: str, entry: int) -> str:
 
 _RESTORE = "restore it (git log shows it)"
 EXPERIMENTS: dict[Code, Message] = {
-    Code.CLAIM_TWICE: "--primary: got a claim on {metric:repr} twice; every claim once",
-    Code.CLAIM_ON_TEXT: "--primary: got metric {metric:repr}, which no run recorded as numbers: {unread}",
-    Code.CLAIM_NOT_RECORDED: "--primary: got metric {metric:repr}, which no run recorded; {close:if did you "
+    Code.CLAIM_TWICE: "--claim: got a claim on {metric:repr} twice; every claim once",
+    Code.CLAIM_ON_TEXT: "--claim: got metric {metric:repr}, which no run recorded as numbers: {unread}",
+    Code.CLAIM_NOT_RECORDED: "--claim: got metric {metric:repr}, which no run recorded; {close:if did you "
     "mean {close:repr}? }recorded are: {recorded}",
     Code.OPTION_FOR_EXPERIMENT: "{option}: got {value:repr} for {experiment}, an experiment, whose arms, "
     "seeds and metrics are recorded; drop it, or name the folders of the arms",
     Code.ALL_EXCLUDED: "--exclude: got {patterns}, which leaves no run to compare; drop one",
     Code.EXCLUDES_NOTHING: "--exclude: got '{pattern}', which no run matches; there are {runs}",
     Code.SEEDS_NOT_RECORDED: "--seeds: got {seeds:list}, of which there is no run; there are {recorded:list}",
-    Code.LOOKS_REFUSED: "--looks: got {looks}; allowed: two or more numbers of pairs going up from 2, as "
-    "3,5,8",
-    Code.LOOKS_AT_REFERENCE: "--looks: got {looks} for a reference, which is compared once; drop it",
-    Code.LOOKS_UNPAIRED: "--looks: got {looks} for runs that are not paired; give both arms the same seeds, "
-    "or drop it",
-    Code.LOOKS_TOO_LATE: "--looks: got {looks} for {num_pairs} pairs, of which none is taken; train more "
-    "for the first",
-    Code.LOOKS_TOO_EARLY: "--looks: got {looks} for {num_pairs} pairs; the last look takes all: choose "
-    "pairs with --seeds",
-    Code.ONLY_PLANTED_FAULTS: "{experiment}: got planted faults and no treatment: what was caught of them "
+    Code.INTERIM_REFUSED: "--interim: got {interim}; allowed: two or more increasing numbers of pairs, such "
+    "as 3,5,8",
+    Code.INTERIM_WITH_REFERENCE: "--interim: got {interim} for a reference, which is compared once; drop it",
+    Code.INTERIM_UNPAIRED: "--interim: got {interim} for runs that are not paired; give both arms the same "
+    "seeds, or drop it",
+    Code.INTERIM_TOO_LATE: "--interim: got {interim} for {num_pairs} pairs, of which none is taken; train "
+    "more for the first",
+    Code.INTERIM_TOO_EARLY: "--interim: got {interim} for {num_pairs} pairs; the last analysis takes all: "
+    "choose pairs with --seeds",
+    Code.ONLY_INJECTED_FAULTS: "{experiment}: got injected faults and no treatment: what was caught of them "
     "is in its report/sensitivity.md (abrun sensitivity --resume prints it)",
     Code.ONE_ARM: "{experiment}: got the arm {arm:repr} alone, and nothing to compare it with; give "
     "--reference FILE (abrun freeze makes one)",

@@ -24,9 +24,9 @@ MESSAGES: dict[Code, Message] = {
     Code.LAUNCHED_ELSEWHERE: "{directory}: {owner} launches it; cancel it there",
     Code.LAUNCHER_UNREACHABLE: "{directory}: {owner} launches it and cannot be asked: {error}",
     Code.FAULTS_NEED_ABRUN_TRAINER: "{recipe}: arms.baseline: got a foreign trainer, in which no fault is "
-    "planted",
+    "injected",
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; give it by --set, or drop it here",
-    Code.NO_FAULT_FITS: "{recipe}: got no fault that it can plant; see: abrun faults",
+    Code.NO_FAULT_FITS: "{recipe}: got no fault that it can inject; see: abrun faults",
     Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, for which abrun writes manifests and "
     "starts nothing: use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
@@ -69,24 +69,24 @@ MESSAGES: dict[Code, Message] = {
     Code.SLURM_SILENT: "slurm: {command}: no answer for {seconds:.0f} s; is the controller up?",
     Code.SLURM_NOT_CONFIGURED: "slurm: this host has Slurm's commands, but no configuration of a cluster "
     "(slurm.conf): launch on a login node, set SLURM_CONF, or use --launcher local ({command}: {answer})",
-    Code.STAGES_NEED_CLAIM: "{recipe}: compare.primary: got no claim with --until-decided, so that no look "
-    "could decide; declare one, or leave --until-decided out",
+    Code.STAGES_NEED_CLAIM: "{recipe}: compare.claims: got no claim with --until-decided, so that no interim "
+    "analysis could decide; declare one, or leave --until-decided out",
     Code.STAGES_NEED_TREATMENT: "{recipe}: arms: got the baseline alone with --until-decided, which adds "
     "pairs of arms until they decide; add a treatment, or leave --until-decided out",
-    Code.MAX_SEEDS_AND_LOOKS: "--max-seeds: got {max_seeds} with compare.looks {looks}, whose last takes "
-    "all pairs; leave one of them out",
+    Code.MAX_SEEDS_WITH_INTERIM: "--max-seeds: got {max_seeds} with compare.interim {interim}, whose last "
+    "takes all pairs; leave one of them out",
     Code.MAX_SEEDS_TOO_FEW: "--max-seeds: got {got} with {seeds} seeds in the recipe; allowed: more than "
-    "the first look takes, {first_look}",
-    Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got looks at {looks} pairs, and it was launched "
-    "{before}, on which its level rests; resume it as it was launched, or give another --name",
+    "the first analysis takes, {first_count}",
+    Code.RESUME_OTHER_INTERIM: "{directory}: --until-decided: got interim analyses at {interim} pairs, and "
+    "it was launched {before}, on which its level rests; resume it as it was launched, or use another --name",
     Code.ARM_CHANGES_NOTHING: "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's "
     "configuration; change at least one value (controls.aa_reruns repeats the baseline)",
     Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: not the baseline's; all arms are "
     "validated alike: set validation outside of arms",
     Code.TOLERANCE_WITHOUT_STEP_ONE: "{recipe}: compare.step_one_tolerance: got {got}, {problem}; drop it",
     Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or leave it out: nothing reads it",
-    Code.RECIPE_CLAIM_TWICE: "{recipe}: compare.primary.{index}: got a claim twice; every claim once",
-    Code.CLAIM_UNUSABLE: "{recipe}: compare.primary.{index}.{field}: {problem}",
+    Code.RECIPE_CLAIM_TWICE: "{recipe}: compare.claims.{index}: got a claim twice; every claim once",
+    Code.CLAIM_UNUSABLE: "{recipe}: compare.claims.{index}.{field}: {problem}",
     Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); "
     "exchange them?",
     Code.BISECT_SAME_COMMIT: "--bad: got {bad:repr}, the very commit of --good; nothing lies between them",
@@ -96,7 +96,7 @@ MESSAGES: dict[Code, Message] = {
     Code.COMMIT_UNKNOWN: "{option}: got {got}, no commit of {repo} (--repo)",
     Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun'; a bisection needs a command, which "
     "runs in another checkout or environment: trainer: {{type: command, ...}} (docs/foreign-runs.md)",
-    Code.BISECT_NEEDS_CLAIM: "{recipe}: compare.primary: got no claim, and a bisection finds what broke one",
+    Code.BISECT_NEEDS_CLAIM: "{recipe}: compare.claims: got no claim, and a bisection finds what broke one",
     Code.BISECT_REFUSES_REFERENCE: "{recipe}: compare.reference: got {reference:repr}; a bisection compares "
     "with the good candidate: --set compare.reference=null",
     Code.BISECT_NEEDS_PAIRS: "{recipe}: compare.paired: got false; a bisection pairs candidates by seed: "
@@ -146,7 +146,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MAX_SEEDS_WITHOUT_STAGES: "--max-seeds: got {max_seeds} without --until-decided; add it, or use "
     "--seeds",
     Code.STAGES_NEED_LAUNCHER: "--until-decided: got launcher {launcher}, whose jobs need no launcher: "
-    "nobody is there to judge between the stages; use --launcher local, or declare compare.looks, "
+    "nobody is there to judge between the stages; use --launcher local, or declare compare.interim, "
     "launch all, and end it with abrun cancel once abrun compare decides",
     Code.STAGES_NEED_COMPARISON: "--until-decided: got --no-compare, without which nothing is "
     "decided; drop one",

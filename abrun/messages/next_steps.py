@@ -54,7 +54,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MARGIN_SUGGESTED: _margin_suggested,
     # After a match
     Code.TEST_ON_FRESH_SEEDS: "{launched:if Declare the claim, and test it|Test the claim} on fresh seeds",
-    Code.PLANT_FAULTS: "Measure what this comparison would have caught: faults planted in the baseline",
+    Code.INJECT_FAULTS: "Measure what this comparison would have caught: faults injected in the baseline",
     Code.LAUNCH_NEXT_CHANGE: "Launch it again after the next change",
     Code.COMPARE_NEXT_CHANGE: "Compare the runs of the next change with it, too",
     Code.FREEZE_RUNS: "Hold later versions to these runs",
@@ -72,7 +72,7 @@ MESSAGES: dict[Code, Message] = {
     "seeds{claim_needs:if : {claim_needs}}",
     Code.PLAN_SEEDS: "Or see first how many seeds it takes",
     Code.TRAIN_THREE_SEEDS: "Three seeds or more can decide",
-    Code.FINISH_LOOK: "A declared look is still to come: let its pairs finish",
+    Code.FINISH_INTERIM_PAIRS: "A declared interim analysis is still to come: let its pairs finish",
     Code.RUN_IN_FLOAT32: "One step in float32 tells rounding, which agrees there to 1e-4, from a fault",
     Code.DECLARE_ROUNDING: _declare_rounding,
     Code.PLAN_WIDER_MARGIN: "{needed}: see what a wider one takes",
@@ -83,7 +83,8 @@ MESSAGES: dict[Code, Message] = {
     # Where runs of others stay open
     Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding is no reason; if it was one, leave "
     "step one out",
-    Code.TRAIN_FOR_LOOK: "A declared look is still to come: train both arms on {seeds_to_come:plural seed} "
+    Code.TRAIN_FOR_INTERIM: "A declared interim analysis is still to come: train both arms on "
+    "{seeds_to_come:plural seed} "
     "{seeds_to_come:join ,}",
     Code.CLAIM_ALIKE: "Claim that they are alike within a margin that you accept ({margin})",
     Code.LOG_OR_TRAIN_LONGER: "On no metric could these runs show a difference: log what they learn, or "

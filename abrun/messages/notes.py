@@ -101,15 +101,15 @@ def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
 POST_HOC: dict[Code, Message] = {
     Code.NOTHING_DECLARED: "no comparison was declared before these runs",
     Code.COMPARISON_CHANGED: "the comparison is not the one declared when the experiment was launched",
-    Code.PAIRS_ADDED: "{num_pairs} pairs were added after the launch; declare compare.looks to look more "
-    "than once",
+    Code.PAIRS_ADDED: "{num_pairs} pairs were added after the launch; declare compare.interim to analyse "
+    "more than once",
     Code.CLAIMS_CHANGED: "the claims are not those declared when the experiment was launched",
     Code.PAIRING_CHANGED: "the arms were not paired, which was not declared when the experiment was launched",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared when the experiment was launched",
     Code.READ_SEVERAL_TIMES: _read_several_times,
     Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }{num_comparisons} comparisons of these runs with different "
-    "claims or looks: the level holds for one that was declared in advance (simulated: of 20 windows some "
-    "one matches falsely in 0.08 to 0.29 of experiments)",
+    "claims or interim analyses: the level holds for one that was declared in advance (simulated: of 20 "
+    "windows some one matches falsely in 0.08 to 0.29 of experiments)",
 }
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",

@@ -110,6 +110,7 @@ def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
 
 MESSAGES: dict[Code, Message] = {
     Code.KEY_UNKNOWN: _unknown_key,
+    Code.KEY_RENAMED: "{source}: {field}: has a new name; write {name}",
     Code.KEY_OF_OTHER_TYPE: _key_of_other_type,
     Code.VALUE_MISSING: _value_missing,
     Code.TYPE_MISSING: _missing_type,
@@ -157,13 +158,13 @@ MESSAGES: dict[Code, Message] = {
     "completion, answer) -> number",
     Code.AUTO_NEEDS_LAUNCH: "{recipe}: {field}: got 'auto', which abrun launch alone decides; give "
     "{instead} (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)",
-    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, which plants "
+    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, which injects "
     "none; drop it",
     Code.CONTROL_OF_FAULTY_BASELINE: "{source}: got {fault:repr} with a baseline that has a fault; drop one "
     "of them",
     Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop it",
     Code.RECIPE_TOO_DEEP: "{source}: nested too deeply to be a recipe; a few levels are enough",
-    Code.PRIMARY_LIMIT_SYNTAX: "--primary: got {got}, a limit with a colon in it; write '<0.9x' for a ratio "
+    Code.CLAIM_LIMIT_SYNTAX: "--claim: got {got}, a limit with a colon in it; write '<0.9x' for a ratio "
     "to the baseline, and '<0.9' for a level",
     Code.PROFILE_INVALID: "{source}: got {got}; allowed: mappings under {allowed:list}",
     Code.DEFAULTS_TOO_MANY_FILES: "{source}: defaults: got more than {max_files} files behind one recipe; "
@@ -204,7 +205,7 @@ MESSAGES: dict[Code, Message] = {
     Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr} with --kind {kind}, which takes {takes}",
     Code.OPTION_NOT_ASKED: "{option}: missing, and nobody is there to be asked; give one, such as {option} "
     "{example} (all: abrun init --help)",
-    Code.NO_FAULT_CAN_BE_PLANTED: "{recipe}: controls.faults: got none that can be planted; see: abrun "
+    Code.NO_FAULT_CAN_BE_INJECTED: "{recipe}: controls.faults: got none that can be injected; see: abrun "
     "faults",
     Code.FILE_EXISTS: "{path}: is there already; give another --name, or another --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, neither a file here nor a recipe that ships",

@@ -65,10 +65,10 @@ def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.NO_CLAIM: "no verdict: no claim says which difference would be accepted (--primary "
+    Code.NO_CLAIM: "no verdict: no claim says which difference would be accepted (--claim "
     "METRIC:WINDOW:MARGIN), so this is a description and does not test whether the arms converge alike",
-    Code.NO_PRIMARY: "no primary metric is declared: step one and the guards pass, which does not show that "
-    "the arms converge alike; declare compare.primary with a margin",
+    Code.NOTHING_CLAIMED: "no claim is declared: step one and the guards pass, which does not show that "
+    "the arms converge alike; declare compare.claims with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "

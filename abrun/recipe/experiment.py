@@ -24,7 +24,7 @@ from abrun.recipe.claims import (
 from abrun.recipe.command import (
     CommandRunConfig,
 )
-from abrun.recipe.faults import LIBRARY, ONE_ULP, PlantedFault, lacking
+from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, lacking
 from abrun.recipe.launcher import LauncherSettings
 from abrun.recipe.merging import (
     merge,
@@ -147,23 +147,23 @@ class Declared(Section):
         return validated(type(self), tree, self.name)
 
     @property
-    def control_arms(self) -> dict[str, PlantedFault]:
-        """What is planted in each arm that is there as a control."""
+    def control_arms(self) -> dict[str, InjectedFault]:
+        """What is injected in each arm that is there as a control."""
         return self.controls.arms(len(self.seeds))
 
     def control_config(self, arm: str) -> OwnRunConfig:
-        """The baseline's configuration with what a control plants. Raises RecipeError where it cannot."""
-        planted, baseline = self.control_arms[arm], self.run_config(BASELINE)
-        field = "ulp_reruns" if planted.name == ONE_ULP else "faults"
+        """The baseline's configuration with what a control injects. Raises RecipeError where it cannot."""
+        injected, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=planted.name))
-        if baseline.planted_fault is not None:
-            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=planted.name))
-        lacks = lacking(LIBRARY[planted.name], baseline)
+            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=injected.name))
+        if baseline.injected_fault is not None:
+            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=injected.name))
+        lacks = lacking(LIBRARY[injected.name], baseline)
         if lacks:
-            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=planted.name, needs=lacks))
-        content = {**baseline.model_dump(), "planted_fault": planted.model_dump()}
+            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=injected.name, needs=lacks))
+        content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
 

@@ -34,7 +34,7 @@ from abrun.runs.schemas import checked
 from abrun.stats.series import Series, Steps, window_bounds
 
 ARM = "reference"
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _KEPT_STEPS = 64  # of a metric without a claim, spread over the run
 _ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
 _PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
@@ -64,8 +64,8 @@ def freeze(
     for run in runs:
         if not run.finished:
             raise ComparisonError(Code.REFERENCE_NEEDS_WHOLE_RUNS(run=str(run), status=run.status))
-    compare = (claims or experiment.compare).model_copy(update={"looks": [], "reference": None})
-    grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.primary}
+    compare = (claims or experiment.compare).model_copy(update={"interim": [], "reference": None})
+    grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.claims}
     content = {
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
@@ -219,7 +219,7 @@ def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]
 
 
 def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Steps]) -> dict[str, Any]:
-    kept = [*(primary.metric for primary in compare.primary), *STEP_ONE, STEP_TIME]
+    kept = [*(claim.metric for claim in compare.claims), *STEP_ONE, STEP_TIME]
     kept += filter(is_peak_memory, run.metrics)
     metrics = {}
     for metric in dict.fromkeys(kept):
@@ -233,7 +233,7 @@ def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Step
 
 def _full(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
     """The windows in which every step of a metric is kept."""
-    claims = [one for one in compare.primary if one.metric == metric and len(grids[metric])]
+    claims = [one for one in compare.claims if one.metric == metric and len(grids[metric])]
     return [window_bounds(one.window, grids[metric], metric) for one in claims]
 
 

@@ -41,7 +41,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
     names = planned_runs(experiment_dir)
     loaded = {name: _load_run(RunDir(run_dir(experiment_dir, name)), name) for name in names}
-    planted = recipe.control_arms
+    injected = recipe.control_arms
     return Experiment(
         name=printable(str(content["experiment"])),
         directory=experiment_dir,
@@ -54,9 +54,9 @@ def load_experiment(experiment_dir: Path) -> Experiment:
             Code.DECIDED_AT_LAUNCH(decision=shown(line)) for line in decisions(content.get("decided", {}))
         ),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
-        runs={name: run for name, run in loaded.items() if name.arm not in planted},
-        planted=planted,
-        controls={name: run for name, run in loaded.items() if name.arm in planted},
+        runs={name: run for name, run in loaded.items() if name.arm not in injected},
+        injected=injected,
+        controls={name: run for name, run in loaded.items() if name.arm in injected},
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary, primary_option
+from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import Experiment
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
 from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
@@ -24,7 +24,7 @@ class FreshRunsCommand:
 
 
 def fresh_runs_command(experiment: Experiment, num_pairs: int | None = None) -> FreshRunsCommand:
-    """Seeds that no look has been taken at, as many as there were unless more are needed."""
+    """Seeds that no interim analysis has used, as many as there were unless more are needed."""
     first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     last_seed = first_seed + count - 1
@@ -51,24 +51,26 @@ def folder_name(experiment: Experiment, suffix: str = "") -> str:
     return shlex.quote(experiment.directory.name + suffix)
 
 
-def with_claims(experiment: Experiment, claims: Sequence[Primary]) -> Experiment:
+def with_claims(experiment: Experiment, claims: Sequence[Claim]) -> Experiment:
     """Return the experiment with other claims."""
-    return replace(experiment, compare=experiment.compare.model_copy(update={"primary": [*claims]}))
+    return replace(experiment, compare=experiment.compare.model_copy(update={"claims": [*claims]}))
 
 
 def claim_options(experiment: Experiment) -> str:
     """Return the claims as options of a command."""
-    return "".join(f" --primary {shlex.quote(primary_option(claim))}" for claim in experiment.compare.primary)
+    return "".join(f" --claim {shlex.quote(claim_option(claim))}" for claim in experiment.compare.claims)
 
 
 def comparison_options(experiment: Experiment, num_pairs: int | None = None) -> str:
-    """Return the option that sets the comparison, if it is not the launched one or its looks do not fit."""
+    """Return the option that sets the comparison, unless it is the launched one and its analyses fit."""
     compare = experiment.compare
-    looks = compare.looks if num_pairs in (None, *compare.looks[-1:]) else []
+    interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
     if compare_hash(compare) != experiment.launched_compare_sha256:
-        content = compare.model_copy(update={"looks": looks}).model_dump(mode="json", exclude_defaults=True)
+        content = compare.model_copy(update={"interim": interim}).model_dump(
+            mode="json", exclude_defaults=True
+        )
         return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
-    return "" if looks == compare.looks else " --set compare.looks=[]"
+    return "" if interim == compare.interim else " --set compare.interim=[]"
 
 
 # --- commands of one rule each ---
@@ -118,9 +120,9 @@ def compare_with_claim(facts: NextStepFacts) -> str:
     )
 
 
-def at_next_look(facts: NextStepFacts) -> str:
+def at_next_analysis(facts: NextStepFacts) -> str:
     seeds = join_numbers([*facts.treatment_seeds, *facts.seeds_to_come])
-    return f"abrun compare RUNS --seeds {seeds} --looks {join_numbers(facts.experiment.compare.looks)}"
+    return f"abrun compare RUNS --seeds {seeds} --interim {join_numbers(facts.experiment.compare.interim)}"
 
 
 def compare_with_other_seeds(facts: NextStepFacts) -> str:
@@ -214,6 +216,6 @@ def _plan_command(experiment: Experiment) -> str:
 
 
 def _stage_options(facts: NextStepFacts) -> str:
-    """An experiment with looks is launched in stages, however it was begun."""
-    looks = facts.experiment.compare.looks
-    return f"--until-decided --max-seeds {looks[-1]} " if looks else ""
+    """An experiment with interim analyses is launched in stages, however it was begun."""
+    interim = facts.experiment.compare.interim
+    return f"--until-decided --max-seeds {interim[-1]} " if interim else ""

@@ -20,7 +20,7 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
 from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
 from abrun.recorded.ledger import Ledger
@@ -71,7 +71,7 @@ class Comparison:
 class CompareOptions(TypedDict, total=False):
     """What `compare_contents` may be told besides the runs; see there."""
 
-    primaries: Sequence[Primary] | None
+    claims: Sequence[Claim] | None
     reference: Path | None
     arm: str | None
     step_one: bool
@@ -90,7 +90,7 @@ def compare_sources(
 def compare_contents(
     contents: SourceContents,
     *,
-    primaries: Sequence[Primary] | None = None,
+    claims: Sequence[Claim] | None = None,
     reference: Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
@@ -101,13 +101,13 @@ def compare_contents(
     """Judge runs that have been read, and write the report.
 
     With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
-    by its claims; an experiment of several arms needs it. `primaries` replace the declared claims. The report
+    by its claims; an experiment of several arms needs it. `claims` replace the declared claims. The report
     of a stored experiment goes into its directory by default, beside that of what was declared where the
     options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
     StoreError or ComparisonError for what cannot be read.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(alone=reference is not None, may_unpair=primaries is None)
+    experiment = contents.experiment(alone=reference is not None, may_unpair=claims is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
@@ -122,9 +122,9 @@ def compare_contents(
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
-    experiment = with_options(experiment, primaries, step_one=step_one, unpaired=reading.unpaired)
-    claims = sorted(experiment.compare.primary, key=str)  # in whatever order they were given
-    compare_sha256 = compare_hash(experiment.compare.model_copy(update={"primary": claims}))
+    experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
+    claims = sorted(experiment.compare.claims, key=str)  # in whatever order they were given
+    compare_sha256 = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
     if directory is None:
         source_names = [*contents.sources, *([str(reference)] if reference else [])]
         reading_options = [*map(str, reading.given.items()), str(arm), compare_sha256]
@@ -182,11 +182,11 @@ def compare(
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
     if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
-    if not experiment.treatments and experiment.planted:
-        raise ComparisonError(Code.ONLY_PLANTED_FAULTS(experiment=experiment.name))
+    if not experiment.treatments and experiment.injected:
+        raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
     if not experiment.treatments:
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
-    arms = judge(experiment, experiment.compare.primary)
+    arms = judge(experiment, experiment.compare.claims)
     post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
     content = verdict_file(experiment, arms, post_hoc_reason, earlier_claim_tests(output))
     readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
@@ -197,22 +197,22 @@ def compare(
 
 def with_options(
     experiment: Experiment,
-    primaries: Sequence[Primary] | None = None,
+    claims: Sequence[Claim] | None = None,
     *,
     step_one: bool = True,
     unpaired: bool = False,
 ) -> Experiment:
     """Return the experiment with its comparison as options change it.
 
-    `primaries` replace the declared claims, which in another order are the same. Other claims than those
+    `claims` replace the declared claims, which in another order are the same. Other claims than those
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
     ComparisonError for a claim that cannot be read on these runs.
     """
     changes: dict[str, Any] = {}
-    if primaries is not None:
-        claims = claims_on_recorded(experiment, primaries)
-        if _count_claims(claims) != _count_claims(experiment.compare.primary):
-            changes["primary"] = claims
+    if claims is not None:
+        claims = claims_on_recorded(experiment, claims)
+        if _count_claims(claims) != _count_claims(experiment.compare.claims):
+            changes["claims"] = claims
     if not step_one:
         changes["step_one"] = False
     if unpaired:
@@ -253,7 +253,7 @@ def find_post_hoc_reason(experiment: Experiment, declared: Compare) -> Reason | 
 
 
 def _find_change(compare: Compare, declared: Compare) -> Reason | None:
-    if _count_claims(compare.primary) != _count_claims(declared.primary):
+    if _count_claims(compare.claims) != _count_claims(declared.claims):
         return Code.CLAIMS_CHANGED()
     if compare.paired != declared.paired:
         return Code.PAIRING_CHANGED()
@@ -265,9 +265,9 @@ def _find_change(compare: Compare, declared: Compare) -> Reason | None:
 _CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
 
 
-def _count_claims(primaries: Sequence[Primary]) -> Counter[tuple[Any, ...]]:
+def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
     """What is claimed, in whatever order, without the assumptions of planning."""
     return Counter(
         (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
-        for claim in primaries
+        for claim in claims
     )

@@ -9,8 +9,8 @@ from abrun.recorded.experiment import Experiment
 from abrun.redaction import shown
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
+from abrun.report.injected import sensitivity_summary
 from abrun.report.next_step import NextStep, next_steps
-from abrun.report.planted import sensitivity_summary
 from abrun.verdict.verdict_file import VerdictFile
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
@@ -27,7 +27,7 @@ class Context:
     next_steps: list[NextStep]
     completions: ReportedCompletions | None
     has_recipe: bool  # in which what the report lacks can be asked for
-    planted_faults: str | None  # in a few words; None: without a recipe there can be none
+    injected_faults: str | None  # in a few words; None: without a recipe there can be none
 
 
 def make_context(experiment: Experiment, content: VerdictFile, command: str | None) -> Context:
@@ -39,7 +39,7 @@ def make_context(experiment: Experiment, content: VerdictFile, command: str | No
         next_steps=next_steps(experiment, content, command),
         completions=collect_completions(experiment),
         has_recipe=experiment.has_recipe,
-        planted_faults=sensitivity_summary(experiment, content.sensitivity),
+        injected_faults=sensitivity_summary(experiment, content.sensitivity),
     )
 
 

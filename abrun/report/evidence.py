@@ -11,8 +11,8 @@ from abrun.messages import sentence, sentences
 from abrun.messages.numbers import difference_text, interval_level_text
 from abrun.recorded.reference import ARM as REFERENCE
 from abrun.redaction import in_yaml
-from abrun.report.planted import caught_sentence
-from abrun.verdict.claims import PrimaryResult
+from abrun.report.injected import caught_sentence
+from abrun.verdict.claims import ClaimResult
 from abrun.verdict.decide import ArmSection
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
@@ -26,7 +26,7 @@ MAX_LEVELS = 2  # of an arm's claims; the page has all
 
 
 def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
-    """The evidence beside the primaries, a line each and arm."""
+    """The evidence beside the claims, a line each and arm."""
     for arm, section in content.arms.items():
         label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
         if label_prefix:
@@ -53,13 +53,14 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         savings = "; ".join(_saving_text(one) for one in arm_content.savings if "," not in one.quantity)
         if savings:
             yield f"{arm} / {content.baseline}", savings
-        looks = [look for look in section.looks if look.verdict]
-        if section.looks:
+        completed = [analysis for analysis in section.interim_analyses if analysis.verdict]
+        if section.interim_analyses:
             analyses_done = (
-                ", ".join(f"{look.num_pairs} pairs: {look.verdict}" for look in looks) or "none yet"
+                ", ".join(f"{analysis.num_pairs} pairs: {analysis.verdict}" for analysis in completed)
+                or "none yet"
             )
-            planned = ", ".join(str(look.num_pairs) for look in section.looks)
-            yield f"{label_prefix}looks", f"declared at {planned} pairs; taken: {analyses_done}"
+            planned = ", ".join(str(analysis.num_pairs) for analysis in section.interim_analyses)
+            yield f"{label_prefix}interim analyses", f"declared at {planned} pairs; taken: {analyses_done}"
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
     if content.not_tested:
@@ -79,8 +80,8 @@ def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
 
 
 def _pairs_text(section: ArmSection) -> str:
-    """Return how many pairs the verdict is over: with looks, those of the last one taken."""
-    if section.looks:
+    """Return how many pairs the verdict is over: with interim analyses, those of the last one taken."""
+    if section.interim_analyses:
         return f"{section.num_pairs} compared, of {section.num_planned_pairs} planned"
     return f"{section.num_pairs} of {section.num_planned_pairs} finished"
 
@@ -227,7 +228,7 @@ def _saving_text(saving: Saving) -> str:
 class Levels:
     """Levels of both arms in the window of a claim."""
 
-    claim: int  # its place among verdict.json's primaries
+    claim: int  # its place among verdict.json's claims
     arm: str
     where: str  # metric and steps
     means: str  # of both arms, with the reach of the interval
@@ -242,7 +243,7 @@ def claim_levels(content: VerdictFile) -> list[Levels]:
     """Of verdict.json's claims that have levels of both arms, in their order."""
     baseline = content.baseline
     claim_texts = []
-    for index, claim in enumerate(content.primaries):
+    for index, claim in enumerate(content.claims):
         means = _means_text(claim, baseline)
         if means:
             steps = f", steps {claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else ""
@@ -252,7 +253,7 @@ def claim_levels(content: VerdictFile) -> list[Levels]:
     return claim_texts
 
 
-def _means_text(claim: PrimaryResult, baseline: str) -> str | None:
+def _means_text(claim: ClaimResult, baseline: str) -> str | None:
     base, treatment, interval = (
         claim.estimate.baseline_mean,
         claim.estimate.treatment_mean,
@@ -275,7 +276,7 @@ def _means_text(claim: PrimaryResult, baseline: str) -> str | None:
     return f"{both} (geometric means), ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
 
 
-def _wider_interval_text(claim: PrimaryResult) -> str:
+def _wider_interval_text(claim: ClaimResult) -> str:
     """Say where the steps in which a metric moves make an interval wider than its differences do."""
     error, sds, sizes = claim.estimate.standard_error, [claim.estimate.sd_difference], [claim.claim.num_pairs]
     if claim.claim.num_runs:
@@ -288,12 +289,12 @@ def _wider_interval_text(claim: PrimaryResult) -> str:
     return ", which allows for the steps in which the metric moves" if is_wider else ""
 
 
-def _level_text(mean: float, claim: PrimaryResult) -> str:
+def _level_text(mean: float, claim: ClaimResult) -> str:
     with np.errstate(over="ignore"):
         return f"{np.exp(mean) + (claim.claim.transform == 'log_excess'):.4g}"
 
 
-def _margin_text(claim: PrimaryResult) -> str | None:
+def _margin_text(claim: ClaimResult) -> str | None:
     """What the margin is a share of; on the scale of logarithms it is a factor by itself."""
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
@@ -314,7 +315,7 @@ def _percent_text(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
-def _spread_text(claim: PrimaryResult) -> str | None:
+def _spread_text(claim: ClaimResult) -> str | None:
     baseline_sd, paired_sd, treatment_sd = (
         claim.estimate.baseline_sd,
         claim.estimate.sd_difference,

@@ -12,12 +12,12 @@ from abrun.errors import StoreError
 from abrun.experiment.plan import compare_hash
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.recorded.samples import samples_in
 from abrun.verdict.description import Description, claim_on, claimable
 from abrun.verdict.guards import Guard
-from abrun.verdict.results import PrimaryResult
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import no_signal
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.verdict_file import VerdictFile, values_of
@@ -59,8 +59,8 @@ class NextStepFacts:
         return [check for check in self.content.step_one if check.result == "fail"]
 
     @cached_property
-    def failed_claims(self) -> list[PrimaryResult]:
-        return [claim for claim in self.content.primaries if claim.result == "different"]
+    def failed_claims(self) -> list[ClaimResult]:
+        return [claim for claim in self.content.claims if claim.result == "different"]
 
     @property
     def has_engine_mismatch(self) -> bool:
@@ -94,12 +94,13 @@ class NextStepFacts:
 
     @cached_property
     def waiting_arms(self) -> set[str]:
-        """Arms with a declared look that is still to come."""
+        """Arms with a declared interim analysis that is still to come."""
         sections = self.content.arms.items()
         return {
             arm
             for arm, section in sections
-            if section.verdict == "INCONCLUSIVE" and any(look.verdict is None for look in section.looks)
+            if section.verdict == "INCONCLUSIVE"
+            and any(analysis.verdict is None for analysis in section.interim_analyses)
         }
 
     @cached_property
@@ -112,19 +113,19 @@ class NextStepFacts:
 
     @property
     def seeds_to_come(self) -> list[int]:
-        """Seeds that the next declared look of others' runs waits for."""
-        missing = next(n for n in self.experiment.compare.looks if n > len(self.treatment_seeds)) - len(
+        """Seeds that the next declared interim analysis of others' runs waits for."""
+        missing = next(n for n in self.experiment.compare.interim if n > len(self.treatment_seeds)) - len(
             self.treatment_seeds
         )
         return [*range(max(self.treatment_seeds) + 1, max(self.treatment_seeds) + 1 + missing)]
 
     @cached_property
     def has_untestable_claims(self) -> bool:
-        return any(claim.problem for claim in self.content.primaries)
+        return any(claim.problem for claim in self.content.claims)
 
     @cached_property
-    def undecided_claims(self) -> list[PrimaryResult]:
-        claims = [claim for claim in self.content.primaries if claim.result == "undecided"]
+    def undecided_claims(self) -> list[ClaimResult]:
+        claims = [claim for claim in self.content.claims if claim.result == "undecided"]
         return claims if self.launched else [claim for claim in claims if claim.estimate.interval]
 
     @cached_property
@@ -193,7 +194,7 @@ class NextStepFacts:
     @cached_property
     def nothing_shown(self) -> Reason | None:
         """Why launched runs without a claim could have shown nothing of their reward."""
-        if self.content.primaries:
+        if self.content.claims:
             return None
         sides = self.experiment.sides(self.experiment.treatments[0]).finished
         return no_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
@@ -237,16 +238,16 @@ class NextStepFacts:
         return Code.PAIRS_DECIDE(count=self.num_pairs_to_claim, paired=description.paired, if_differing=None)
 
     @cached_property
-    def testable_claims(self) -> list[Primary]:
+    def testable_claims(self) -> list[Claim]:
         """The claims that these runs can show."""
         untestable = {
-            (claim.claim.metric, claim.claim.window) for claim in self.content.primaries if claim.problem
+            (claim.claim.metric, claim.claim.window) for claim in self.content.claims if claim.problem
         }
-        declared = self.experiment.compare.primary
+        declared = self.experiment.compare.claims
         return [claim for claim in declared if (claim.metric, claim.window) not in untestable]
 
     @cached_property
-    def replacement_claims(self) -> list[Primary]:
+    def replacement_claims(self) -> list[Claim]:
         """Claims in the place of those that these runs cannot show, however many seeds there are."""
         if not self.has_untestable_claims:
             return []
@@ -291,7 +292,7 @@ class NextStepFacts:
     @property
     def is_claim_unrecorded(self) -> bool:
         missing = values_of(self.content, Code.METRIC_MISSING)
-        return not self.regression and any(values["role"] == "primary" for values in missing)
+        return not self.regression and any(values["role"] == "claim" for values in missing)
 
     @cached_property
     def suggested_aliases(self) -> dict[str, str]:
@@ -300,7 +301,7 @@ class NextStepFacts:
         if not runs:
             return {}
         config, recorded = runs[0].config or {}, runs[0].metrics
-        metrics = dict.fromkeys(claim.metric for claim in self.experiment.compare.primary)
+        metrics = dict.fromkeys(claim.metric for claim in self.experiment.compare.claims)
         aliases = {metric: config.get(f"trainer.aliases.{metric}") for metric in metrics}
         wrong_aliases = {
             metric: str(logged_name)
@@ -316,7 +317,7 @@ def _closest_name(name: str, recorded: Sequence[str]) -> str:
     return (difflib.get_close_matches(name, recorded, 1) or ["NAME"])[0]
 
 
-def _is_beyond_margin(claim: PrimaryResult) -> bool:
+def _is_beyond_margin(claim: ClaimResult) -> bool:
     """Return whether a difference was detected, and the observed one is no smaller than the margin."""
     estimate, margin = claim.estimate, claim.claim.margin
     if estimate.interval is None or estimate.mean_difference is None or margin is None:

@@ -83,7 +83,7 @@ def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
             return MISMATCH if facts.launched else MISMATCH_OF_OTHERS
         case "INVALID":
             return INVALID if facts.launched else INVALID_OF_OTHERS
-    is_claimed = bool(facts.content.primaries)
+    is_claimed = bool(facts.content.claims)
     if facts.regression:
         return OPEN_WITH_REFERENCE
     if facts.launched:
@@ -97,8 +97,8 @@ COMPARE = "abrun compare RUNS"
 STEP_ONE_OPEN = NextStepRule(
     lambda f: f.arms_with_open_checks, Code.REPEAT_IN_FLOAT32, f"{COMPARE} --no-step-one"
 )
-LOOK_TO_COME = NextStepRule(
-    lambda f: f.waiting_arms, Code.TRAIN_FOR_LOOK, commands.at_next_look, is_final=True
+INTERIM_TO_COME = NextStepRule(
+    lambda f: f.waiting_arms, Code.TRAIN_FOR_INTERIM, commands.at_next_analysis, is_final=True
 )
 CONFIRM = NextStepRule(lambda f: True, Code.CONFIRM_ON_FRESH_SEEDS, commands.run_fresh_seeds)
 CANNOT_SHOW = NextStepRule(lambda f: f.has_untestable_claims, Code.MEND_REASONS, COMPARE, is_final=True)
@@ -111,8 +111,8 @@ OTHER_CLAIMS = NextStepRule(
 MATCH = (
     NextStepRule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.run_fresh_seeds),
     NextStepRule(
-        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_plant,
-        Code.PLANT_FAULTS,
+        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
+        Code.INJECT_FAULTS,
         "abrun sensitivity RECIPE",
     ),
     NextStepRule(
@@ -159,7 +159,7 @@ OPEN = (  # of INCONCLUSIVE
     ),
     NextStepRule(
         lambda f: f.waiting_arms - f.arms_with_open_checks,
-        Code.FINISH_LOOK,
+        Code.FINISH_INTERIM_PAIRS,
         commands.resume_launch,
         is_final=True,
     ),
@@ -194,7 +194,7 @@ UNCLAIMED = (  # which no number of seeds decides
     NextStepRule(
         lambda f: not f.claimable,
         Code.DECLARE_METRIC,
-        "abrun plan RECIPE --set 'compare.primary=[{metric: METRIC, margin: MARGIN}]'",
+        "abrun plan RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
         is_final=True,
     ),
     NextStepRule(lambda f: f.is_claim_decidable, Code.DECLARE_MARGIN, commands.run_fresh_seeds_with_claim),
@@ -203,9 +203,9 @@ UNCLAIMED = (  # which no number of seeds decides
 OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
     STEP_ONE_OPEN,
     NextStepRule(
-        lambda f: not f.content.primaries,
+        lambda f: not f.content.claims,
         Code.CLAIM_AGAINST_REFERENCE,
-        f"{COMPARE} --primary METRIC:WINDOW:MARGIN",
+        f"{COMPARE} --claim METRIC:WINDOW:MARGIN",
         is_final=True,
     ),
     NextStepRule(
@@ -222,16 +222,16 @@ OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
 )
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
-    LOOK_TO_COME,
+    INTERIM_TO_COME,
     NextStepRule(
-        lambda f: not f.content.primaries and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
+        lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
     ),
-    NextStepRule(lambda f: not (f.content.primaries or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
+    NextStepRule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
     NextStepRule(lambda f: max(f.content.descriptions[0].num_runs) == 1, Code.TRAIN_TWO_EACH, COMPARE),
 )
 UNCLAIMED_OF_OTHERS = (
     STEP_ONE_OPEN,
-    LOOK_TO_COME,
+    INTERIM_TO_COME,
     NextStepRule(
         lambda f: any(run.unread for run in f.experiment.runs.values()),
         Code.MEND_REASONS,
@@ -243,7 +243,7 @@ UNCLAIMED_OF_OTHERS = (
 OPEN_OF_OTHERS = (  # fresh runs are judged alone: a test that is repeated on the same runs errs more
     STEP_ONE_OPEN,
     OTHER_CLAIMS,
-    LOOK_TO_COME,
+    INTERIM_TO_COME,
     CANNOT_SHOW,
     NextStepRule(
         lambda f: not f.undecided_claims, Code.FRESH_SEEDS_DECIDE, commands.run_fresh_seeds, is_final=True

@@ -17,7 +17,7 @@ from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import difference
 from abrun.stats.series import Array, Steps
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.verdict.summaries import comparable, reduced
 
@@ -102,7 +102,7 @@ class Panel:
     differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
 
 
-def make_panel(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Panel:
+def make_panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
     """The description of one metric; `claims` are those about it."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
@@ -157,7 +157,7 @@ def _make_line(run: RecordedRun, steps: Steps, values: Array) -> SeriesLine:
 
 
 def _make_differences(
-    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]
+    experiment: Experiment, metric: str, claims: Sequence[ClaimResult]
 ) -> Iterator[Difference]:
     arm_transforms: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
@@ -179,7 +179,7 @@ def _make_difference(
     arm: str,
     index: int,
     transform: Transform,
-    claims: Sequence[PrimaryResult],
+    claims: Sequence[ClaimResult],
 ) -> Difference:
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
@@ -248,7 +248,7 @@ def _make_windows(
         yield Window(steps=ends, pairs=differences, interval=finite_interval)
 
 
-def _make_claim_panel(claim: PrimaryResult) -> ClaimPanel | None:
+def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
     """None where there is no margin zone to draw."""
     if not claim.claim.steps or claim.claim.margin is None:
         return None

@@ -45,9 +45,9 @@ def fill_placeholders(command: str, experiment: Experiment, words: Sequence[str]
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
     replaced_options = [
-        option for option in ("--seeds", "--primary", "--step-column") if f" {option} " in command
+        option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command
     ]
-    replaced_options += ["--looks"] * (" --seeds " in command)  # of other runs
+    replaced_options += ["--interim"] * (" --seeds " in command)  # of other runs
     _, options = _split_options(options, replaced_options)
     if command.startswith("abrun freeze"):
         sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]

@@ -11,15 +11,15 @@ from rich.text import Text
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
-from abrun.recipe.claims import Compare, Primary, claim_text
+from abrun.recipe.claims import Claim, Compare, claim_text
 from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened, shown_tree
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
-from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.claims import judge_primary
+from abrun.stats.sequential import interim_levels
+from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolved_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
@@ -29,12 +29,12 @@ COMPARE_NOTE = "abrun compare takes the sd as measured"
 
 
 @np.errstate(all="ignore")
-def measure_spread(experiment: Experiment, claim: Primary, *, paired: bool = True) -> Spread | None:
+def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     grid = experiment.steps_of(claim.metric)
     results = [
-        judge_primary(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
+        judge_equivalence(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
     measured_results = [result for result in results if result.estimate.sd_difference is not None]
@@ -92,7 +92,7 @@ def _steps_text(steps: tuple[int, int] | None) -> str:
 class PlannedClaim:
     """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
 
-    claim: Primary
+    claim: Claim
     spread: Spread | None
     power: ClaimPower | None
 
@@ -101,7 +101,7 @@ def _plan_claims(
     compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[PlannedClaim]:
     alpha = _alpha_levels(compare)[-1]
-    for claim in compare.primary:
+    for claim in compare.claims:
         spread = (
             _claim_spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         )
@@ -111,25 +111,25 @@ def _plan_claims(
 
 
 def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the level of a match at each look; without looks, the whole."""
-    return levels_of_looks(compare.looks, ALPHA, compare.looks_spending) or [ALPHA]
+    """Return the level of a match at each interim analysis; without any, the whole."""
+    return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
 
 
 def _level_text(compare: Compare) -> str:
     levels = [f"{level:.3g}" for level in _alpha_levels(compare)]
-    if compare.looks_spending == "equal":
+    if compare.alpha_spending == "equal":
         return f"each tests at level {levels[0]}"
     return f"they test at levels {', '.join(levels)} (the table: at the last)"
 
 
-def _looks_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[str]:
-    looks, levels = ", ".join(map(str, compare.looks)), _alpha_levels(compare)
-    yield f"Looks at {looks} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[str]:
+    counts, levels = ", ".join(map(str, compare.interim)), _alpha_levels(compare)
+    yield f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {ALPHA:g}."
     for plan in plans:
         if plan.power:
-            pairs, chance = plan.power.of_looks(compare.looks, levels)
+            pairs, chance = plan.power.expected_with_interim(compare.interim, levels)
             stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-            yield f"  {plan.claim.metric}: {stopped}; P(match at some look) {chance:.0%}"
+            yield f"  {plan.claim.metric}: {stopped}; P(match at any of them) {chance:.0%}"
 
 
 def render_plan(
@@ -147,15 +147,15 @@ def render_plan(
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
     the command that plans without it.
     """
-    if not compare.primary:
+    if not compare.claims:
         return Text(
-            f"{name}: no claim declared (compare.primary): step one and the guards alone will be judged"
+            f"{name}: no claim declared (compare.claims): step one and the guards alone will be judged"
         )
     unit = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {unit} planned", style="bold"), Text("")]
     plans = list(_plan_claims(compare, earlier, sigma, correlation))
     powers = [plan.power for plan in plans if plan.power]
-    counts, rows = sorted({*COUNTS, num_pairs, *compare.looks}), []
+    counts, rows = sorted({*COUNTS, num_pairs, *compare.interim}), []
     for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
         if claim.margin is None:
@@ -177,8 +177,8 @@ def render_plan(
         lines.append(
             Text(f"All {len(powers)} claims must pass: at least {min_power:.0%} with {num_pairs} {unit}.")
         )
-    if compare.looks:
-        lines += map(Text, _looks_lines(compare, plans))
+    if compare.interim:
+        lines += map(Text, _interim_lines(compare, plans))
     if compare.paired and any(plan.claim.margin is not None and plan.power is None for plan in plans):
         lines += [Text(""), *_sigma_margins_table()]
     return Group(*lines)
@@ -194,7 +194,7 @@ def plan_json(
     correlation: float | None = None,
 ) -> dict[str, Any]:
     """The same for machines; what is not known, or cannot be planned, is None."""
-    counts = sorted({*COUNTS, num_pairs, *compare.looks})
+    counts = sorted({*COUNTS, num_pairs, *compare.interim})
     claims = []
     for plan in _plan_claims(compare, earlier, sigma, correlation):
         claim, spread, power = plan.claim, plan.spread, plan.power
@@ -213,7 +213,7 @@ def plan_json(
     return {
         "recipe": name,
         "num_pairs": num_pairs,
-        "looks": list(compare.looks),
+        "interim": list(compare.interim),
         "alpha": _alpha_levels(compare)[-1],
         "levels": _alpha_levels(compare),
         "claims": claims,
@@ -221,7 +221,7 @@ def plan_json(
 
 
 def _claim_spread(
-    claim: Primary,
+    claim: Claim,
     compare: Compare,
     earlier: Experiment | None,
     sigma: float | None,
@@ -235,7 +235,7 @@ def _claim_spread(
 
 
 def _spread_text(
-    spread: Spread | None, claim: Primary, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
@@ -251,7 +251,7 @@ def _spread_text(
         return f"{earlier.name} has not measured its sigma over seeds; assume one: {assuming}"
     if spread is None:
         return (
-            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.primary.0.sigma"
+            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
         )
     sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
     difference = f"sd of a difference {spread.sd_difference:.3g}"

@@ -13,7 +13,7 @@ from abrun.present.figures import COLORS, add_legend_below, shorten
 from abrun.recorded.experiment import Experiment
 from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
 from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, make_panel
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 
 WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
 LEGEND_COLUMN_CHARS = 54  # characters that leave room for a second column
@@ -21,7 +21,7 @@ LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 
 
-def draw_metric(experiment: Experiment, metric: str, claims: Sequence[PrimaryResult]) -> Figure | None:
+def draw_metric(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
@@ -52,7 +52,7 @@ def _sample_size_text(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def draw_forest(experiment: Experiment, claims: Sequence[PrimaryResult]) -> Figure | None:
+def draw_forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
     bounded_claims = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     bounded_claims = [

@@ -33,7 +33,7 @@ from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC, share_new_folder
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.description import Description
-from abrun.verdict.results import PrimaryResult
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 if TYPE_CHECKING:
@@ -115,16 +115,14 @@ def choose_report_folder(experiment: Experiment) -> Path:
 def _draw_claims(
     experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    if not content.primaries:
+    if not content.claims:
         return
     from abrun.report import plots  # half a second
 
     with figure_style():
-        yield from _save_figure(
-            plots.draw_forest(experiment, content.primaries), output / CLAIMS_FIGURE, images
-        )
-    for stem, metric in unique_slugs(claim.claim.metric for claim in content.primaries).items():
-        metric_claims = [claim for claim in content.primaries if claim.claim.metric == metric]
+        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+    for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
+        metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
         with figure_style():
             yield from _save_figure(
                 plots.draw_metric(experiment, metric, metric_claims), output / stem, images
@@ -191,8 +189,8 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
 def _make_tables(content: VerdictFile) -> list[Table]:
     """Return the claims' table and the descriptions', each only if it has rows."""
     has_several_arms, tables = len(content.arms) > 1, []
-    if content.primaries:
-        rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.primaries]
+    if content.claims:
+        rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
     if content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
@@ -213,7 +211,7 @@ def _comparison_note(content: VerdictFile) -> str:
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
-    alphas = [claim.claim.alpha for claim in content.primaries if claim.claim.test != "exact"]
+    alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
     text = f"differences are {roles[0]} minus {roles[1]}"
     if not alphas:
         return text
@@ -279,9 +277,9 @@ def _headline(content: VerdictFile) -> str:
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = interval_level_text(max(claim.claim.alpha for claim in content.primaries))
+    level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
     unit = "pairs" if content.paired else "runs"
-    tests = {claim.claim.test for claim in content.primaries if claim.claim.test != "exact"}
+    tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
@@ -289,7 +287,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     return ["metric", "steps", unit, heading, "margin", "certified bound", "result"]
 
 
-def claim_cells(claim: PrimaryResult) -> list[str]:
+def claim_cells(claim: ClaimResult) -> list[str]:
     steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
     difference = "-"
     if claim.estimate.interval and claim.estimate.mean_difference is not None:
@@ -319,7 +317,7 @@ def claim_cells(claim: PrimaryResult) -> list[str]:
     return [metric, steps, sample_size, difference, claim.claim.margin_text, bound, outcome_text(claim)]
 
 
-def outcome_text(claim: PrimaryResult) -> str:
+def outcome_text(claim: ClaimResult) -> str:
     """A claim's result in the words of its kind: a limit is broken, and not different."""
     failed_texts = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
     return failed_texts.get(claim.claim.test, claim.result) if claim.result == "different" else claim.result

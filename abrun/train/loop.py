@@ -133,12 +133,12 @@ class Requests:
 
 
 def make_algorithm(setup: Setup) -> Algorithm:
-    """The algorithm that the recipe names, with the fault that it plants; the others are not imported."""
+    """The algorithm that the recipe names, with the fault that it injects; the others are not imported."""
     algorithm = _algorithm_of(setup)
-    if setup.config.planted_fault is not None:
-        from abrun.train.faults import plant
+    if setup.config.injected_fault is not None:
+        from abrun.train.faults import inject
 
-        plant(setup, algorithm)
+        inject(setup, algorithm)
     return algorithm
 
 

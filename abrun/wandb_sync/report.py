@@ -56,7 +56,7 @@ def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
         "reasons": "; ".join(sentences(verdict.reasons)),
         "num_pairs": verdict.num_pairs,
     }
-    for claim in verdict.primaries:
+    for claim in verdict.claims:
         estimate = claim.estimate
         values = {
             "result": claim.result,

@@ -174,12 +174,12 @@ def verdict_lines(verdict: VerdictFile) -> Iterator[str]:
     for arm, section in verdict.arms.items():
         reason = section.reasons[0] if section.reasons else ""
         yield f"{arm} {section.verdict} ({section.num_pairs} pairs) {reason}"
-    for claim in verdict.primaries:
+    for claim in verdict.claims:
         bound = claim.estimate.certified_bound or claim.estimate.limited_interval
         yield f"{claim.arm} {claim.claim.metric} {claim.result}, {claim.claim.margin_text}, bound {bound}"
     for fault in verdict.sensitivity.faults if verdict.sensitivity else ():
         at = f"{fault.caught_by} {fault.metric or ''}"
-        yield f"planted {fault.fault}: {fault.verdict} by {at}, {fault.figures}"
+        yield f"injected {fault.fault}: {fault.verdict} by {at}, {fault.figures}"
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
             "cluster": {"gpus_per_node": int(device == "cuda")},
             "arms": {"baseline": {}, "compiled": {"policy.compile": True}},
             "seeds": seeds,
-            "compare": {"primary": []},
+            "compare": {"claims": []},
         },
         "bench_starts",
     )

@@ -26,7 +26,7 @@ from abrun.memory.sweep import Variant
 from abrun.messages import sentence
 from abrun.processes import Awake, below, processes_of
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Compare, parse_primary
+from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LAUNCHERS
@@ -151,9 +151,9 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, sna
     assert launch(tmp_path, *chosen, "trainer.parameters.behaviour=text", "steps=10").exit_code == 0
     directory = tmp_path / "foreign"
     arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
-    claim = Compare(primary=[parse_primary("train/reward:last 40%:0.05")])
+    claim = Compare(claims=[parse_claim("train/reward:last 40%:0.05")])
     for experiment in (load_experiment(directory), open_sources(arms, Reading())):
-        reasons = invalid_reasons(experiment, "treatment", 3, claim.primary)
+        reasons = invalid_reasons(experiment, "treatment", 3, claim.claims)
         assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))
 
@@ -474,11 +474,11 @@ def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
 def test_a_finished_command_whose_rows_are_lost_is_run_again(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
-    assert launch(tmp_path, "seeds=[0]", "steps=3", "compare.primary=[]").exit_code == 0
+    assert launch(tmp_path, "seeds=[0]", "steps=3", "compare.claims=[]").exit_code == 0
     directory = tmp_path / "foreign" / "treatment" / "seed-0"
     before = RunDir(directory).metrics()["train/reward"]
     spoil(directory / "metrics.jsonl")
-    plan = plan_of("seeds=[0]", "steps=3", "compare.primary=[]")
+    plan = plan_of("seeds=[0]", "steps=3", "compare.claims=[]")
     assert run_to_end(plan, tmp_path, resume=True).exit_code == 0
     after = RunDir(directory).metrics()["train/reward"]
     assert after.steps.tolist() == [1, 2, 3] and after.values.tolist() == before.values.tolist()

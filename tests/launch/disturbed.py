@@ -22,7 +22,7 @@ SHORT = (
     "seeds=[0]",
     "warm_start=null",
     "controls.aa_reruns=0",
-    "compare.primary=[]",
+    "compare.claims=[]",
     "checkpoint.every=5",
     "algorithm.prompts_per_step=8",
 )

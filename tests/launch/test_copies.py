@@ -80,7 +80,7 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
 ) -> None:
     monkeypatch.setattr(local, "FEWEST_LATER", 1)
     small = ("algorithm.prompts_per_step=4", "steps=2", "seeds=[0]")
-    overrides = ("cluster.cpu_ranks=2", *small, "compare.primary=[]")
+    overrides = ("cluster.cpu_ranks=2", *small, "compare.claims=[]")
     assert launch(tmp_path / "copies", *overrides, launcher="local").exit_code == 0
     pids = {
         one.pid
@@ -158,7 +158,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
 
     base = ("abrun.train.__main__", "abrun.train.loop", "abrun.train.grpo", "abrun.backends.dtensor")
     assert expected() == [(base, "")]
-    assert expected("seeds=[0]", "compare.primary=[]") == []
+    assert expected("seeds=[0]", "compare.claims=[]") == []
     odd = "arms={baseline: {}, treatment: {trainer.env: {ODD: odd}, policy.compile: true}}"
     assert expected(odd) == []
     compiled = (*base, "torch._inductor.compile_fx")

@@ -251,7 +251,7 @@ def test_a_launcher_killed_before_any_of_its_writes(
     tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the experiment's first file to its end, whose order a random moment would rarely meet."""
-    recipe = (OWN[0], ("compare.primary=[]", ONE_RUN, "steps=3"))
+    recipe = (OWN[0], ("compare.claims=[]", ONE_RUN, "steps=3"))
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": 0.01}))
     every = max(1, 200 // ROUNDS)
     last, seen = 1 + SEED % every, set[str]()
@@ -315,7 +315,7 @@ def rounds_of_layout(
 ) -> tuple[tuple[Path, tuple[str, ...]], dict[str, np.ndarray]]:
     """A short recipe of that layout, and the metrics of a launch that nothing disturbs."""
     settings = (
-        "compare.primary=[]",
+        "compare.claims=[]",
         ONE_RUN,
         "algorithm.prompts_per_step=4",
         "algorithm.entropy_coefficient=0.05",  # gradients that are not 0, whatever the rewards

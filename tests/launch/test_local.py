@@ -630,7 +630,7 @@ def test_resume_takes_added_seeds_arms_and_reruns(tmp_path: Path) -> None:
     declared = open_experiment(tmp_path / "small")["compare_sha256"]
     more = ["seeds=[0, 1, 2]", "arms.other.steps=2", "controls.aa_reruns=1"]
     outcome = launch(
-        tmp_path, *more, "compare.primary=[{metric: train/reward, margin: 9}]", resume=True, jobs=4
+        tmp_path, *more, "compare.claims=[{metric: train/reward, margin: 9}]", resume=True, jobs=4
     )
     assert outcome.exit_code == 0 and len(outcome.statuses) == 10
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1
@@ -813,7 +813,7 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    outcome = launch(tmp_path, "steps=1000", "seeds=[0, 1]", "compare.primary=[]", jobs=2, tick=tick)
+    outcome = launch(tmp_path, "steps=1000", "seeds=[0, 1]", "compare.claims=[]", jobs=2, tick=tick)
     assert outcome.stopped_by == signal.SIGTERM
     (failed,) = launches_of(tmp_path / "small", "baseline/seed-0")
     assert (failed.exit_code, failed.signal) == (None, "SIGKILL")

@@ -99,7 +99,7 @@ def test_the_own_trainer_runs_in_a_folder_of_shadows(tmp_path: Path, jobs: str) 
     (tmp_path / "my_verifier.py").write_text("def judge(prompt, completion, answer):\n    return 0.5\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
     task = "task={type: jsonl, path: prompts.jsonl, verifier: 'my_verifier:judge'}"
-    settings = ["steps=2", "seeds=[0, 1]", "compare.primary=[]", task]
+    settings = ["steps=2", "seeds=[0, 1]", "compare.claims=[]", task]
     launch(tmp_path, str(SMALL), "--jobs", jobs, *(word for text in settings for word in ("--set", text)))
     run = RunDir(tmp_path / "runs" / "small" / "baseline" / "seed-1")
     assert [row["train/reward"] for row in run.rows().read()] == [0.5] * 2

@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
         "steps": 10,
         "arms": {"baseline": {}, "treatment": {"trainer.parameters.step_s": 0.051}},
         "seeds": [0, 1],
-        "compare": {"primary": [{"metric": "reward", "window": "last 20%", "margin": 0.05}]},
+        "compare": {"claims": [{"metric": "reward", "window": "last 20%", "margin": 0.05}]},
     }
     path = tmp_path / "tiny.yaml"
     path.write_text(json.dumps(content))

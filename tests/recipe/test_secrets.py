@@ -40,7 +40,7 @@ trainer:
 steps: 2
 arms: {baseline: {}, treatment: {trainer.env.MODE: other}}
 seeds: [0]
-compare: {primary: []}
+compare: {claims: []}
 """
 
 

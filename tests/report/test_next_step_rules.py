@@ -17,10 +17,10 @@ RULES = {
     for name, rules in vars(next_step).items()
     if isinstance(rules, tuple) and isinstance(rules[0], NextStepRule)
 }
-CONTENT = {"post_hoc": False, "sensitivity": None, "primaries": ["claim"], "descriptions": []}
+CONTENT = {"post_hoc": False, "sensitivity": None, "claims": ["claim"], "descriptions": []}
 OTHERS = {"launched": False}
 REFERENCE = {"regression": True}
-UNCLAIMED = {"content.primaries": []}
+UNCLAIMED = {"content.claims": []}
 DESCRIBED = {"content.descriptions": [SimpleNamespace(num_runs=(1, 1))]}
 SEVERAL = {"content.descriptions": [SimpleNamespace(num_runs=(2, 1))]}
 UNDECIDED = {"undecided_claims": ["claim"]}
@@ -37,7 +37,7 @@ def facts(verdict, known) -> Any:
     """Facts of a launched and claimed experiment of which nothing else is known but `known`."""
     content = CONTENT | {"verdict": verdict}
     experiment = {
-        "can_plant": False,
+        "can_inject": False,
         "versions_follow_arms": False,
         "compare": SimpleNamespace(step_one=True),
         "runs": {},
@@ -57,11 +57,11 @@ CASES = {
     "MATCH, unpaired": ({"paired": False}, ""),
     "MATCH, declared and unpaired": ({"paired": False, "is_declared": True}, "FREEZE_RUNS"),
     "MATCH, post hoc": ({"content.post_hoc": True}, "TEST_ON_FRESH_SEEDS FREEZE_RUNS"),
-    "MATCH, post hoc, can plant": (
-        {"content.post_hoc": True, "experiment.can_plant": True},
+    "MATCH, post hoc, can inject": (
+        {"content.post_hoc": True, "experiment.can_inject": True},
         "TEST_ON_FRESH_SEEDS FREEZE_RUNS",
     ),
-    "MATCH, can plant": ({"experiment.can_plant": True}, "PLANT_FAULTS FREEZE_RUNS"),
+    "MATCH, can inject": ({"experiment.can_inject": True}, "INJECT_FAULTS FREEZE_RUNS"),
     "MATCH, with a reference": (REFERENCE, "LAUNCH_NEXT_CHANGE"),
     "MATCH, of others, with a reference": (OTHERS | REFERENCE, "COMPARE_NEXT_CHANGE"),
     "MISMATCH": ({}, "CONFIRM_ON_FRESH_SEEDS"),
@@ -87,7 +87,7 @@ CASES = {
     ),
     "INCONCLUSIVE": ({}, "TELL_FROM_CHANCE"),
     "INCONCLUSIVE, one run each": (DESCRIBED | DECIDABLE, "TRAIN_THREE_SEEDS"),
-    "INCONCLUSIVE, a look to come": (LOOK | UNTESTABLE, "FINISH_LOOK"),
+    "INCONCLUSIVE, a look to come": (LOOK | UNTESTABLE, "FINISH_INTERIM_PAIRS"),
     "INCONCLUSIVE, a look that step one leaves open": (
         LOOK | OPEN_STEP | {"is_float32_conclusive": True},
         "RUN_IN_FLOAT32 DECLARE_ROUNDING",
@@ -121,14 +121,14 @@ CASES = {
         "REPEAT_IN_FLOAT32 CLAIM_ALIKE TRAIN_TWO_EACH",
     ),
     "INCONCLUSIVE, of others, nothing claimable": (OTHERS | UNCLAIMED | SEVERAL, "LOG_OR_TRAIN_LONGER"),
-    "INCONCLUSIVE, of others, one run each and a look": (OTHERS | DESCRIBED | LOOK, "TRAIN_FOR_LOOK"),
+    "INCONCLUSIVE, of others, one run each and a look": (OTHERS | DESCRIBED | LOOK, "TRAIN_FOR_INTERIM"),
     "INCONCLUSIVE, of others, no shared metric": (
         OTHERS | UNCLAIMED | OPEN_STEP,
         "REPEAT_IN_FLOAT32 NAME_METRICS",
     ),
     "INCONCLUSIVE, of others, no shared metric, and a look": (
         OTHERS | UNCLAIMED | LOOK,
-        "TRAIN_FOR_LOOK",
+        "TRAIN_FOR_INTERIM",
     ),
     "INCONCLUSIVE, of others, unreadable values": (
         OTHERS | UNCLAIMED | {"experiment.runs": {"run": SimpleNamespace(unread={"reward": "line 3"})}},
@@ -142,7 +142,7 @@ CASES = {
         OTHERS | UNTESTABLE | OTHER | DECIDABLE,
         "CLAIM_WHAT_SHOWS MEND_REASONS",
     ),
-    "INCONCLUSIVE, of others, a look to come": (OTHERS | LOOK | UNDECIDED, "TRAIN_FOR_LOOK"),
+    "INCONCLUSIVE, of others, a look to come": (OTHERS | LOOK | UNDECIDED, "TRAIN_FOR_INTERIM"),
     "INCONCLUSIVE, of others, beyond the margin": (
         OTHERS | UNDECIDED | {"is_beyond_margin": True},
         "CONFIRM_DIFFERENCE",

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, with_options
 from abrun.report.page import render_page
 from tests.report.test_page import experiment, hostile_page, learning
@@ -341,7 +341,7 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         environment=None,
         levels=[],
         has_recipe=True,
-        planted_faults=None,
+        injected_faults=None,
         next_steps=[],
         completions=found,
     )
@@ -435,7 +435,7 @@ def hostile_experiment():
 def pages_of_reports(folder):
     """report.html, report.md as a page, and every SVG of a report whose names are hostile."""
     compared = compare(
-        with_options(hostile_experiment(), [Primary(metric=metric, margin=0.05) for metric in SCRIPTED]),
+        with_options(hostile_experiment(), [Claim(metric=metric, margin=0.05) for metric in SCRIPTED]),
         output=folder,
     )
     for path in compared.files:

@@ -176,7 +176,7 @@ def test_entropy_coefficient_raises_entropy(tmp_path: Path, warm_weights: Path, 
     assert entropy["0.5"][4] > entropy["0.5"][0]
 
 
-def test_the_planted_fault_flips_every_second_position(
+def test_the_injected_fault_flips_every_second_position(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
@@ -189,7 +189,7 @@ def test_the_planted_fault_flips_every_second_position(
     monkeypatch.setattr(policy_objective, "clipped_policy_loss", spy)
     right = train_with(tmp_path / "right", warm_weights, "steps=1")[1]
     of_right, seen = seen, []
-    wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "planted_fault=flipped_advantages")[1]
+    wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "injected_fault=flipped_advantages")[1]
     assert len(of_right) == len(seen) > 0
     for right_advantages, wrong_advantages in zip(of_right, seen, strict=True):
         assert torch.equal(wrong_advantages[:, 1::2], right_advantages[:, 1::2])

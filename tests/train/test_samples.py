@@ -57,7 +57,7 @@ def test_keeping_them_changes_no_number(tmp_path: Path, warm_weights: Path, grou
     without = trained(tmp_path / "without", warm_weights, "keep_samples=null")
     assert metric_values(run.path) == metric_values(without.path)
     assert not (without.path / layout.SAMPLES).exists()
-    wrong = trained(tmp_path / "wrong", warm_weights, "planted_fault=labels_off_by_one")
+    wrong = trained(tmp_path / "wrong", warm_weights, "injected_fault=labels_off_by_one")
     both = side_by_side(run.samples(), wrong.samples())
     assert [one.prompt for one in both[:2]] == [one.prompt for one in run.samples()[1]]
     assert all(one.left and one.right and one.left.text == one.right.text for one in both[:2])

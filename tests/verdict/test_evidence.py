@@ -16,7 +16,7 @@ from abrun.stats.power import power_at
 from abrun.verdict.claims import with_holm, with_statistics
 from abrun.verdict.decide import decide
 from abrun.verdict.guards import Guard
-from abrun.verdict.results import Claim, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms
 from abrun.verdict.step_one import StepOne, factor_of_maxima
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
@@ -189,20 +189,20 @@ def test_one_pair_neither_hides_what_is_raised_nor_is_it(simulated, judged, rais
 
 
 def test_what_is_open_at_a_look_is_so_by_its_own_pairs(simulated, judged):
-    compare = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [2, 5]}
+    compare = {"claims": [{"metric": "train/reward", "margin": 0.02}], "interim": [2, 5]}
     for raised in ((0, 1), (2, 3, 4)):
         experiment_dir = simulated(**BF16, compare=compare)
         for seed in range(5):
             edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
             value = 1.8e-3 if seed in raised else 2e-4
             edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, value))
-        verdicts = [look.verdict for look in judged(experiment_dir).arms[0].looks]
+        verdicts = [look.verdict for look in judged(experiment_dir).arms[0].interim_analyses]
         assert verdicts == (["INCONCLUSIVE", "MATCH"] if 0 in raised else ["MATCH", None])
 
 
 def test_a_tolerance_of_one_metric_alone(simulated, judged):
     claim, tolerance = {"metric": "train/reward", "margin": 0.02}, {GEN_KL_ERROR: 0.05}
-    compare = {"primary": [claim], "step_one_tolerance": tolerance}
+    compare = {"claims": [claim], "step_one_tolerance": tolerance}
     experiment_dir = simulated(**BF16, seeds=[0, 1, 2], compare=compare)
     for seed in range(3):
         edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
@@ -343,7 +343,7 @@ STEP_ONE = StepOne(
 
 
 def claim(name="train/reward", margin=1.0):
-    tested = Claim(
+    tested = ClaimTerms(
         metric=name,
         window="all",
         steps=(1, 40),
@@ -360,7 +360,7 @@ def claim(name="train/reward", margin=1.0):
         num_pairs=6,
         seeds=tuple(range(6)),
     )
-    return PrimaryResult(arm="treatment", claim=tested)
+    return ClaimResult(arm="treatment", claim=tested)
 
 
 def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):

@@ -22,7 +22,7 @@ from abrun.recorded.experiment import Experiment
 from abrun.report.context import Context
 from abrun.report.page import charts
 from abrun.report.panels import memory_peaks
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
@@ -53,7 +53,7 @@ def render_page(experiment: Experiment, content: VerdictFile, context: Context |
 
 def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context | None) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
-    claims = content.primaries
+    claims = content.claims
     recorded = dict.fromkeys(experiment.metrics())
     claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
@@ -90,7 +90,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context 
 
 
 def _chart_blocks(
-    experiment: Experiment, claims: Sequence[PrimaryResult], metrics: Sequence[str], max_bytes: int
+    experiment: Experiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
 ) -> list[str]:
     """Return the charts of the first metrics, as many as `max_bytes` hold."""
     blocks: list[str] = []

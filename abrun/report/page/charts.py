@@ -16,7 +16,7 @@ from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.report.buckets import NUM_BUCKETS, bucket_extremes, bucket_indices, bucket_means, bucket_steps
 from abrun.report.panels import Curve, Difference, Panel, make_panel
 from abrun.stats.series import Array, Steps
-from abrun.verdict.claims import PrimaryResult
+from abrun.verdict.claims import ClaimResult
 
 MAX_NOTES = 8
 MAX_VALUES = 40_000  # of a chart
@@ -44,7 +44,7 @@ class ChartRows:
 
 
 def chart_json(
-    experiment: Experiment, metric: str, claims: Sequence[PrimaryResult], max_values: int = MAX_VALUES
+    experiment: Experiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
 ) -> dict[str, Any]:
     """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
 

@@ -337,7 +337,7 @@ def test_pods_have_names_that_the_webhook_takes(tmp_path: Path) -> None:
         f"arms={{baseline: {{}}, {arm}: {{policy.logprobs.impl: chunked}}}}",
         "seeds=[2147483647]",
     ]
-    found = exported(tmp_path / "out", "jobset", *changes, "compare.primary=[]", name="n" * 100)
+    found = exported(tmp_path / "out", "jobset", *changes, "compare.claims=[]", name="n" * 100)
     for manifest in found.values():
         for name, job in jobs_of(manifest).items():
             assert len(f"{manifest['metadata']['name']}-{name}-0-{job['completions'] - 1}-abcde") <= 63

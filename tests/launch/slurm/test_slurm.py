@@ -259,7 +259,7 @@ def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, 
     metrics = "{format: csv, path: '{run_dir}/m.csv'}"
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError) as refusal:
-        submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
+        submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
     assert refusal.value.code is Code.PLAN_CANNOT_RUN
     snapshot(refusal.value)
 

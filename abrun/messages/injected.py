@@ -1,4 +1,4 @@
-"""Sentences on planted faults: what caught one, and what could show one that was not caught."""
+"""Sentences on injected faults: what caught one, and what could show one that was not caught."""
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import units
@@ -6,7 +6,7 @@ from abrun.reasons import Code
 
 
 def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:
-    """Ways to show a planted fault that was not caught."""
+    """Ways to show a injected fault that was not caught."""
     unit = units(paired=paired)
     ways = [f"more than {num_pairs} {unit}" if num_pairs is not None else f"a smaller margin and more {unit}"]
     if rounded_metric is not None:

@@ -14,7 +14,7 @@ from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
 from abrun.runs.access import PUBLIC
 from abrun.runs.files import write_file, write_json
-from abrun.verdict.planted import FaultFound, Sensitivity
+from abrun.verdict.injected import FaultFound, Sensitivity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,15 +23,15 @@ JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 
 
 def write_sensitivity(
-    sensitivity: Sensitivity, not_planted: Mapping[str, str], folder: Path, name: str, compare: Compare
+    sensitivity: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
     """All of it as JSON, and as a page to read, whose path is returned.
 
-    `not_planted`: what the recipe lacks of what a fault needs.
+    `not_injected`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / JSON_FILE, {**as_json(sensitivity), "not_planted": dict(not_planted)}, mode=PUBLIC)
-    page = "\n".join(_markdown_lines(sensitivity, not_planted, name, compare)) + "\n"
+    write_json(folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC)
+    page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
     write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC)
     return folder / MARKDOWN_FILE
 
@@ -39,13 +39,13 @@ def write_sensitivity(
 def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
     if not sensitivity.num_judged:
-        planted = _count_text(len(sensitivity.faults), "planted fault")
-        return f"could judge none of {planted}: {sentence(sensitivity.faults[0].reason)}"
+        injected = _count_text(len(sensitivity.faults), "injected fault")
+        return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
     pairs = (
         _count_text(sensitivity.num_pairs, "pair") if paired else f"{sensitivity.num_pairs} runs of each arm"
     )
     runs = f"{pairs} of {_count_text(sensitivity.num_steps, 'step')}"
-    text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} planted faults ({runs})"
+    text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
         ("INCONCLUSIVE", "left open"),
@@ -57,10 +57,10 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
 
 
 def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None) -> str | None:
-    """In a few words; None of runs without a recipe, in which nothing could be planted."""
+    """In a few words; None of runs without a recipe, in which nothing could be injected."""
     if sensitivity is None:
-        arm_faults, recipe_key = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_plant
-        none_text = f"none {'as a control' if arm_faults else 'planted'}{recipe_key}"
+        arm_faults, recipe_key = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_inject
+        none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
     if not sensitivity.num_judged:
         return f"could judge none of {len(sensitivity.faults)}"
@@ -102,16 +102,16 @@ def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableT
 
 
 def _markdown_lines(
-    sensitivity: Sensitivity, not_planted: Mapping[str, str], name: str, compare: Compare
+    sensitivity: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
-    claims = (f"{claim.metric} over {claim.window} {claim_text(claim)}" for claim in compare.primary)
+    claims = (f"{claim.metric} over {claim.window} {claim_text(claim)}" for claim in compare.claims)
     declared = ", ".join(claims) or "none"
     yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
     yield f"It {escape_markdown(caught_sentence(sensitivity, paired=compare.paired))}."
     yield ""
     yield (
-        "Each fault was planted in the baseline, alone and at the same seeds, and judged as a treatment is: "
+        "Each fault was injected in the baseline, alone and at the same seeds, and judged as a treatment is: "
         f"by step one, the guards and the declared claims ({escape_markdown(declared)}). `caught by` is the earliest "
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
@@ -121,7 +121,7 @@ def _markdown_lines(
     ).to_markdown()
     for title, lines in (
         ("Not caught", list(advice_lines(sensitivity))),
-        ("Not planted", [f"{fault}, which {lacks}" for fault, lacks in not_planted.items()]),
+        ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
     ):
         if lines:
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
@@ -161,8 +161,8 @@ def fault_lines(fault: Fault) -> Iterator[str]:
     yield f"  shows    {fault.shows}"
     yield f"  after    {_issue_url(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
-    yield f"  plant    abrun sensitivity RECIPE --faults {fault.name}"
-    yield f"           planted_fault: {sized}"
+    yield f"  inject   abrun sensitivity RECIPE --faults {fault.name}"
+    yield f"           injected_fault: {sized}"
 
 
 def _issue_url(fault: Fault) -> str:

@@ -1,4 +1,4 @@
-"""What a comparison would have caught: faults planted in the baseline, each judged as a treatment is."""
+"""What a comparison would have caught: faults injected in the baseline, each judged as a treatment is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +9,17 @@ import numpy as np
 from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, PlantedFault
+from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
 from abrun.recorded.experiment import Experiment, Pair
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
-from abrun.verdict.results import PrimaryResult
+from abrun.verdict.results import ClaimResult
 
 Evidence = Literal["step one", "guard", "claim", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFound:
-    """One planted fault against the baseline, by the ordinary judge."""
+    """One injected fault against the baseline, by the ordinary judge."""
 
     fault: str
     arm: str
@@ -42,7 +42,7 @@ class FaultFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Of the planted faults, in the order of the recipe."""
+    """Of the injected faults, in the order of the recipe."""
 
     num_caught: int
     num_judged: int  # those that are INVALID say nothing
@@ -52,11 +52,11 @@ class Sensitivity:
 
 
 def sensitivity(experiment: Experiment) -> Sensitivity | None:
-    """None where no fault is planted. Never part of a verdict: each fault is judged by itself."""
-    faults = {arm: planted for arm, planted in experiment.planted.items() if planted.name != ONE_ULP}
+    """None where no fault is injected. Never part of a verdict: each fault is judged by itself."""
+    faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
     if not faults or experiment.regression:
         return None
-    found = [_found(experiment, arm, planted) for arm, planted in faults.items()]
+    found = [_found(experiment, arm, injected) for arm, injected in faults.items()]
     return Sensitivity(
         num_caught=sum(one.caught for one in found),
         num_judged=sum(one.verdict != "INVALID" for one in found),
@@ -66,27 +66,27 @@ def sensitivity(experiment: Experiment) -> Sensitivity | None:
     )
 
 
-def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFound:
+def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
     alone = replace(
         experiment,
         arms=(experiment.baseline, arm),
-        compare=experiment.compare.model_copy(update={"looks": []}),
+        compare=experiment.compare.model_copy(update={"interim": []}),
         runs={
             name: run
             for name, run in {**experiment.runs, **experiment.controls}.items()
             if name.arm in (experiment.baseline, arm)
         },
-        planted={},
+        injected={},
         controls={},
     )
-    (judged,) = judge(alone, alone.compare.primary)
+    (judged,) = judge(alone, alone.compare.claims)
     caught_by, metric, step, figures = _evidence(judged, alone)
-    fault = LIBRARY[planted.name]
+    fault = LIBRARY[injected.name]
     missed = caught_by == "nothing" and judged.verdict != "INVALID"
     return FaultFound(
         fault=fault.name,
         arm=arm,
-        size=None if fault.size is None else planted.amount,
+        size=None if fault.size is None else injected.amount,
         unit=fault.unit,
         verdict=judged.verdict,
         caught_by=caught_by,
@@ -94,7 +94,7 @@ def _found(experiment: Experiment, arm: str, planted: PlantedFault) -> FaultFoun
         step=step,
         num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
         figures=figures,
-        advice=_advice(fault, planted.amount, judged, _num_steps(experiment)) if missed else None,
+        advice=_advice(fault, injected.amount, judged, _num_steps(experiment)) if missed else None,
         reason=next(
             (one for one in judged.reasons if one.code is Code.STEP_ONE_DIFFERS and one["metric"] == metric),
             judged.reasons[0],
@@ -107,7 +107,7 @@ def _evidence(
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
     """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
     if judged.verdict != "MISMATCH":
-        return "nothing", None, None, _figures(judged.primaries[0]) if judged.primaries else None
+        return "nothing", None, None, _figures(judged.claims[0]) if judged.claims else None
     differing = [one for one in judged.step_one if one.result == "fail"]
     if differing:
         worst = max(differing, key=lambda one: one.deviation / one.tolerance)
@@ -126,12 +126,12 @@ def _evidence(
         known = failing.value is not None and failing.limit is not None
         figures = Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if known else failing.reason
         return "guard", failing.guard, step, figures
-    differing = next(result for result in judged.primaries if result.result == "different")
+    differing = next(result for result in judged.claims if result.result == "different")
     claim = differing.claim
     return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(differing)
 
 
-def _figures(result: PrimaryResult) -> Reason | None:
+def _figures(result: ClaimResult) -> Reason | None:
     """Return what a claim found, beside what it allows; None: nothing."""
     claim, estimate = result.claim, result.estimate
     if estimate.limited is not None:

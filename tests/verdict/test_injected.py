@@ -1,4 +1,4 @@
-"""Controls with planted faults: judged as treatments are, and no part of the verdict."""
+"""Controls with injected faults: judged as treatments are, and no part of the verdict."""
 
 import json
 import math
@@ -20,8 +20,8 @@ from abrun.reasons import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recorded.stored import load_experiment
-from abrun.report.planted import caught_sentence, sensitivity_rows, sensitivity_summary
-from abrun.verdict.planted import sensitivity
+from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
+from abrun.verdict.injected import sensitivity
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import RECIPE, edit_rows
@@ -41,9 +41,9 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     arms = [str(run.name) for run in controls if run.name.seed == 0]
     assert arms == [f"{arm}/seed-0" for arm in ("one-ulp", "one-ulp-2", "fault-misgrouped", LATE)]
     assert sum(run.name.arm.startswith("one-ulp") for run in controls) == 6
-    draws = {run.config.planted_fault.draw for run in controls if run.name.arm == "one-ulp-2"}  # pyright: ignore
+    draws = {run.config.injected_fault.draw for run in controls if run.name.arm == "one-ulp-2"}  # pyright: ignore
     assert draws == {1}
-    assert plan.treatment_diff[LATE]["planted_fault.size"] == (None, 0.25)
+    assert plan.treatment_diff[LATE]["injected_fault.size"] == (None, 0.25)
     assert all(len(group) == 1 for group in pairs(plan.runs) if group[0].is_control)
 
 
@@ -64,7 +64,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
             "arms: got 'fault-misgrouped', ",
         ),
         (
-            {"controls": {"ulp_reruns": 1}, "planted_fault": "misgrouped"},
+            {"controls": {"ulp_reruns": 1}, "injected_fault": "misgrouped"},
             "controls.ulp_reruns: got 'one_ulp' ",
         ),
     ],
@@ -119,15 +119,15 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
 
 
 @pytest.mark.parametrize(
-    ("changes", "faults", "can_plant"),
+    ("changes", "faults", "can_inject"),
     [
         (
-            {"arms": {"baseline": {}, "treatment": {"planted_fault": "misgrouped"}}},
+            {"arms": {"baseline": {}, "treatment": {"injected_fault": "misgrouped"}}},
             ["misgrouped in treatment"],
             True,
         ),
         (
-            {"planted_fault": "misgrouped"},
+            {"injected_fault": "misgrouped"},
             ["misgrouped in baseline and treatment"],
             False,
         ),
@@ -139,11 +139,11 @@ def test_a_fault_that_is_part_of_an_arm_is_said(
     judged: Callable[..., Any],
     changes: dict[str, Any],
     faults: list[str],
-    can_plant: bool,
+    can_inject: bool,
     snapshot: Snapshot,
 ) -> None:
     directory = simulated(**changes)
-    reason = Code.NO_FAULT_PLANTED(faults=faults, can_plant=can_plant)
+    reason = Code.NO_FAULT_INJECTED(faults=faults, can_inject=can_inject)
     assert reason in judged(directory).content.not_tested
     snapshot(sensitivity_summary(load_experiment(directory), None))
 
@@ -158,7 +158,7 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
     told = CliRunner().invoke(app, ["faults", "rank_mean"]).output
     assert "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358" in told
     assert "several data-parallel ranks; set cluster.cpu_ranks: 2" in told
-    assert "planted_fault: {name: rank_mean, size: 1}" in told
+    assert "injected_fault: {name: rank_mean, size: 1}" in told
     of_all = json.loads(CliRunner().invoke(app, ["faults", "--json"]).output)
     assert [one["name"] for one in of_all] == [fault.name for fault in LIBRARY_OF_FAULTS]
     assert of_all[2]["needs"] == {
@@ -173,21 +173,21 @@ def test_controls_change_nothing_of_the_verdict(
 ) -> None:
     without = judged(simulated(controls={"aa_reruns": 1})).content
     within = judged(simulated(controls=FAULTS, shift={LATE: -0.2})).content
-    for key in ("reasons", "primaries", "guards", "step_one"):
+    for key in ("reasons", "claims", "guards", "step_one"):
         assert getattr(within, key) == getattr(without, key), key
     assert set(without.not_tested) - set(within.not_tested) == {
-        Code.NO_FAULT_PLANTED(faults=[], can_plant=True)
+        Code.NO_FAULT_INJECTED(faults=[], can_inject=True)
     }
     runs = load_experiment(tmp_path / "simulated")
     assert len(runs.controls) == 10 and not set(runs.controls) & set(runs.runs)
 
 
 def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
-    recipe = recipe_with(compare={**RECIPE["compare"], "looks": [3, 5]})
+    recipe = recipe_with(compare={**RECIPE["compare"], "interim": [3, 5]})
     alone, lacks = with_faults_alone(recipe, None)
     assert list(alone.arms) == ["baseline"] and alone.name == "simulated-sensitivity"
-    planted = {one.name for one in alone.controls.faults}
-    assert {"flipped_advantages", "late_half_batch"} <= planted and not planted & set(lacks)
+    injected = {one.name for one in alone.controls.faults}
+    assert {"flipped_advantages", "late_half_batch"} <= injected and not injected & set(lacks)
     assert lacks["value_unshifted"] == "needs algorithm.type: ppo"
     few, _ = with_faults_alone(recipe, "misgrouped, late_half_batch:0.25")
     assert list(few.control_arms) == ["fault-misgrouped", LATE]
