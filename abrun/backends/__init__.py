@@ -91,7 +91,7 @@ class Decoder:
     """One step of decoding, with the cache of those before."""
 
     step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
-    in_place: bool  # after the prompts it also takes abrun.models.Places, and their mask
+    in_place: bool  # after the prompts it also takes abrun.models.InPlaceCache, and their mask
     collective: bool  # a step talks to other ranks
 
     def __call__(

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from abrun.backends.head import Head
 from abrun.memory.account import Account, local
 from abrun.memory.compiled import partitioned
-from abrun.models.checks import silence
+from abrun.models.checks import disable_noise
 from abrun.models.presets import preset_config
 from abrun.models.sources import read_config
 from abrun.recipe.policy import Model
@@ -240,7 +240,7 @@ def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any
     base = network.base_model
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = type(base.rotary_emb)(config=network.config)
-    silence(network)
+    disable_noise(network)
     network.checkpoint = NoCheckpoint()
     network.decodes_in_place = False
     return network

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends import Backend, Decoder
-from abrun.models import Places, Text, has_all_tokens
+from abrun.models import InPlaceCache, Text, holds_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
@@ -122,7 +122,7 @@ class TorchEngine:
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
         rows.draw(logits)
-        if decoder.in_place and has_all_tokens(cache):
+        if decoder.in_place and holds_all_tokens(cache):
             self._decode_in_place(decoder, rows, cache, attention_mask.bool())
         else:
             self._decode_growing(decoder, rows, cache, attention_mask)
@@ -143,7 +143,7 @@ class TorchEngine:
         num_drawn, most = 1, self._rollout.max_new_tokens
         while num_drawn < most and not rows.all_ended():
             room = min(max(num_drawn, FIRST_ROOM), most - num_drawn)
-            cache = cache.grown(room) if isinstance(cache, Places) else Places(cache, real, room)
+            cache = cache.grown(room) if isinstance(cache, InPlaceCache) else InPlaceCache(cache, real, room)
             with self._stepping(decoder, rows, cache) as step:
                 for _ in range(room):
                     progress.report()
@@ -153,7 +153,7 @@ class TorchEngine:
                         return
 
     def _stepping(
-        self, decoder: Decoder, rows: "_Rows", places: Places
+        self, decoder: Decoder, rows: "_Rows", places: InPlaceCache
     ) -> contextlib.AbstractContextManager[Step]:
         def step() -> None:
             places.take()

@@ -15,7 +15,7 @@ from torch import Tensor
 from abrun.backends.megatron.groups import expert_group, tensor_group
 from abrun.backends.megatron.network import head_width
 from abrun.backends.pieces import Held, Piece
-from abrun.models import part_of
+from abrun.models import read_slice
 
 OF_HEAD = "value_head"  # of a critic, which no Hugging Face network has
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
@@ -48,7 +48,7 @@ class Names:
         """Assign this rank's part of each parameter by its name; nothing else of the `network` is read."""
         for name in self._named:
             held = self.held(name)
-            assign(name, held.joined([part_of(network, of, piece.slices) for of, piece in held.pieces]))
+            assign(name, held.joined([read_slice(network, of, piece.slices) for of, piece in held.pieces]))
 
     def held(self, name: str) -> Held:
         """Of what this rank's part of a parameter is made."""
