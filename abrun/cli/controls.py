@@ -143,7 +143,7 @@ def _say_what_was_caught(
     """Judge the planted faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
     from abrun.report.planted import advice, caught_sentence, table, write_sensitivity
-    from abrun.verdict.planted import sensitivity as judge_faults
+    from abrun.verdict.planted import measure_sensitivity as judge_faults
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:

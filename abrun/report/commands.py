@@ -12,7 +12,7 @@ from abrun.recipe.claims import Primary, primary_option
 from abrun.recorded.experiment import Experiment
 from abrun.report.facts import ENGINE_ERRORS, Facts
 from abrun.report.pasted import AGAIN, UNPAIRED, folder_of, name_of
-from abrun.verdict.description import claim_on
+from abrun.verdict.description import build_claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _first_run(facts: Facts) -> str:
 
 def _with_claim(facts: Facts) -> Experiment:
     assert facts.claimable
-    return claiming(facts.experiment, [claim_on(facts.claimable)])
+    return claiming(facts.experiment, [build_claim(facts.claimable)])
 
 
 def _plan(experiment: Experiment) -> str:

@@ -18,9 +18,9 @@ from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.step_one import StepOne, share_of_scale
+from abrun.verdict.step_one import StepOne, deviation_text
 from abrun.verdict.validity import Coverage
-from abrun.verdict.verdict_file import VerdictFile, of_arm
+from abrun.verdict.verdict_file import VerdictFile, select_arm
 
 MOST_LEVELS = 2  # of an arm's claims; the page has all
 
@@ -31,7 +31,7 @@ def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
         mark = f"{arm}, " if len(content.arms) > 1 else ""
         if mark:
             yield arm, section.verdict
-        alone = of_arm(content, arm)
+        alone = select_arm(content, arm)
         yield from ((f"{mark}levels", one.text) for one in levels(alone)[:MOST_LEVELS])
         if section.treatment_diff:
             yield f"{mark}treatment", _differences(section.treatment_diff)
@@ -126,7 +126,7 @@ def _step_one(checks: Sequence[StepOne]) -> str:
 def _furthest(checks: Sequence[StepOne]) -> str:
     """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
     one = max(checks, key=lambda one: one.deviation / one.tolerance)
-    share = share_of_scale(one.deviation, one.scale, one.scale_from)
+    share = deviation_text(one.deviation, one.scale, one.scale_from)
     return f"{one.metric}: by {share}, where {one.tolerance:.2g} is allowed ({one.tolerance_from})"
 
 

@@ -15,11 +15,11 @@ from scipy import special
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
-from abrun.stats.equivalence import difference
+from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import PrimaryResult
-from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
-from abrun.verdict.summaries import comparable, reduced
+from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metrics, shared_peak_counter
+from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
 MOST_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
@@ -178,7 +178,9 @@ def _difference(
 ) -> Difference:
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
-    left, right = (comparable(of, transform) for of in (values[:num_baselines], values[num_baselines:]))
+    left, right = (
+        transform_with_gaps(of, transform) for of in (values[:num_baselines], values[num_baselines:])
+    )
     finite = np.isfinite(left).all(axis=0) & np.isfinite(right).all(axis=0)
     drawn = _spread(list(zip(pairs, right - left, strict=True))) if sides.paired else []
     lines = (_line(pair.treatment, steps, one) for pair, one in drawn)
@@ -208,7 +210,7 @@ def _reruns(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterato
         for rerun in pair.reruns:
             shared, values = stack([pair.baseline, rerun], metric)
             if rerun.finished and len(shared):
-                once, again = comparable(values, transform)
+                once, again = transform_with_gaps(values, transform)
                 yield _line(rerun, shared, again - once)
 
 
@@ -217,12 +219,12 @@ def _windows(
 ) -> Iterator[Window]:
     parts = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
     for part in parts:
-        of_left, of_right = reduced(left[:, part], metric), reduced(right[:, part], metric)
+        of_left, of_right = reduce_window(left[:, part], metric), reduce_window(right[:, part], metric)
         differences = of_right - of_left if paired_by_seed else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None
             if min(len(of_left), len(of_right)) > 1:
-                mean, error, freedom = difference(of_left, of_right, paired=paired_by_seed)
+                mean, error, freedom = estimate_difference(of_left, of_right, paired=paired_by_seed)
                 reach = float(special.stdtrit(freedom, 1 - 0.025 / len(parts))) * error
                 interval = mean - reach, mean + reach
         known = interval if interval is not None and np.isfinite(interval).all() else None
@@ -265,7 +267,7 @@ def memory_peaks(experiment: Experiment) -> Peaks | None:
     if counter is None:
         return None
     metrics = shared_memory_metrics(runs, counter)
-    rows = [[peak_memory(run, counter), *(largest(run, metric) for metric in metrics)] for run in runs]
+    rows = [[peak_memory(run, counter), *(largest_value(run, metric) for metric in metrics)] for run in runs]
     peaks, arms = np.array(rows), np.array([run.name.arm for run in runs])
     unit, divisor = display_unit(counter, _largest_finite(peaks))
     phases = [(phase_of(metric, counter) or "").replace("_", " ") for metric in metrics]

@@ -17,7 +17,7 @@ from scipy import special
 from abrun.stats.equivalence import ALPHA
 
 Spending = Literal["equal", "rising"]  # how interim analyses share the level
-_DRAWS = 200_000  # of an experiment: the level of .05 is met to .0005
+_NUM_EXPERIMENTS = 200_000  # of an experiment: the level of .05 is met to .0005
 _MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
 
 
@@ -34,43 +34,43 @@ def levels_of_looks(counts: Sequence[int], level: float = ALPHA, spending: Spend
     if len(counts) < 2:
         return [level] * len(counts)
     shares = tuple(count / counts[-1] if spending == "rising" else 1.0 for count in counts)
-    if level * _DRAWS > 20:
-        last = float(np.quantile(_smallest_p(tuple(counts), shares), level))
+    if level * _NUM_EXPERIMENTS > 20:
+        final_level = float(np.quantile(_simulate_min_p(tuple(counts), shares), level))
     else:  # too few draws so far out in the tail to calibrate by: Bonferroni
-        last = level / sum(shares)
-    return [last * share for share in shares]
+        final_level = level / sum(shares)
+    return [final_level * share for share in shares]
 
 
-def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
+def simulate_familywise_error(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
     """The one-sided level of tests at full level on several sets of pairs, of which the best is taken."""
     # In the order of the readings: the same draws whatever the pairs are called
     names = dict.fromkeys(name for reading in readings for name in sorted(reading))
     pairs = {name: row for row, name in enumerate(islice(names, _MAX_PAIRS))}
-    z = np.random.default_rng(0).standard_normal((len(pairs), _DRAWS // 5))
-    significant = np.zeros(z.shape[1], bool)
+    normals = np.random.default_rng(0).standard_normal((len(pairs), _NUM_EXPERIMENTS // 5))
+    significant = np.zeros(normals.shape[1], bool)
     for reading in islice(readings, _MAX_PAIRS):
         rows = sorted(pairs[name] for name in reading if name in pairs)
         if len(rows) > 1:
-            sample = z[rows]
+            sample = normals[rows]
             error = sample.std(axis=0, ddof=1) / np.sqrt(len(rows))
             significant |= sample.mean(axis=0) > special.stdtrit(len(rows) - 1, 1 - level) * error
     return float(significant.mean())
 
 
 @cache
-def _smallest_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
+def _simulate_min_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
     """Sorted over simulated experiments without an effect: the smallest p / share of their looks."""
     rng = np.random.default_rng(0)
-    total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
-    smallest, before = np.ones(_DRAWS), 0
+    total, squares = np.zeros(_NUM_EXPERIMENTS), np.zeros(_NUM_EXPERIMENTS)
+    min_p, previous_count = np.ones(_NUM_EXPERIMENTS), 0
     for count, share in zip(counts, shares, strict=True):
-        added, before = count - before, count
-        z = rng.standard_normal(_DRAWS)
+        added, previous_count = count - previous_count, count
+        z = rng.standard_normal(_NUM_EXPERIMENTS)
         total += np.sqrt(added) * z
-        squares += z**2 + (rng.chisquare(added - 1, _DRAWS) if added > 1 else 0.0)
+        squares += z**2 + (rng.chisquare(added - 1, _NUM_EXPERIMENTS) if added > 1 else 0.0)
         if count == 1:
             continue  # no t statistic yet: only facts decide there, such as `exact: true`
         variance = (squares - total**2 / count) / (count - 1)
         t = total / np.sqrt(count * np.maximum(variance, 1e-300))
-        smallest = np.minimum(smallest, special.stdtr(count - 1, -t) / share)
-    return np.sort(smallest)
+        min_p = np.minimum(min_p, special.stdtr(count - 1, -t) / share)
+    return np.sort(min_p)

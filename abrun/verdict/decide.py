@@ -9,30 +9,37 @@ from abrun.recipe.claims import Primary
 from abrun.recorded.experiment import Experiment, Sides, no_shared_step
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.claims import judge_primary, with_holm
+from abrun.verdict.claims import apply_holm, judge_primary
 from abrun.verdict.description import (
     Description,
+    count_metrics,
+    describe_metrics,
     description_reasons,
-    descriptions,
-    no_shared_metric,
-    num_metrics,
+    no_shared_metric_reason,
 )
-from abrun.verdict.divergence import Divergence, divergence
-from abrun.verdict.final_weights import FinalWeights, final_weights
-from abrun.verdict.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
+from abrun.verdict.divergence import Divergence, measure_divergence
+from abrun.verdict.final_weights import FinalWeights, compare_final_weights
+from abrun.verdict.guards import (
+    Guard,
+    Saving,
+    check_guards,
+    count_tests,
+    measure_savings,
+    pair_with_all_baselines,
+)
 from abrun.verdict.limits import judge_limit
-from abrun.verdict.margins import resolved_margin
-from abrun.verdict.outcomes import outcome
+from abrun.verdict.margins import resolve_margin
+from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ErrorRates, PrimaryResult
-from abrun.verdict.step_one import StepOne, step_one
-from abrun.verdict.untested import not_tested, step_one_unread
-from abrun.verdict.validity import Coverage, coverage, differences, invalid_reasons
+from abrun.verdict.step_one import StepOne, check_step_one
+from abrun.verdict.untested import list_not_tested, step_one_unread_reason
+from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
-_OPEN_GUARDS = ("baseline too", "open")
-_SHOWN_FAULTS = 6  # of a kind of fault that every run may have
+_UNDECIDED_GUARDS = ("baseline too", "open")
+_MAX_FAULTS = 6  # of a kind of fault that every run may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +97,16 @@ def judge(
     mismatch, may err; `may_repeat`: arms that are bit-identical were expected to be.
     """
     margins = [
-        resolved_margin(primary, experiment.reference) if primary.margin is not None else None
+        resolve_margin(primary, experiment.reference) if primary.margin is not None else None
         for primary in primaries
     ]
     may_repeat = may_repeat or any(primary.exact for primary in primaries)
     arms = experiment.treatments
     planned = looks_of(experiment, len(primaries), alpha)
-    taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
+    due = [look for look in planned if all(_has_ended(experiment, arm, look) for arm in arms)] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
     looks: dict[str, list[Look]] = {arm: [] for arm in arms}
-    for look in taken:
+    for look in due:
         rates = ErrorRates(look.alpha, look.alpha_difference)
         results = []
         for arm in arms:
@@ -111,15 +118,17 @@ def judge(
                 else:
                     result = judge_limit(arm, sides, primary, grid, rates)
                 results.append(result)
-        results = with_holm(results)
+        results = apply_holm(results)
         for arm in arms:
             if not looks[arm] or looks[arm][-1].verdict == "INCONCLUSIVE":
-                of_arm = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, primaries, of_arm, look)
+                arm_results = [result for result in results if result.arm == arm]
+                judged[arm] = judge_arm(experiment, arm, primaries, arm_results, look)
                 looks[arm].append(replace(look, verdict=judged[arm].verdict))
     if not experiment.compare.looks:
         return list(judged.values())
-    return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
+    return [
+        replace(verdict, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, verdict in judged.items()
+    ]
 
 
 def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) -> list[Look]:
@@ -132,23 +141,23 @@ def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) 
     counts = experiment.compare.looks or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     ]
-    for_guards = experiment.compare.guards.alpha * alpha / ALPHA
-    family = max(1, num_claims * len(experiment.treatments))
+    guard_alpha = experiment.compare.guards.alpha * alpha / ALPHA
+    family_size = max(1, num_claims * len(experiment.treatments))
     spending = experiment.compare.looks_spending
-    of_matches = levels_of_looks(counts, alpha, spending)
-    of_mismatches = levels_of_looks(counts, (alpha - for_guards) / family, spending)
+    match_levels = levels_of_looks(counts, alpha, spending)
+    mismatch_levels = levels_of_looks(counts, (alpha - guard_alpha) / family_size, spending)
     return [
         Look(
             num_pairs=count,
-            alpha=of_match,
-            alpha_difference=family * of_mismatch,
-            alpha_guards=for_guards / len(counts) / max(1, len(experiment.treatments)),
+            alpha=match_level,
+            alpha_difference=family_size * mismatch_level,
+            alpha_guards=guard_alpha / len(counts) / max(1, len(experiment.treatments)),
         )
-        for count, of_match, of_mismatch in zip(counts, of_matches, of_mismatches, strict=True)
+        for count, match_level, mismatch_level in zip(counts, match_levels, mismatch_levels, strict=True)
     ]
 
 
-def _ended(experiment: Experiment, arm: str, look: Look) -> bool:
+def _has_ended(experiment: Experiment, arm: str, look: Look) -> bool:
     pairs = experiment.pairs(arm)[: look.num_pairs]
     runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
     return len(pairs) >= look.num_pairs and all(run.finished or run.status == "failed" for run in runs)
@@ -167,43 +176,43 @@ def judge_arm(
     invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
-    tests = look.alpha_guards / num_tests(compare)
-    excused = pairs if sides.paired else opposed(sides)
-    guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
-    first_steps = step_one(arm, pairs, compare, tests, look.num_pairs)
-    unread = step_one_unread(experiment, arm, first_steps)
-    first_steps = [] if unread else first_steps
-    diverged = divergence(arm, pairs, primaries)
-    ended = final_weights(arm, pairs)
-    verdict, reasons = decide(
+    test_alpha = look.alpha_guards / count_tests(compare)
+    guard_pairs = pairs if sides.paired else pair_with_all_baselines(sides)
+    guards = check_guards(arm, guard_pairs, sides, compare.guards, savings, windows, test_alpha)
+    first_steps = check_step_one(arm, pairs, compare, test_alpha, look.num_pairs)
+    unread_reason = step_one_unread_reason(experiment, arm, first_steps)
+    first_steps = [] if unread_reason else first_steps
+    diverged = measure_divergence(arm, pairs, primaries)
+    weights = compare_final_weights(arm, pairs)
+    verdict, reasons = decide_verdict(
         invalid,
         first_steps,
         guards,
         results,
-        reads_step_one=unread is None,
+        reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        apart=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
+        no_shared_step=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
         has_recipe=experiment.has_recipe,
     )
-    described = descriptions(experiment, arm, primaries)
+    described = describe_metrics(experiment, arm, primaries)
     if described or not (primaries or experiment.launched_compare_sha256):
-        verdict, reasons = _as_described(experiment, sides, described, verdict, reasons)
+        verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=not_tested(experiment, sides, primaries, first_steps, diverged, unread),
+        not_tested=list_not_tested(experiment, sides, primaries, first_steps, diverged, unread_reason),
         num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
-        treatment_diff=differences(experiment, arm),
-        coverage=coverage(sides),
-        num_metrics=None if primaries or not described else num_metrics(sides),
+        treatment_diff=find_treatment_diff(experiment, arm),
+        coverage=measure_coverage(sides),
+        num_metrics=None if primaries or not described else count_metrics(sides),
         step_one=first_steps,
         divergence=diverged,
-        final_weights=[ended] if ended else [],
+        final_weights=[weights] if weights else [],
         descriptions=described,
         primaries=list(results),
         guards=guards,
@@ -212,7 +221,7 @@ def judge_arm(
     )
 
 
-def _as_described(
+def _add_description_reasons(
     experiment: Experiment,
     sides: Sides,
     described: Sequence[Description],
@@ -221,17 +230,17 @@ def _as_described(
 ) -> tuple[Verdict, list[Reason]]:
     """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
     if experiment.launched_compare_sha256 is None:
-        instead = Code.NO_CLAIM() if described else no_shared_metric(sides)
-        reasons = [instead if reason.code == Code.NO_PRIMARY else reason for reason in reasons]
-    one_each = described and max(sides.finished.sizes) == 1
-    if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+        no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
+        reasons = [no_claim_reason if reason.code == Code.NO_PRIMARY else reason for reason in reasons]
+    one_run_per_arm = described and max(sides.finished.sizes) == 1
+    if one_run_per_arm and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
     if described and verdict == "INCONCLUSIVE":
         reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
 
 
-def decide(
+def decide_verdict(
     invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
@@ -239,7 +248,7 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
-    apart: Reason | None = None,
+    no_shared_step: Reason | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[Reason]]:
     """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
@@ -247,13 +256,17 @@ def decide(
     `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
     """
     if invalid:
-        return "INVALID", _shortened(invalid)
+        return "INVALID", _shorten_reasons(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
-    outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in primaries]
-    wrong = [
-        *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
+        return "INVALID", [no_shared_step or Code.FIRST_STEP_MISSING(recorded=recorded)]
+    outcomes = [(result, outcome_reason(result, has_recipe=has_recipe)) for result in primaries]
+    mismatches = [
+        *(
+            Code.STEP_ONE_DIFFERS(**_deviation_values(step_one))
+            for step_one in first_steps
+            if step_one.result == "fail"
+        ),
         *(
             Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
             for guard in guards
@@ -261,14 +274,18 @@ def decide(
         ),
         *(reason for result, reason in outcomes if result.result == "different"),
     ]
-    if wrong:
-        return "MISMATCH", wrong
+    if mismatches:
+        return "MISMATCH", mismatches
     open_questions = [
-        *(Code.STEP_ONE_OPEN(**_deviation(first)) for first in first_steps if first.result == "open"),
+        *(
+            Code.STEP_ONE_OPEN(**_deviation_values(step_one))
+            for step_one in first_steps
+            if step_one.result == "open"
+        ),
         *(
             Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
             for guard in guards
-            if guard.result in _OPEN_GUARDS
+            if guard.result in _UNDECIDED_GUARDS
         ),
         *(reason for result, reason in outcomes if result.result not in ("equivalent", "holds")),
     ]
@@ -279,18 +296,18 @@ def decide(
     return "MATCH", [reason for _, reason in outcomes]
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
+def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
 
 
-def _deviation(first: StepOne) -> dict[str, Any]:
+def _deviation_values(step_one: StepOne) -> dict[str, Any]:
     """Return the values of a reason that names a first step."""
     names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
-    return {name: getattr(first, name) for name in (*names, "tolerance", "tolerance_from")}
+    return {name: getattr(step_one, name) for name in (*names, "tolerance", "tolerance_from")}
 
 
-def _shortened(reasons: Sequence[Reason]) -> list[Reason]:
+def _shorten_reasons(reasons: Sequence[Reason]) -> list[Reason]:
     """The first few; one mistake often shows in every run and every key."""
     unique = list(dict.fromkeys(reasons))
-    more = len(unique) - _SHOWN_FAULTS
-    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], Code.MORE_FAULTS(num=more)]
+    num_hidden = len(unique) - _MAX_FAULTS
+    return unique if num_hidden <= 0 else [*unique[:_MAX_FAULTS], Code.MORE_FAULTS(num=num_hidden)]

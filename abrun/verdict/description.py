@@ -24,22 +24,28 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Primary
 from abrun.recorded.experiment import Experiment, Sides, stack
-from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
-from abrun.stats.power import freedom_per_run, pairs_needed
+from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
+from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_primary
-from abrun.verdict.margins import resolved_margin
+from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import Detected, detect
-from abrun.verdict.summaries import climbs, direction_in, moving, reduced, resolution
+from abrun.verdict.summaries import (
+    find_resolution,
+    learning_direction,
+    measure_climbs,
+    reduce_window,
+    spread_values,
+)
 
-MOST_OTHERS = 12  # of these, what learning moves first, then step one's
+MAX_OTHER_METRICS = 12  # of these, what learning moves first, then step one's
 COUNTERS = (
     r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
     r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
     r"|episodes_total|n_updates)"
 )
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
-SMALLEST = 1e-300  # level or climb that a margin is offered as a share of
+MIN_MARGIN_BASE = 1e-300  # level or climb that a margin is offered as a share of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class Description:
     runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
-def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Description]:
+def describe_metrics(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Description]:
     """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
 
     None where abrun launched the runs and there are several, or where an arm has none.
@@ -78,14 +84,16 @@ def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary])
     if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
         return []
     windows = {primary.metric: primary.window for primary in primaries}
-    others = [one for one in _ranked(sides) if one not in windows]
-    wanted = windows | dict.fromkeys(others[:MOST_OTHERS], DEFAULT_WINDOW)
+    unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], DEFAULT_WINDOW)
     declared = experiment if primaries or launched else None
-    found = (_description(arm, sides, metric, window, declared) for metric, window in wanted.items())
-    return [one for one in found if one]
+    described = (
+        _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
+    )
+    return [description for description in described if description]
 
 
-def claimable(experiment: Experiment) -> Description | None:
+def find_claimable_metric(experiment: Experiment) -> Description | None:
     """What to claim: the first metric on which the runs of the first treatment could have shown a difference
     of a sensible margin, in its own units.
     """
@@ -93,105 +101,107 @@ def claimable(experiment: Experiment) -> Description | None:
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0:
         return None
-    for metric in _ranked(sides)[:MOST_OTHERS]:
+    for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
             continue
-        found = _description(arm, sides, metric, DEFAULT_WINDOW, experiment)
-        if found is None or found.margin is None or default_transform(metric) != "identity":
+        description = _describe_metric(arm, sides, metric, DEFAULT_WINDOW, experiment)
+        if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
-        claim = claim_on(found)
-        margin = resolved_margin(claim, None)
+        claim = build_claim(description)
+        margin = resolve_margin(claim, None)
         grid = experiment.steps_of(metric)
         if judge_primary(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
-            return found
+            return description
     return None
 
 
-def claim_on(found: Description) -> Primary:
-    return Primary(metric=found.metric, window=found.window, margin=found.margin)
+def build_claim(description: Description) -> Primary:
+    return Primary(metric=description.metric, window=description.window, margin=description.margin)
 
 
-def num_metrics(sides: Sides) -> tuple[int, int]:
+def count_metrics(sides: Sides) -> tuple[int, int]:
     """How many metrics every run recorded, and how many any did."""
     recorded = [{*run.metrics} for run in sides.finished.runs]
     return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
-def no_shared_metric(sides: Sides) -> Reason:
+def no_shared_metric_reason(sides: Sides) -> Reason:
     """Return what runs recorded of which no metric can be described."""
     recorded = [
         sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
     ]
-    known = {*recorded[0], *recorded[1]}
-    unread = [where for run in sides.runs for name, where in run.unread.items() if name in known]
+    recorded_metrics = {*recorded[0], *recorded[1]}
+    unread = [
+        problem for run in sides.runs for name, problem in run.unread.items() if name in recorded_metrics
+    ]
     return Code.NO_SHARED_METRIC(
         baseline=recorded[0][:4], treatment=recorded[1][:4], unread=unread[0] if unread else None
     )
 
 
-def _ranked(sides: Sides) -> list[str]:
+def _rank_metrics(sides: Sides) -> list[str]:
     """The metrics of every run that describe the training, those that learning moves first."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
-    telling = (one for one in recorded if not (is_clock(one) or re.fullmatch(COUNTERS, one)))
-    return sorted(telling, key=lambda one: _rank(sides, one))
+    informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
+    return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
 
-def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
-    way = direction_in(sides.baselines[0], metric)
-    learned = 0 if metric == REWARD else 1 if way == 1 else 2 if way == -1 else 3
-    at_step_one = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
-    again = " vs " in metric  # Megatron-LM's: the same numbers over the samples, `lm loss vs samples`
-    return learned + 4 * again, at_step_one + 100 * (metric in with_role("given")), metric
+def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
+    direction = learning_direction(sides.baselines[0], metric)
+    direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
+    step_one_rank = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
+    is_repeated = " vs " in metric  # Megatron-LM's: the same numbers over the samples, `lm loss vs samples`
+    return direction_rank + 4 * is_repeated, step_one_rank + 100 * (metric in with_role("given")), metric
 
 
-def _description(
+def _describe_metric(
     arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
 ) -> Description | None:
     """Where nothing was declared, the window is one of the steps at which every run recorded the metric."""
     steps, values = stack(sides.runs, metric)
     grid = declared.steps_of(metric) if declared else steps
-    known = np.isfinite(values).all(axis=0)
-    steps, values = steps[known], values[:, known]
+    is_finite = np.isfinite(values).all(axis=0)
+    steps, values = steps[is_finite], values[:, is_finite]
     try:
-        first, last = window_bounds(window, grid, metric) if len(grid) else (0, -1)
+        first_step, last_step = window_bounds(window, grid, metric) if len(grid) else (0, -1)
     except ComparisonError:
         return None
-    inside = (first <= steps) & (steps <= last)
+    inside = (first_step <= steps) & (steps <= last_step)
     if not inside.any():
         return None
-    runs = reduced(values[:, inside], metric)
-    left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
-    alone = sides.sizes == (1, 1)
+    levels = reduce_window(values[:, inside], metric)
+    baseline, treatment = levels[: sides.sizes[0]], levels[sides.sizes[0] :]
+    one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    spread = moving(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    step = resolution(sides.runs, _plain(metric), spread)
+    varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
+    step = find_resolution(sides.runs, _untransformed_claim(metric), varying)
     test = (
-        equivalence_test(left, right, 1.0, resolution=step, paired=sides.paired)
+        equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
         if min(sides.sizes) > 1
         else None
     )
-    margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
+    margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
     return Description(
         arm=arm,
         metric=metric,
         window=window,
-        steps=(first, last),
+        steps=(first_step, last_step),
         num_runs=sides.sizes,
         paired=sides.paired,
-        baseline=float(left.mean()),
-        treatment=float(right.mean()),
-        difference=float(right.mean() - left.mean()),
-        mean_distance=float(distance.mean()) if alone else None,
-        largest_distance=float(distance.max()) if alone else None,
-        largest_at=int(steps[distance.argmax()]) if alone else None,
-        detected=detect(left, right, test.mean_difference, test.interval, paired=sides.paired)
+        baseline=float(baseline.mean()),
+        treatment=float(treatment.mean()),
+        difference=float(treatment.mean() - baseline.mean()),
+        mean_distance=float(distance.mean()) if one_run_per_arm else None,
+        largest_distance=float(distance.max()) if one_run_per_arm else None,
+        largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
+        detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=sides.paired)
         if test
         else None,
         interval=test.interval if test else None,
         certified_bound=test.certified_bound if test else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(test, margin, (left, right), step, paired=sides.paired)
+        runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
     )
@@ -199,55 +209,60 @@ def _description(
 
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
     """The finding first: of the foremost metric how far the arms are apart, then which others are."""
-    first, *others = described
+    main, *further = described
     finding = Code.DESCRIBED(
-        arm=first.arm,
+        arm=main.arm,
         baseline=baseline,
-        metric=first.metric,
-        levels=[first.baseline, first.treatment],
-        steps=first.steps,
-        runs=first.num_runs,
-        paired=first.paired,
-        difference=first.difference,
-        interval=first.interval,
-        detected=asdict(first.detected) if first.detected else None,
+        metric=main.metric,
+        levels=[main.baseline, main.treatment],
+        steps=main.steps,
+        runs=main.num_runs,
+        paired=main.paired,
+        difference=main.difference,
+        interval=main.interval,
+        detected=asdict(main.detected) if main.detected else None,
     )
-    tested = [other for other in others if other.interval is not None]
-    apart = {other.metric: other.difference for other in tested if other.detected}
-    alike = [other.metric for other in tested if not other.detected]
-    return [finding, *([Code.OTHER_METRICS(apart=apart, alike=alike)] if apart or alike else [])]
+    tested = [description for description in further if description.interval is not None]
+    differing = {description.metric: description.difference for description in tested if description.detected}
+    agreeing = [description.metric for description in tested if not description.detected]
+    return [
+        finding,
+        *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
+    ]
 
 
-def _plain(metric: str) -> Primary:
+def _untransformed_claim(metric: str) -> Primary:
     """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
     # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
     return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
-def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, Reason]:
+def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
     """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
-    climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
-    if math.isfinite(climb) and climb > SMALLEST:
-        return _offered(SHARE_OF_CLIMB, "climb", climb)
-    if math.isfinite(level) and abs(level) > SMALLEST:
-        return _offered(SHARE_OF_LEVEL, "level", abs(level))
+    climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
+    if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
+        return _round_margin(SHARE_OF_CLIMB, "climb", climb)
+    if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:
+        return _round_margin(SHARE_OF_LEVEL, "level", abs(level))
     return None, Code.MARGIN_OFFERED(of="zero", size=0.0, rounded_up_to=None)
 
 
-def _offered(share: float, of: str, size: float) -> tuple[float, Reason]:
+def _round_margin(share: float, of: str, size: float) -> tuple[float, Reason]:
     """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
-    margin = _one_digit(share * size)
+    margin = _round_up_to_one_digit(share * size)
     is_exact = f"{share * size:.3g}" == f"{margin:.3g}"
     return margin, Code.MARGIN_OFFERED(of=of, size=size, rounded_up_to=None if is_exact else margin)
 
 
-def _one_digit(value: float) -> float:
+def _round_up_to_one_digit(value: float) -> float:
     digit = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(test: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
+def _count_runs_needed(
+    test: TostResult, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool
+) -> int | None:
     if paired:
         return pairs_needed(margin, test.standard_error * math.sqrt(len(arms[0])))
-    sds = [sd_in_steps(of, step) for of in arms]
-    return pairs_needed(margin, math.hypot(*sds), freedom=freedom_per_run(sds))
+    sds = [sd_with_resolution(levels, step) for levels in arms]
+    return pairs_needed(margin, math.hypot(*sds), dof_per_pair=welch_dof_per_run(sds))

@@ -42,60 +42,66 @@ class Divergence:
     share_of_seed_spread: float | None  # the mean difference over that
 
 
-def divergence(arm: str, pairs: Sequence[Pair], primaries: Sequence[Primary]) -> list[Divergence]:
+def measure_divergence(arm: str, pairs: Sequence[Pair], primaries: Sequence[Primary]) -> list[Divergence]:
     """T2 for the step-one metrics and the primaries, as far as they are recorded."""
     finished = [pair for pair in pairs if pair.finished]
     metrics = dict.fromkeys([*(primary.metric for primary in primaries), *STEP_ONE])
-    found = (_divergence(arm, finished, metric) for metric in metrics) if finished else ()
-    return [one for one in found if one]
+    measured = (_measure_metric(arm, finished, metric) for metric in metrics) if finished else ()
+    return [metric_divergence for metric_divergence in measured if metric_divergence]
 
 
-def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | None:
+def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | None:
     steps, baseline, treatment = stack_pairs(pairs, metric)
     differences = np.abs(treatment - baseline)
-    known = np.isfinite(differences).all(axis=0)
-    steps, differences = steps[known], differences[:, known]
+    is_finite = np.isfinite(differences).all(axis=0)
+    steps, differences = steps[is_finite], differences[:, is_finite]
     if not len(steps):
         return None
     mean = float(differences.mean())
-    floors = [far for pair in pairs for far in _distances(pair.baseline, pair.reruns, metric, steps)]
-    floor = float(np.mean(floors)) if floors else None
-    apart = steps[(differences > 0).any(axis=0)]
-    spread = float(baseline[:, known].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
-    moved = [list(_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
+    rerun_distances = [
+        distance for pair in pairs for distance in _rerun_distances(pair.baseline, pair.reruns, metric, steps)
+    ]
+    noise_floor = float(np.mean(rerun_distances)) if rerun_distances else None
+    differing_steps = steps[(differences > 0).any(axis=0)]
+    spread = float(baseline[:, is_finite].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
+    ulp_distances = [list(_rerun_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
     return Divergence(
         arm=arm,
         metric=metric,
-        noise_floor="unknown" if floor is None else "measured" if floor else "zero",
+        noise_floor="unknown" if noise_floor is None else "measured" if noise_floor else "zero",
         mean_difference=mean,
-        aa_mean_difference=floor,
-        ratio=mean / floor if floor else None,
-        first_step_apart=int(apart[0]) if len(apart) and floor == 0 else None,
-        ulp=_ulp_growth(differences.mean(axis=1), moved) if any(moved) else None,
+        aa_mean_difference=noise_floor,
+        ratio=mean / noise_floor if noise_floor else None,
+        first_step_apart=int(differing_steps[0]) if len(differing_steps) and noise_floor == 0 else None,
+        ulp=_measure_ulp_growth(differences.mean(axis=1), ulp_distances) if any(ulp_distances) else None,
         seed_spread=spread,
         share_of_seed_spread=mean / spread if spread else None,
     )
 
 
-def _ulp_growth(treated: Array, moved: Sequence[Sequence[float]]) -> UlpGrowth:
+def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]) -> UlpGrowth:
     """Compare each pair's mean distance [P] with those of its baselines that began one ULP away."""
-    both = [(of_pair, float(np.mean(far))) for of_pair, far in zip(treated, moved, strict=True) if far]
-    logs = np.log([a / b for a, b in both if a > 0 and b > 0])
-    known = len(logs) == len(both)
-    interval = np.exp(t_interval(logs, 0.95)) if known and len(logs) > 1 else None
+    both = [
+        (treatment_distance, float(np.mean(distances)))
+        for treatment_distance, distances in zip(treatment_distances, ulp_distances, strict=True)
+        if distances
+    ]
+    log_ratios = np.log([a / b for a, b in both if a > 0 and b > 0])
+    has_ratios = len(log_ratios) == len(both)
+    interval = np.exp(t_interval(log_ratios, 0.95)) if has_ratios and len(log_ratios) > 1 else None
     return UlpGrowth(
-        mean_difference=float(np.mean([far for _, far in both])),
-        ratio=float(np.exp(logs.mean())) if known else None,
+        mean_difference=float(np.mean([distances for _, distances in both])),
+        ratio=float(np.exp(log_ratios.mean())) if has_ratios else None,
         ci95=None if interval is None else (float(interval[0]), float(interval[1])),
     )
 
 
-def _distances(
-    baseline: RecordedRun, repeats: Sequence[RecordedRun], metric: str, steps: Steps
+def _rerun_distances(
+    baseline: RecordedRun, reruns: Sequence[RecordedRun], metric: str, steps: Steps
 ) -> Iterator[float]:
     """Yield the mean distance from the baseline of each repetition that holds numbers at these steps."""
-    for repeat in repeats:
-        shared, values = stack([baseline, repeat], metric)
-        far = np.abs(values[1] - values[0])[np.isin(shared, steps)]
-        if repeat.finished and len(far) == len(steps) and np.isfinite(far).all():
-            yield float(far.mean())
+    for rerun in reruns:
+        shared, values = stack([baseline, rerun], metric)
+        distances = np.abs(values[1] - values[0])[np.isin(shared, steps)]
+        if rerun.finished and len(distances) == len(steps) and np.isfinite(distances).all():
+            yield float(distances.mean())

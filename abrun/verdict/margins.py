@@ -13,7 +13,7 @@ from abrun.recorded.experiment import Experiment, RecordedRun, Reference, stack,
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound
-from abrun.verdict.summaries import climbs, summaries
+from abrun.verdict.summaries import measure_climbs, summarize_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Margin:
     text: str
 
 
-def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
+def resolve_margin(primary: Primary, reference: Reference | None) -> Margin:
     """A claim's margin. Sigmas of a reference become absolute, by the lower 95 % bound of its sigma: were the
     estimate taken as it is, every second margin would be wider than what was declared.
 
@@ -35,8 +35,9 @@ def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
     if unit != "sigma" or reference is None:
         return Margin(number=number, unit=unit, text=margin_text(number, unit))
     if not any(
-        (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
-        for c in reference.compare.primary
+        (frozen_claim.metric, frozen_claim.window, frozen_claim.transform)
+        == (primary.metric, primary.window, primary.transform)
+        for frozen_claim in reference.compare.primary
     ):
         raise ComparisonError(
             Code.SIGMA_UNKNOWN(
@@ -48,49 +49,49 @@ def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
             )
         )
     runs = [run for run in reference.runs if not run.name.rerun]
-    margin = number * _sigma_bound(primary, runs, {"reference": reference.name})
+    margin = number * _sigma_lower_bound(primary, runs, {"reference": reference.name})
     return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
-def frozen_claims(experiment: Experiment, arm: str) -> Compare:
+def freeze_claims(experiment: Experiment, arm: str) -> Compare:
     """An experiment's comparison with margins in sigmas of `arm` made absolute, as a reference keeps them.
 
     A later run is compared with these very seeds: a margin of their own sd would be wider whenever it is.
     """
     runs = list(experiment.arm(arm).values())
-    kept = []
+    frozen = []
     for primary in experiment.compare.primary:
         number, unit = primary.margin_in if primary.margin is not None else (0.0, "")
         if unit == "sigma":
-            margin = number * _sigma_bound(primary, runs, {"arm": arm, "experiment": experiment.name})
+            margin = number * _sigma_lower_bound(primary, runs, {"arm": arm, "experiment": experiment.name})
             primary = primary.model_copy(update={"margin": float(f"{margin:.3g}")})
-        kept.append(primary)
-    return experiment.compare.model_copy(update={"primary": kept})
+        frozen.append(primary)
+    return experiment.compare.model_copy(update={"primary": frozen})
 
 
-def _sigma_bound(primary: Primary, runs: list[RecordedRun], whose: dict[str, str]) -> float:
+def _sigma_lower_bound(primary: Primary, runs: list[RecordedRun], source: dict[str, str]) -> float:
     """Return the lower bound of the runs' sigma in units of the transformed metric."""
-    values = window_summaries(runs, primary)
+    values = summarize_window(runs, primary)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(Code.NO_SPREAD(metric=primary.metric, margin=primary.margin, whose=whose))
+        raise ComparisonError(Code.NO_SPREAD(metric=primary.metric, margin=primary.margin, whose=source))
     return sigma_lower_bound(sigma, len(values))
 
 
-def window_summaries(runs: list[RecordedRun], primary: Primary) -> Array:
+def summarize_window(runs: list[RecordedRun], primary: Primary) -> Array:
     """A claim's window of every run, one number a run [R]."""
     grid = union(run.series(primary.metric).steps for run in runs)
-    first, last = window_bounds(primary.window, grid, primary.metric)
+    first_step, last_step = window_bounds(primary.window, grid, primary.metric)
     steps, values = stack(runs, primary.metric)
-    return summaries(values[:, (first <= steps) & (steps <= last)], primary)
+    return summarize_runs(values[:, (first_step <= steps) & (steps <= last_step)], primary)
 
 
-def yardstick(
-    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], primary: Primary, last: int
+def measure_yardstick(
+    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], primary: Primary, last_step: int
 ) -> Array | None:
     """What a relative margin is a share of, one number a pair [P], above 0 in the mean; None: it has none."""
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":
-        return climbs(baselines, primary, last)
+        return measure_climbs(baselines, primary, last_step)
     return None

@@ -7,7 +7,7 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest, claim_test_of
 from abrun.recorded.experiment import Experiment
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.sequential import level_of_readings
+from abrun.stats.sequential import simulate_familywise_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +25,23 @@ class Readings:
 def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:
     """Count the earlier readings that share a pair with this one."""
     reading = claim_test_of(experiment, arm)
-    same_runs = {reading, *(one for one in earlier if one.pairs & reading.pairs)}
+    same_runs = {
+        reading,
+        *(earlier_reading for earlier_reading in earlier if earlier_reading.pairs & reading.pairs),
+    }
     looks = {reading}
     if not experiment.compare.looks:  # declared: their levels allow for all of them
-        looks = {one for one in same_runs if one.question == reading.question}
-    sets = sorted((sorted(one.pairs) for one in looks), key=lambda pairs: (len(pairs), pairs))
+        looks = {
+            earlier_reading for earlier_reading in same_runs if earlier_reading.question == reading.question
+        }
+    sets = sorted(
+        (sorted(earlier_reading.pairs) for earlier_reading in looks), key=lambda pairs: (len(pairs), pairs)
+    )
     return Readings(
         arm=arm,
         num_pairs=[len(pairs) for pairs in sets],
-        false_match=level_of_readings(sets) if len(sets) > 1 else None,
-        num_comparisons=len({one.question for one in same_runs}),
+        false_match=simulate_familywise_error(sets) if len(sets) > 1 else None,
+        num_comparisons=len({earlier_reading.question for earlier_reading in same_runs}),
     )
 
 

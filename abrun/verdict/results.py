@@ -10,8 +10,8 @@ from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
-Reduction = Literal["mean", "median", "maximum", "minimum"]
-Test = Literal[
+WindowReduction = Literal["mean", "median", "maximum", "minimum"]
+TestMethod = Literal[
     "paired TOST",
     "control variate TOST",  # in files of earlier versions alone
     "sigma test",
@@ -21,7 +21,7 @@ Test = Literal[
     "ratio limit",
     "exact",
 ]
-Result = Literal["equivalent", "holds", "different", "undecided", "not tested"]
+ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ def detect(
     if not (interval[0] > 0 or interval[1] < 0):
         return None
     sign = 1 if interval[0] > 0 else -1
-    apart = treatment - (baseline if paired else baseline.mean())
+    differences = treatment - (baseline if paired else baseline.mean())
     return Detected(
         direction="higher" if sign > 0 else "lower",
         difference=difference,
         interval=interval,
-        num_agreeing=int((sign * apart > 0).sum()),
+        num_agreeing=int((sign * differences > 0).sum()),
         num_compared=len(treatment),
         paired=paired,
     )
@@ -68,7 +68,7 @@ ONE_TEST = ErrorRates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ClaimTerms:
     """What is claimed, and the runs and steps that it is tested on."""
 
     metric: str
@@ -76,8 +76,8 @@ class Claim:
     steps: tuple[int, int] | None  # first and last step of the window
     num_steps: int  # steps in it at which the metric was recorded by every pair
     transform: Transform
-    reduction: Reduction
-    test: Test
+    reduction: WindowReduction
+    test: TestMethod
     margin: float | None  # in units of the transformed metric; None: relative, and not yet measured
     margin_unit: Unit  # it was declared in: the metric's own (""), or the baseline's sigma, level, climb
     margin_number: float  # in that unit; a share of the level or climb
@@ -92,7 +92,7 @@ class Claim:
     def paired(self) -> bool:
         return self.num_runs is None
 
-    def over(self, sides: Sides) -> "Claim":
+    def over(self, sides: Sides) -> "ClaimTerms":
         """Return the claim with the pairs, or runs, that it is tested on."""
         if not sides.paired:
             return replace(self, num_pairs=0, seeds=(), num_runs=sides.sizes)
@@ -101,7 +101,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class ClaimEstimate:
     """What the runs show. Summaries and differences are in units of the transformed metric."""
 
     differences: tuple[float, ...] = ()  # treatment - baseline, by seed
@@ -149,9 +149,9 @@ class PrimaryResult:
     """T3 for one declared claim. `verdict.json` has its parts side by side in one row."""
 
     arm: str
-    claim: Claim
-    estimate: Estimate = Estimate()
+    claim: ClaimTerms
+    estimate: ClaimEstimate = ClaimEstimate()
     power: Power = Power()
     problem: Reason | None = None  # why these runs cannot show equivalence, whatever the numbers are
     warnings: tuple[Reason, ...] = ()  # what to know beside the outcome
-    result: Result = "not tested"
+    result: ClaimOutcome = "not tested"

@@ -16,54 +16,54 @@ MAX_DECIMALS = 6  # of a log that is rounded
 EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree exactly
 
 
-def transformed(values: Array, transform: Transform, metric: str) -> Array:
+def transform_values(values: Array, transform: Transform, metric: str) -> Array:
     """`values` on the scale they are compared on. Raises ComparisonError outside the transform's domain."""
     if transform == "identity":
         return values
-    problem = outside_domain(values, transform)
+    problem = find_outside_domain(values, transform)
     if problem:
         raise ComparisonError(Code.METRIC_OUTSIDE_DOMAIN(metric=metric, problem=problem))
-    return np.log(_positive(values, transform))
+    return np.log(_log_argument(values, transform))
 
 
-def outside_domain(values: Array, transform: Transform) -> Reason | None:
+def find_outside_domain(values: Array, transform: Transform) -> Reason | None:
     """Which value a transform cannot take; None: it takes them all. (NaN is a matter of its own.)"""
-    outside = values[_positive(values, transform) <= 0] if transform != "identity" else values[:0]
+    outside = values[_log_argument(values, transform) <= 0] if transform != "identity" else values[:0]
     if not outside.size:
         return None
     return Code.OUTSIDE_DOMAIN(transform=transform, value=outside.flat[0])
 
 
-def comparable(values: Array, transform: Transform) -> Array:
+def transform_with_gaps(values: Array, transform: Transform) -> Array:
     """`values` for drawing: a gap (NaN) outside the transform's domain, and where nothing finite is."""
     values = np.where(np.isfinite(values), values, np.nan)
     if transform == "identity":
         return values
-    positive = _positive(values, transform)
+    positive = _log_argument(values, transform)
     return np.log(np.where(positive > 0, positive, np.nan))
 
 
-def _positive(values: Array, transform: Transform) -> Array:
+def _log_argument(values: Array, transform: Transform) -> Array:
     """What the logarithm is taken of."""
     return values - 1 + EXCESS_OFFSET if transform == "log_excess" else values
 
 
-def reduced(values: Array, metric: str) -> Array:
+def reduce_window(values: Array, metric: str) -> Array:
     """One number a row: the summary of a window's steps (last axis)."""
     return np.median(values, axis=-1) if default_reduction(metric) == "median" else np.mean(values, axis=-1)
 
 
-def summaries(values: Array, primary: Primary) -> Array:
+def summarize_runs(values: Array, primary: Primary) -> Array:
     """One number a run [R] of a claim's values in its window [R, W]."""
-    return reduced(transformed(values, _transform(primary), primary.metric), primary.metric)
+    return reduce_window(transform_values(values, _claim_transform(primary), primary.metric), primary.metric)
 
 
-def moving(baseline: Array, treatment: Array, *, paired: bool) -> Array:
+def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:
     """What a claim's spread comes from: the differences of pairs [P, W], or the values of all runs [R, W]."""
     return treatment - baseline if paired else np.concatenate([baseline, treatment])
 
 
-def resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> float:
+def find_resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> float:
     """The step in which summaries of a window move, on the claim's scale; 0 for values that are no counts.
 
     An accuracy over 16 prompts moves in sixteenths. Its mean over k validations moves in 16 k-ths if every
@@ -73,17 +73,17 @@ def resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> 
     """
     values = np.concatenate([run.series(primary.metric).values for run in runs])
     values = values[np.isfinite(values)]
-    step = 0.0 if unit_of(primary.metric) == "bytes" or not len(values) else _smallest_step(values)
-    stretches = 1.0
+    step = 0.0 if unit_of(primary.metric) == "bytes" or not len(values) else _find_smallest_step(values)
+    num_stretches = 1.0
     if window.size and default_reduction(primary.metric) != "median":
         changes = np.abs(np.diff(window, axis=-1)) > step / 2  # less is the log's rounding
-        stretches += float(changes.sum(axis=-1).mean())
-    if step and _transform(primary) != "identity":
+        num_stretches += float(changes.sum(axis=-1).mean())
+    if step and _claim_transform(primary) != "identity":
         step /= float(np.abs(values).max())
-    return step / stretches
+    return step / num_stretches
 
 
-def _smallest_step(values: Array) -> float:
+def _find_smallest_step(values: Array) -> float:
     """The smallest gap between values that are counts, 0 for all others.
 
     Counts are multiples of the gap, to the last digit that was logged, or come three times each on average.
@@ -94,7 +94,7 @@ def _smallest_step(values: Array) -> float:
     gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
     if not len(gaps):
         return 0.0
-    unit = 1.01 * last_digit(distinct)
+    unit = 1.01 * last_decimal_unit(distinct)
     wider = gaps[gaps > unit]
     if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
         gaps = wider
@@ -104,7 +104,7 @@ def _smallest_step(values: Array) -> float:
     return step if is_grid or 3 * (len(gaps) + 1) <= len(values) else 0.0
 
 
-def last_digit(values: Array) -> float:
+def last_decimal_unit(values: Array) -> float:
     """The unit of the last decimal that any value has; 0 for more decimals than a log is rounded to."""
     largest = float(np.abs(values).max())
     for decimals in range(MAX_DECIMALS + 1):
@@ -113,32 +113,32 @@ def last_digit(values: Array) -> float:
     return 0.0
 
 
-def climbs(runs: Sequence[RecordedRun], primary: Primary, last: int) -> Array:
+def measure_climbs(runs: Sequence[RecordedRun], primary: Primary, last_step: int) -> Array:
     """What each run [R] has learned by step `last`: its last tenth less its first, as learning moves it.
 
     The mean of the last tenth of the steps from the first recorded one to `last` less that of the first
     tenth, on the claim's scale; positive for a reward that rose and for a loss that fell. NaN where the
     metric has no direction, or fewer than two steps.
     """
-    return np.array([_climb(run, primary, last) for run in runs])
+    return np.array([_measure_climb(run, primary, last_step) for run in runs])
 
 
-def direction_in(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
+def learning_direction(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
     """Which way learning moves a metric of this run."""
     return direction(metric, policy_gradient=REWARD in run.metrics)
 
 
-def _climb(run: RecordedRun, primary: Primary, last: int) -> float:
-    series, sign = run.series(primary.metric), direction_in(run, primary.metric)
-    steps, values = series.steps[series.steps <= last], series.values[series.steps <= last]
+def _measure_climb(run: RecordedRun, primary: Primary, last_step: int) -> float:
+    series, sign = run.series(primary.metric), learning_direction(run, primary.metric)
+    steps, values = series.steps[series.steps <= last_step], series.values[series.steps <= last_step]
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
-    if sign is None or len(steps) < 2 or outside_domain(values, _transform(primary)):
+    if sign is None or len(steps) < 2 or find_outside_domain(values, _claim_transform(primary)):
         return np.nan
     tenth = (steps[-1] - steps[0]) / 10
-    values = transformed(values, _transform(primary), primary.metric)
+    values = transform_values(values, _claim_transform(primary), primary.metric)
     start, end = values[steps <= steps[0] + tenth], values[steps >= steps[-1] - tenth]
     return sign * float(end.mean() - start.mean())
 
 
-def _transform(primary: Primary) -> Transform:
+def _claim_transform(primary: Primary) -> Transform:
     return primary.transform or default_transform(primary.metric)

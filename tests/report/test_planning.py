@@ -16,7 +16,7 @@ from abrun.recipe.claims import Compare, Primary
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measured_spread, plan_report
 from abrun.stats.equivalence import equivalence_test
-from abrun.stats.power import freedom_per_run, pairs_needed, power_at, sd_of_difference
+from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
 from tests.verdict.simulate import RECIPE
 
@@ -124,7 +124,7 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
         expected = claim_power(told.primary[0], told, assumed_spread(told.primary[0], False, paired=paired))
         assert expected is not None
         assumed.append(expected.pairs_needed)
-    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), freedom=freedom_per_run((0.1, 0.1)))
+    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), dof_per_pair=welch_dof_per_run((0.1, 0.1)))
     assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), independent]
     rng = np.random.default_rng(0)
     left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
