@@ -11,7 +11,7 @@ from scipy import special
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
@@ -31,10 +31,10 @@ from abrun.verdict.results import (
     ONE_TEST,
     ClaimEstimate,
     ClaimOutcome,
+    ClaimResult,
     ClaimTerms,
     ErrorRates,
     Power,
-    PrimaryResult,
     TestMethod,
     detect,
 )
@@ -52,27 +52,27 @@ from abrun.verdict.whole_curve import curve_warnings
 ASSUMED_PAIR_CORRELATION = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
-def judge_primary(
+def judge_equivalence(
     arm: str,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     margin: Margin,
     grid: Steps,
     rates: ErrorRates = ONE_TEST,
     *,
     may_repeat: bool = False,
-) -> PrimaryResult:
+) -> ClaimResult:
     """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
 
     Equivalence is an intersection-union test: every claim at full alpha, no correction. It needs every pair
     (of independent arms every run), and runs that could have shown a difference. Raises ComparisonError for
     an empty window.
     """
-    metric, finished = primary.metric, sides.finished
-    transform = primary.transform or default_transform(metric)
-    bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
-    steps, baseline, treatment = _select_window(finished, primary, bounds)
-    bounds = clip_to_shared_steps(primary.window, bounds, steps)
+    metric, finished = claim.metric, sides.finished
+    transform = claim.transform or default_transform(metric)
+    bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
+    steps, baseline, treatment = _select_window(finished, claim, bounds)
+    bounds = clip_to_shared_steps(claim.window, bounds, steps)
     usable = finished.of(_find_usable_runs(baseline), _find_usable_runs(treatment))
     in_window = (
         baseline[[run in usable.baselines for run in finished.baselines]],
@@ -81,7 +81,7 @@ def judge_primary(
     repeated_run = check_distinct_seeds(finished, metric)
     terms = ClaimTerms(
         metric=metric,
-        window=primary.window,
+        window=claim.window,
         steps=bounds,
         num_steps=len(steps),
         transform=transform,
@@ -94,14 +94,14 @@ def judge_primary(
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(usable)
-    result = PrimaryResult(
+    result = ClaimResult(
         arm=arm, claim=terms, problem=check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
     )
     outside = find_outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(usable.sizes) and bounds and not repeated_run:
-        result = _test_claim(result, usable, primary, margin, in_window)
+        result = _test_claim(result, usable, claim, margin, in_window)
     if usable.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_missing_reason(usable, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -125,44 +125,44 @@ def _test_method(margin: Margin, *, paired: bool) -> TestMethod:
 
 
 def _test_claim(
-    result: PrimaryResult,
+    result: ClaimResult,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     margin: Margin,
     in_window: tuple[Array, Array],
-) -> PrimaryResult:
+) -> ClaimResult:
     """A result with its statistics, and what makes them mean nothing."""
     bounds = result.claim.steps
     assert bounds is not None
-    arms = [summarize_runs(values, primary) for values in in_window]
+    arms = [summarize_runs(values, claim) for values in in_window]
     last_step, baselines, is_testable = bounds[1], sides.baselines, min(sides.sizes) > 1
-    yardstick = measure_yardstick(margin, arms[0], baselines, primary, last_step)
+    yardstick = measure_yardstick(margin, arms[0], baselines, claim, last_step)
     yardstick_problem = _yardstick_problem(margin, yardstick, arms[0]) if is_testable else None
     if yardstick_problem:
         return replace(result, problem=result.problem or yardstick_problem)
-    step = find_resolution(sides.runs, primary, spread_values(*in_window, paired=sides.paired))
+    step = find_resolution(sides.runs, claim, spread_values(*in_window, paired=sides.paired))
     without_resolution = add_statistics(result, *arms, yardstick=yardstick)
     result = (
         add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
     )
-    climb = float(np.mean(measure_climbs(baselines, primary, last_step)))
+    climb = float(np.mean(measure_climbs(baselines, claim, last_step)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
     absolute_margin = result.claim.margin
     if not is_testable or absolute_margin is None:
         return result
-    problem = result.problem or check_learning(baselines, primary, last_step, absolute_margin)
+    problem = result.problem or check_learning(baselines, claim, last_step, absolute_margin)
     result = replace(result, problem=problem)
     resolution_decides = estimate.certified_bound != 0 and _is_shown_and_is_beyond(
         without_resolution
     ) != _is_shown_and_is_beyond(result)
     warnings = [
         *result.warnings,
-        *_margin_warnings(result, baselines, primary),
+        *_margin_warnings(result, baselines, claim),
         *([Code.WIDE_STEPS()] if resolution_decides else []),
         *curve_warnings(
             sides,
-            primary.metric,
+            claim.metric,
             result.claim.transform,
             bounds,
             absolute_margin,
@@ -181,13 +181,11 @@ def _yardstick_problem(margin: Margin, yardstick: Array | None, baseline: Array)
     return None
 
 
-def _margin_warnings(
-    result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary
-) -> Iterator[Reason]:
+def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], claim: Claim) -> Iterator[Reason]:
     """Yield warnings on a claim's margin and its baseline."""
     terms, estimate = result.claim, result.estimate
     assert terms.steps is not None and terms.margin is not None and estimate.standard_error is not None
-    num_dead_seeds = count_dead_seeds(baselines, primary, terms.steps[1], terms.margin)
+    num_dead_seeds = count_dead_seeds(baselines, claim, terms.steps[1], terms.margin)
     if num_dead_seeds and not result.problem:
         yield Code.SEEDS_NOT_CLIMBED(num=num_dead_seeds, of=len(baselines))
     if estimate.certified_bound == 0:
@@ -197,19 +195,17 @@ def _margin_warnings(
         yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
 
 
-def _select_window(
-    sides: Sides, primary: Primary, bounds: tuple[int, int] | None
-) -> tuple[Steps, Array, Array]:
+def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
     """Steps [W] of the window, and both arms' values [R, W] there."""
-    steps, values = stack(sides.runs, primary.metric)
+    steps, values = stack(sides.runs, claim.metric)
     first_step, last_step = bounds or (0, 0)
     inside = (steps >= first_step) & (steps <= last_step)
-    recorded = union(run.series(primary.metric).steps for run in sides.runs)
+    recorded = union(run.series(claim.metric).steps for run in sides.runs)
     if len(recorded) and not ((first_step <= recorded) & (recorded <= last_step)).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(
-                metric=primary.metric,
-                window=primary.window,
+                metric=claim.metric,
+                window=claim.window,
                 num=len(recorded),
                 steps=[recorded[0], recorded[-1]],
             )
@@ -219,13 +215,13 @@ def _select_window(
 
 
 def add_statistics(
-    result: PrimaryResult,
+    result: ClaimResult,
     baseline: Array,
     treatment: Array,
     *,
     yardstick: Array | None = None,
     resolution: float = 0.0,
-) -> PrimaryResult:
+) -> ClaimResult:
     """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
     if min(len(baseline), len(treatment)) < 2:
         return result
@@ -308,7 +304,7 @@ def _find_skew(
     return find_skew(samples, step=step, min_sd=min_sd)
 
 
-def _is_shown_and_is_beyond(result: PrimaryResult) -> tuple[bool, bool]:
+def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
     """Return whether a claim by itself is shown, and whether the opposite is."""
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
@@ -342,8 +338,8 @@ def _estimate_power(
 
 
 def _add_sigma_statistics(
-    result: PrimaryResult, baseline: Array, treatment: Array, resolution: float
-) -> PrimaryResult:
+    result: ClaimResult, baseline: Array, treatment: Array, resolution: float
+) -> ClaimResult:
     terms, estimate = result.claim, result.estimate
     number, alpha = terms.margin_number, terms.alpha
     test = sigma_test(baseline, treatment, number, alpha, resolution, paired=terms.paired)
@@ -383,10 +379,10 @@ def _add_sigma_statistics(
     )
 
 
-def apply_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
+def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
     """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
 
-    Differences are many looks at one experiment: the family is every claim of every treatment.
+    Differences are many tests of one experiment: the family is every claim of every treatment.
     """
     estimates = [result.estimate for result in results]
     p_differences = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
@@ -403,7 +399,7 @@ def apply_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
     return corrected_results
 
 
-def _apply_mismatch(result: PrimaryResult) -> PrimaryResult:
+def _apply_mismatch(result: ClaimResult) -> ClaimResult:
     """A result as a mismatch where one is shown; undecided by two pairs, or two runs of an arm.
 
     Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in

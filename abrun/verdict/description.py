@@ -22,12 +22,12 @@ from abrun.metric_names import (
     with_role,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Primary
+from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.recorded.experiment import Experiment, Sides, stack
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
-from abrun.verdict.claims import judge_primary
+from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import Detected, detect
 from abrun.verdict.summaries import (
@@ -74,19 +74,19 @@ class Description:
     runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
-def describe_metrics(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Description]:
+def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
     """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
 
     None where abrun launched the runs and there are several, or where an arm has none.
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
-    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
+    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (claims or launched)):
         return []
-    windows = {primary.metric: primary.window for primary in primaries}
+    windows = {claim.metric: claim.window for claim in claims}
     unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
     metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], DEFAULT_WINDOW)
-    declared = experiment if primaries or launched else None
+    declared = experiment if claims or launched else None
     described = (
         _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
     )
@@ -110,13 +110,13 @@ def find_claimable_metric(experiment: Experiment) -> Description | None:
         claim = build_claim(description)
         margin = resolve_margin(claim, None)
         grid = experiment.steps_of(metric)
-        if judge_primary(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
+        if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
             return description
     return None
 
 
-def build_claim(description: Description) -> Primary:
-    return Primary(metric=description.metric, window=description.window, margin=description.margin)
+def build_claim(description: Description) -> Claim:
+    return Claim(metric=description.metric, window=description.window, margin=description.margin)
 
 
 def count_metrics(sides: Sides) -> tuple[int, int]:
@@ -231,10 +231,10 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     ]
 
 
-def _untransformed_claim(metric: str) -> Primary:
+def _untransformed_claim(metric: str) -> Claim:
     """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
     # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
-    return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
+    return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, RecordedRun, union
 from abrun.stats.series import Steps, intersect_steps, window_bounds
 
@@ -51,13 +51,13 @@ def _find_recorded(
 
 
 def find_text_values(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
 
     The window is also read as it would stand with the steps of those values. A guard reads all of a run.
     """
-    windows = [*((primary.metric, primary.window) for primary in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
+    windows = [*((claim.metric, claim.window) for claim in claims), (TOKEN_MULT_PROB_ERROR, "all")]
     for metric, window in windows:
         dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
         if not any(len(steps) for steps in dropped.values()):
@@ -125,7 +125,7 @@ def _steps_missing_reason(
 
 def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
     """A note for each claimed metric, or else one of step one, that some arm recorded at other steps."""
-    claimed = [primary.metric for primary in experiment.compare.primary]
+    claimed = [claim.metric for claim in experiment.compare.claims]
     notes = []
     for arm in arms:
         sides = experiment.sides(arm).finished

@@ -14,7 +14,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary, claim_text
+from abrun.recipe.claims import Claim, claim_text
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, window_bounds
@@ -24,10 +24,10 @@ from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
 from abrun.verdict.results import (
     ONE_TEST,
     ClaimEstimate,
+    ClaimResult,
     ClaimTerms,
     Detected,
     ErrorRates,
-    PrimaryResult,
     WindowReduction,
     detect,
 )
@@ -42,10 +42,10 @@ _REDUCTIONS = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum
 def judge_limit(
     arm: str,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     grid: Steps,
     rates: ErrorRates = ONE_TEST,
-) -> PrimaryResult:
+) -> ClaimResult:
     """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
 
     A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
@@ -54,48 +54,48 @@ def judge_limit(
     hold.
     """
     finished = sides.finished
-    bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
-    is_ratio = primary.limit is not None and primary.limit[1]
+    bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
+    is_ratio = claim.limit is not None and claim.limit[1]
     terms = ClaimTerms(
-        metric=primary.metric,
-        window=primary.window,
+        metric=claim.metric,
+        window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if primary.limits_excess else "identity",
-        reduction=_limit_reduction(primary.metric),
-        test="exact" if primary.exact else "ratio limit" if is_ratio else "limit",
+        transform="log_excess" if claim.limits_excess else "identity",
+        reduction=_limit_reduction(claim.metric),
+        test="exact" if claim.exact else "ratio limit" if is_ratio else "limit",
         margin=None,
         margin_unit="",
-        margin_number=primary.limit[0] if primary.limit else 0.0,
-        margin_text=claim_text(primary),
+        margin_number=claim.limit[0] if claim.limit else 0.0,
+        margin_text=claim_text(claim),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(finished)
-    problem = _find_problem(primary, sides)
-    if bounds and not primary.exact and len(shared := stack(finished.runs, primary.metric)[0]):
+    problem = _find_problem(claim, sides)
+    if bounds and not claim.exact and len(shared := stack(finished.runs, claim.metric)[0]):
         steps_in_window = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
-        bounds = clip_to_shared_steps(primary.window, bounds, steps_in_window)
+        bounds = clip_to_shared_steps(claim.window, bounds, steps_in_window)
         terms = replace(terms, steps=bounds)
-        finished = _restrict_to_steps(finished, primary.metric, shared)
-    result = PrimaryResult(arm=arm, claim=terms, problem=problem)
+        finished = _restrict_to_steps(finished, claim.metric, shared)
+    result = ClaimResult(arm=arm, claim=terms, problem=problem)
     if bounds is None or not min(finished.sizes) or problem:
         return replace(result, problem=problem or Code.NONE_FINISHED(paired=sides.paired))
     return (
         _judge_exact(result, finished, bounds)
-        if primary.exact
-        else _judge_level_or_ratio(result, finished, primary, bounds)
+        if claim.exact
+        else _judge_level_or_ratio(result, finished, claim, bounds)
     )
 
 
-def _find_problem(primary: Primary, sides: Sides) -> Reason | None:
+def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
     """Return why these runs cannot show a limit, or that arms are the same bit for bit."""
-    finished, metric = sides.finished, primary.metric
-    if (primary.exact or metric == FINAL_WEIGHTS) and not sides.paired:
-        return Code.PAIRS_ALONE(exact=primary.exact)
+    finished, metric = sides.finished, claim.metric
+    if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
+        return Code.PAIRS_ALONE(exact=claim.exact)
     is_machine_metric = (
         metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"
     )  # no seed moves it
-    repeated_run = None if primary.exact or is_machine_metric else check_distinct_seeds(finished, metric)
+    repeated_run = None if claim.exact or is_machine_metric else check_distinct_seeds(finished, metric)
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
     )
@@ -115,7 +115,7 @@ def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
     return replace(sides, baselines=baselines, treatments=treatments)
 
 
-def _judge_exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
+def _judge_exact(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> ClaimResult:
     metric = result.claim.metric
     no_evidence = check_signal(sides, metric, may_repeat=True) or check_distinct_seeds(sides)
     for pair in zip(sides.baselines, sides.treatments, strict=True):
@@ -155,12 +155,12 @@ def _find_first_difference(
 
 
 def _judge_level_or_ratio(
-    result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]
-) -> PrimaryResult:
-    assert primary.limit is not None
-    if primary.metric == FINAL_WEIGHTS:
-        return _judge_weight_distances(result, sides, primary.limit[0])
-    limit, is_ratio = primary.limit
+    result: ClaimResult, sides: Sides, claim: Claim, bounds: tuple[int, int]
+) -> ClaimResult:
+    assert claim.limit is not None
+    if claim.metric == FINAL_WEIGHTS:
+        return _judge_weight_distances(result, sides, claim.limit[0])
+    limit, is_ratio = claim.limit
     counter = shared_peak_counter(sides.runs)
 
     def levels(transform: Transform) -> list[Array]:
@@ -173,7 +173,7 @@ def _judge_level_or_ratio(
     baseline, treatment = levels("identity")
     transform: Transform = "identity"
     baseline_sample, treatment_sample = baseline, treatment
-    if primary.limits_excess:
+    if claim.limits_excess:
         transform = "log_excess"
         baseline_sample, treatment_sample = levels(transform)
     elif is_ratio:
@@ -184,11 +184,11 @@ def _judge_level_or_ratio(
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
     if not np.isfinite(needed).all():
-        kind = "excess" if primary.limits_excess else "positive" if is_ratio else "number"
+        kind = "excess" if claim.limits_excess else "positive" if is_ratio else "number"
         return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
-    scale = primary.model_copy(update={"transform": transform})
+    scale = claim.model_copy(update={"transform": transform})
     window = _averaged_values(result.claim, sides, bounds, is_ratio=is_ratio)
-    resolution, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
+    resolution, is_below = resolution_of(sides.runs, scale, window), claim.below is not None
     estimate = ClaimEstimate(
         baseline_mean=float(baseline.mean()) if np.isfinite(baseline).all() else None,
         treatment_mean=float(treatment.mean()),
@@ -233,7 +233,7 @@ def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *
     return spread_values(values[:num_baselines], values[num_baselines:], paired=is_ratio and sides.paired)
 
 
-def _judge_weight_distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
+def _judge_weight_distances(result: ClaimResult, sides: Sides, limit: float) -> ClaimResult:
     """Of the final weights of each pair: their mean, not that of their logarithms.
 
     Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
@@ -249,7 +249,7 @@ def _judge_weight_distances(result: PrimaryResult, sides: Sides, limit: float) -
 
 
 def _test_limit(
-    result: PrimaryResult,
+    result: ClaimResult,
     baseline: Array | None,
     values: Array,
     limit: float,
@@ -257,7 +257,7 @@ def _test_limit(
     is_log: bool,
     below: bool,
     resolution: float = 0.0,
-) -> PrimaryResult:
+) -> ClaimResult:
     """Of one sample, or of the difference right - left of two that are not paired."""
     scale = np.exp if is_log else float
     bound = float(np.log(limit)) if is_log else limit

@@ -6,10 +6,10 @@ from typing import Any
 from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
-from abrun.verdict.results import ClaimTerms, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
-def outcome_reason(result: PrimaryResult, *, has_recipe: bool = True) -> Reason:
+def outcome_reason(result: ClaimResult, *, has_recipe: bool = True) -> Reason:
     """Return what is shown of one claim; `has_recipe`: the arms were trained by one recipe."""
     terms, estimate = result.claim, result.estimate
     detected = asdict(estimate.detected) if estimate.detected else None
@@ -32,7 +32,7 @@ def outcome_reason(result: PrimaryResult, *, has_recipe: bool = True) -> Reason:
 
 
 def _equivalence_reason(
-    result: PrimaryResult, sample: dict[str, Any], detected: dict[str, Any] | None
+    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None
 ) -> Reason:
     terms, estimate = result.claim, result.estimate
     values = {
@@ -82,7 +82,7 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     }
 
 
-def _limit_reason(result: PrimaryResult, sample: dict[str, Any], detected: dict[str, Any] | None) -> Reason:
+def _limit_reason(result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None) -> Reason:
     terms, estimate = result.claim, result.estimate
     measure: str = terms.reduction
     if terms.metric == FINAL_WEIGHTS:

@@ -18,7 +18,7 @@ class Readings:
     num_pairs: list[int]  # of each different set of pairs that these claims were tested on
     false_match: (
         float | None
-    )  # rate at the margin, where the first match is taken; None: tested once, or looks
+    )  # rate at the margin, where the first match is taken; None: tested once, or interim analyses
     num_comparisons: int  # of these runs, each with other claims
 
 
@@ -29,13 +29,13 @@ def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTe
         reading,
         *(earlier_reading for earlier_reading in earlier if earlier_reading.pairs & reading.pairs),
     }
-    looks = {reading}
-    if not experiment.compare.looks:  # declared: their levels allow for all of them
-        looks = {
+    counted = {reading}
+    if not experiment.compare.interim:  # declared: their levels allow for all of them
+        counted = {
             earlier_reading for earlier_reading in same_runs if earlier_reading.question == reading.question
         }
     sets = sorted(
-        (sorted(earlier_reading.pairs) for earlier_reading in looks), key=lambda pairs: (len(pairs), pairs)
+        (sorted(earlier_reading.pairs) for earlier_reading in counted), key=lambda pairs: (len(pairs), pairs)
     )
     return Readings(
         arm=arm,

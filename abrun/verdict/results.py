@@ -13,7 +13,6 @@ from abrun.stats.series import Array
 WindowReduction = Literal["mean", "median", "maximum", "minimum"]
 TestMethod = Literal[
     "paired TOST",
-    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
@@ -82,7 +81,7 @@ class ClaimTerms:
     margin_unit: Unit  # it was declared in: the metric's own (""), or the baseline's sigma, level, climb
     margin_number: float  # in that unit; a share of the level or climb
     margin_text: str
-    alpha: float  # of each one-sided test: 0.05, or this look's level
+    alpha: float  # of each one-sided test: 0.05, or this interim analysis's level
     alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
     num_pairs: int = 0
     seeds: tuple[int, ...] = ()  # of the pairs
@@ -145,7 +144,7 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrimaryResult:
+class ClaimResult:
     """T3 for one declared claim. `verdict.json` has its parts side by side in one row."""
 
     arm: str

@@ -23,7 +23,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import EMPTY_SERIES, Array, Series
@@ -60,7 +60,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
 
 
 def check_learning(
-    baselines: Sequence[RecordedRun], primary: Primary, last_step: int, margin: float
+    baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float
 ) -> Reason | None:
     """Why the baseline learned too little for a claim to mean anything.
 
@@ -69,18 +69,18 @@ def check_learning(
     such thing is known: there some metric that has a direction must have climbed at all, where one is
     recorded. Time and memory do not depend on what is learned.
     """
-    if not primary.climbs or is_clock(primary.metric) or unit_of(primary.metric) == "bytes":
+    if not claim.climbs or is_clock(claim.metric) or unit_of(claim.metric) == "bytes":
         return None
-    if learning_direction(baselines[0], primary.metric):
+    if learning_direction(baselines[0], claim.metric):
         lower_bound, num_dead_seeds = (
-            climb_lower_bound(measure_climbs(baselines, primary, last_step)),
-            count_dead_seeds(baselines, primary, last_step, margin),
+            climb_lower_bound(measure_climbs(baselines, claim, last_step)),
+            count_dead_seeds(baselines, claim, last_step, margin),
         )
         if lower_bound > margin and 2 * num_dead_seeds < len(baselines):
             return None
         if lower_bound > margin:
             return Code.DEAD_SEEDS(num=num_dead_seeds, of=len(baselines), margin=margin, step=last_step)
-        mean = float(np.mean(measure_climbs(baselines, primary, last_step)))
+        mean = float(np.mean(measure_climbs(baselines, claim, last_step)))
         return Code.CLIMB_NOT_SHOWN(margin=margin, step=last_step, climb=mean, bound=lower_bound)
     learners = learning_metrics(baselines)
     # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
@@ -93,11 +93,9 @@ def check_learning(
     return Code.NOTHING_CLIMBED(step=last_step, metrics=[*bounds], bound=max(bounds.values()))
 
 
-def count_dead_seeds(
-    baselines: Sequence[RecordedRun], primary: Primary, last_step: int, margin: float
-) -> int:
+def count_dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float) -> int:
     """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
-    return int((measure_climbs(baselines, primary, last_step) <= margin).sum()) if primary.climbs else 0
+    return int((measure_climbs(baselines, claim, last_step) <= margin).sum()) if claim.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
@@ -117,7 +115,7 @@ def climb_lower_bound(values: Array, num_metrics: int = 1) -> float:
 
 def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: int) -> Array:
     return measure_climbs(
-        runs, Primary(metric=metric, margin=1.0, transform=default_transform(metric)), last_step
+        runs, Claim(metric=metric, margin=1.0, transform=default_transform(metric)), last_step
     )
 
 

@@ -22,7 +22,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step
-from abrun.runs.records import started_after
+from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
@@ -73,23 +73,24 @@ def check_step_one(
 ) -> list[StepOne]:
     """T1 for every metric of the list that the first step of some pair has in both arms, at `alpha` in all.
 
-    A failure is one of any pair, also after a look at the first `num_pairs`; what is open is so by those.
+    A failure is one of any pair, also after an interim analysis of the first `num_pairs`; what is open is so
+    by those.
     A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
     where the first recorded step is a later one than the runs' first, or may be: updates have been made.
     """
-    counted_seeds = {pair.seed for pair in pairs[:num_pairs]}
+    analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
         pair
         for pair in pairs
-        if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment) and not pair.begins_anew
+        if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
-    checked = (_check_metric(arm, pairs, metric, compare, share, counted_seeds) for metric in STEP_ONE)
+    checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
     return [result for result in checked if result]
 
 
 def _check_metric(
-    arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, counted_seeds: Set[int]
+    arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, analysed_seeds: Set[int]
 ) -> StepOne | None:
     deviations = []
     for pair in pairs:
@@ -125,7 +126,7 @@ def _check_metric(
                 for signed_deviation, (_, pair_deviation, _) in zip(
                     signed_deviations, deviations, strict=True
                 )
-                if pair_deviation.seed in counted_seeds
+                if pair_deviation.seed in analysed_seeds
             ]
             result = (
                 "open" if counted_deviations and np.median(counted_deviations) > tolerance else "not tested"

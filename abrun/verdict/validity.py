@@ -16,7 +16,7 @@ from abrun.metric_names import (
     is_clock,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
 from abrun.redaction import in_yaml
@@ -39,7 +39,7 @@ TRAINER_KEYS = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
-    experiment: Experiment, arm: str, num_pairs: int, primaries: Sequence[Primary]
+    experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
     """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
 
@@ -65,19 +65,19 @@ def invalid_reasons(
         *_check_copies(runs),
         *_check_configs(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
         *_check_environments(experiment, arm, sides),
-        *_check_recorded_steps(experiment, finished, primaries),
-        *_check_baseline_finite(experiment, [run for run in baselines if not run.name.rerun], primaries),
+        *_check_recorded_steps(experiment, finished, claims),
+        *_check_baseline_finite(experiment, [run for run in baselines if not run.name.rerun], claims),
     ]
 
 
 def _check_recorded_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield what finished runs lack at the steps where claims and guards read them."""
-    yield from _check_steps(experiment, [run for run in finished if not run.thinned], primaries)
-    yield from _check_reference_windows(experiment, finished, primaries)
-    yield from _check_metrics(experiment, finished, primaries)
-    yield from find_text_values(experiment, finished, primaries)
+    yield from _check_steps(experiment, [run for run in finished if not run.thinned], claims)
+    yield from _check_reference_windows(experiment, finished, claims)
+    yield from _check_metrics(experiment, finished, claims)
+    yield from find_text_values(experiment, finished, claims)
 
 
 def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
@@ -318,18 +318,16 @@ def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Itera
             yield from find_environment_difference(baseline, run, key)
 
 
-def _claim_windows(
-    experiment: Experiment, primaries: Sequence[Primary]
-) -> Iterator[tuple[str, tuple[int, int]]]:
+def _claim_windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
-    for primary in primaries:
-        grid = experiment.steps_of(primary.metric)
+    for claim in claims:
+        grid = experiment.steps_of(claim.metric)
         if len(grid):
-            yield primary.metric, window_bounds(primary.window, grid, primary.metric)
+            yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
 def _check_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
     if reason := no_shared_step(finished):
@@ -342,18 +340,18 @@ def _check_steps(
             metric_name for metric_name in STEP_ONE if all(len(run.series(metric_name)) for run in finished)
         ]
         windows = dict.fromkeys(recorded[:1])
-    for metric, bounds in _claim_windows(experiment, primaries):
+    for metric, bounds in _claim_windows(experiment, claims):
         windows.setdefault(metric, bounds)
     for metric, bounds in windows.items():
         yield from find_grid_problems(finished, metric, bounds, strict=trained_here)
 
 
 def _check_reference_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
     for metric, (first_step, last_step) in _claim_windows(
-        experiment, primaries if experiment.regression else ()
+        experiment, claims if experiment.regression else ()
     ):
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
@@ -370,11 +368,11 @@ def _check_reference_windows(
 
 
 def _check_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
     run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
-    needed = {primary.metric: "primary" for primary in primaries if primary.metric not in run_level_metrics}
+    needed = {claim.metric: "claim" for claim in claims if claim.metric not in run_level_metrics}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
@@ -413,9 +411,9 @@ def _metric_missing_reason(
 
 
 def _check_baseline_finite(
-    experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    for metric, (first_step, last_step) in _claim_windows(experiment, primaries):
+    for metric, (first_step, last_step) in _claim_windows(experiment, claims):
         for run in baselines:
             step = run.first_non_finite(metric, first_step, last_step)
             if step is not None:

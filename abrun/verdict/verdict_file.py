@@ -18,15 +18,15 @@ from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
+from abrun.verdict.injected import Sensitivity, measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
-from abrun.verdict.planted import Sensitivity, measure_sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
-from abrun.verdict.results import ClaimEstimate, ClaimTerms, Power, PrimaryResult
+from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.step_one import StepOne
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _EVIDENCE = (
-    "primaries",
+    "claims",
     "descriptions",
     "guards",
     "step_one",
@@ -35,7 +35,6 @@ _EVIDENCE = (
     "savings",
 )
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}  # of a result, which make one row
-_RETIRED_FIELDS = ("by_prompt", "spent")  # in files of this schema version that earlier abruns wrote
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -61,7 +60,7 @@ class VerdictFile:
     post_hoc: bool
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
-    primaries: list[PrimaryResult]
+    claims: list[ClaimResult]
     descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
     guards: list[Guard]
     step_one: list[StepOne]
@@ -76,7 +75,7 @@ class VerdictFile:
     notes: list[Reason]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
-    sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
+    sensitivity: Sensitivity | None  # of injected faults; None: the experiment has none (controls.faults)
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
 
@@ -158,7 +157,7 @@ def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
     return [
         arm
         for arm in arms
-        if arm.verdict != "INVALID" and any(result.result != "not tested" for result in arm.primaries)
+        if arm.verdict != "INVALID" and any(result.result != "not tested" for result in arm.claims)
     ]
 
 
@@ -185,12 +184,12 @@ def select_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    return {**records.as_json(content), "primaries": claim_rows(content)}
+    return {**records.as_json(content), "claims": claim_rows(content)}
 
 
 def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
     """Return a row for each claim's result, as verdict.json has it."""
-    return [flatten_claim(records.as_json(result)) for result in content.primaries]
+    return [flatten_claim(records.as_json(result)) for result in content.claims]
 
 
 def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
@@ -233,8 +232,8 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(_drop_retired_fields(content))
-        restored["primaries"] = [_unflatten_claim(row) for row in restored["primaries"]]
+        restored = records.with_reasons(_with_note_codes(content))
+        restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
         first_error = error.errors()[0]
@@ -245,12 +244,11 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
 
 
-def _drop_retired_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping without evidence of earlier versions; a note without a code of today is its text."""
-    current = {name: value for name, value in content.items() if name not in _RETIRED_FIELDS}
+def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
     noted = zip(content["note_codes"], content["notes"], strict=True)
     notes = [records.stored_reason(code, text) for code, text in noted]
-    return current | {"note_codes": records.coded(notes)}
+    return {**content, "note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +276,7 @@ def json_schema() -> dict[str, Any]:
 
 def _flatten_claim_schema(definitions: dict[str, Any]) -> None:
     """Change the schema of a claim's result to that of its row."""
-    result = definitions["PrimaryResult"]
+    result = definitions["ClaimResult"]
     for record_name, record in _PARTS.items():
         properties = definitions.pop(record.__name__)
         del result["properties"][record_name]

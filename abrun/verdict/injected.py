@@ -1,0 +1,194 @@
+"""What a comparison would have caught: faults injected in the baseline, each judged as a treatment is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from abrun.messages.numbers import certified_text
+from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.reasons import Code, Reason
+from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
+from abrun.recorded.experiment import Experiment, Pair
+from abrun.verdict.decide import ArmVerdict, Verdict, judge
+from abrun.verdict.results import ClaimResult
+
+Evidence = Literal["step one", "guard", "claim", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFound:
+    """One injected fault against the baseline, by the ordinary judge."""
+
+    fault: str
+    arm: str
+    size: float | None  # None: it has none
+    unit: str
+    verdict: Verdict
+    caught_by: Evidence  # what makes the verdict MISMATCH, the earliest of it; nothing: it is none
+    metric: str | None  # that of the step or of the claim, or the guard's name
+    step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
+    num_pairs: int  # or runs of each arm, where they are not paired
+    # Of what caught it, beside the limit; of one not caught, what the first claim found, if anything
+    figures: Reason | None
+    reason: Reason  # the verdict's first
+    advice: Reason | None  # of one not caught: what could show it
+
+    @property
+    def caught(self) -> bool:
+        return self.caught_by != "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """Of the injected faults, in the order of the recipe."""
+
+    num_caught: int
+    num_judged: int  # those that are INVALID say nothing
+    num_pairs: int  # at most, of a fault
+    num_steps: int  # of the runs
+    faults: list[FaultFound]
+
+
+def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
+    """None where no fault is injected. Never part of a verdict: each fault is judged by itself."""
+    faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
+    if not faults or experiment.regression:
+        return None
+    judged_faults = [_judge_fault(experiment, arm, injected) for arm, injected in faults.items()]
+    return Sensitivity(
+        num_caught=sum(fault.caught for fault in judged_faults),
+        num_judged=sum(fault.verdict != "INVALID" for fault in judged_faults),
+        num_pairs=max(fault.num_pairs for fault in judged_faults),
+        num_steps=_max_num_steps(experiment),
+        faults=judged_faults,
+    )
+
+
+def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
+    fault_experiment = replace(
+        experiment,
+        arms=(experiment.baseline, arm),
+        compare=experiment.compare.model_copy(update={"interim": []}),
+        runs={
+            name: run
+            for name, run in {**experiment.runs, **experiment.controls}.items()
+            if name.arm in (experiment.baseline, arm)
+        },
+        injected={},
+        controls={},
+    )
+    (judged,) = judge(fault_experiment, fault_experiment.compare.claims)
+    caught_by, metric, step, figures = _find_evidence(judged, fault_experiment)
+    fault = LIBRARY[injected.name]
+    is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
+    return FaultFound(
+        fault=fault.name,
+        arm=arm,
+        size=None if fault.size is None else injected.amount,
+        unit=fault.unit,
+        verdict=judged.verdict,
+        caught_by=caught_by,
+        metric=metric,
+        step=step,
+        num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
+        figures=figures,
+        advice=_advise(fault, injected.amount, judged, _max_num_steps(experiment)) if is_missed else None,
+        reason=next(
+            (
+                reason
+                for reason in judged.reasons
+                if reason.code is Code.STEP_ONE_DIFFERS and reason["metric"] == metric
+            ),
+            judged.reasons[0],
+        ),
+    )
+
+
+def _find_evidence(
+    judged: ArmVerdict, experiment: Experiment
+) -> tuple[Evidence, str | None, int | None, Reason | None]:
+    """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
+    if judged.verdict != "MISMATCH":
+        return "nothing", None, None, _claim_figures(judged.claims[0]) if judged.claims else None
+    differing = [evidence for evidence in judged.step_one if evidence.result == "fail"]
+    if differing:
+        worst = max(differing, key=lambda evidence: evidence.deviation / evidence.tolerance)
+        figures = Code.FOUND_BY_STEP_ONE(
+            deviation=worst.deviation,
+            scale=worst.scale,
+            scale_from=worst.scale_from,
+            tolerance=worst.tolerance,
+        )
+        return "step one", worst.metric, worst.step, figures
+    failing = next((evidence for evidence in judged.guards if evidence.result == "fail"), None)
+    if failing is not None:
+        limit = experiment.compare.guards.token_mult_prob_error_median
+        is_error = failing.reason.code is Code.TOKEN_ERROR_EXCEEDED
+        step = _first_step_above(experiment.pairs(judged.arm), limit) if is_error else None
+        has_figures = failing.value is not None and failing.limit is not None
+        figures = (
+            Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if has_figures else failing.reason
+        )
+        return "guard", failing.guard, step, figures
+    differing = next(result for result in judged.claims if result.result == "different")
+    claim = differing.claim
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _claim_figures(differing)
+
+
+def _claim_figures(result: ClaimResult) -> Reason | None:
+    """Return what a claim found, beside what it allows; None: nothing."""
+    terms, estimate = result.claim, result.estimate
+    if estimate.limited is not None:
+        return Code.LIMITED_METRIC(metric=terms.metric, value=estimate.limited, limit=terms.margin_text)
+    if estimate.mean_difference is None:
+        return None
+    return Code.MOVED_METRIC(
+        metric=terms.metric,
+        difference=estimate.mean_difference,
+        bound=certified_text(estimate.certified_bound, estimate.certified_number, terms.margin_unit),
+        margin=terms.margin_text,
+    )
+
+
+def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> Reason:
+    """Return what a larger experiment, or a larger fault, could show."""
+    num_pairs = min(judged.num_runs) if judged.num_runs else judged.num_pairs
+    undecided_metrics = [step_one.metric for step_one in judged.step_one if step_one.result == "open"]
+    within_tolerance = [
+        step_one
+        for step_one in judged.step_one
+        if step_one.aa_deviation is not None
+        and step_one.aa_deviation < step_one.deviation <= step_one.tolerance
+    ]
+    worst = max(within_tolerance, key=lambda step_one: step_one.deviation, default=None)
+    can_grow = fault.size is not None and (fault.most is None or amount < fault.most)
+    return Code.FAULT_MISSED(
+        num_pairs=num_pairs if judged.verdict == "INCONCLUSIVE" else None,
+        paired=judged.num_runs is None,
+        rounded_metric=undecided_metrics[0] if undecided_metrics else None,
+        tolerance=worst
+        and {"metric": worst.metric, "deviation": worst.deviation, "aa_deviation": worst.aa_deviation},
+        amount=amount if can_grow else None,
+        most=fault.most,
+        num_steps=num_steps,
+        shows=fault.shows,
+    )
+
+
+def _max_num_steps(experiment: Experiment) -> int:
+    """Of the longest run."""
+    steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
+    return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)
+
+
+def _first_step_above(pairs: Sequence[Pair], limit: float) -> int | None:
+    """The first step at which the engine and the trainer of any run are further apart than a guard allows."""
+    steps = [
+        series.steps[above][0]
+        for pair in pairs
+        for series in [pair.treatment.series(TOKEN_MULT_PROB_ERROR)]
+        if (above := ~(series.values <= limit)).any()
+    ]
+    return int(np.min(steps)) if steps else None
