@@ -9,13 +9,13 @@ from scipy import special
 
 from abrun.stats.equivalence import ALPHA
 
-MAX_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
-_NUM_EXPERIMENTS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
+MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
+_NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
 def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
-    """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
+    """Return the chi-square interval of an sd that was estimated from `num_pairs` normal differences."""
     dof = num_pairs - 1
     quantiles = special.chdtri(dof, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
     low, high = sd * np.sqrt(dof / quantiles)
@@ -23,17 +23,19 @@ def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[f
 
 
 def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
-    """One-sided upper bound of a standard deviation estimated from `num_pairs` normal differences."""
+    """Return the one-sided upper bound of a standard deviation estimated from `num_pairs` normal
+    differences.
+    """
     return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 
 
 def sd_of_difference(sigma: float, correlation: float) -> float:
-    """Sd of a paired difference between arms that each vary by `sigma` over seeds."""
+    """Return the sd of a paired difference between arms that each vary by `sigma` over seeds."""
     return sigma * math.sqrt(2 * (1 - correlation))
 
 
 def welch_dof_per_run(sds: Sequence[float]) -> float:
-    """Return Welch's degrees of freedom for each run but one of an arm, where both arms have as many runs."""
+    """Return Welch's degrees of freedom per run beyond the first, for arms with equally many runs."""
     sd_difference = math.hypot(*sds)
     weights = [(sd / sd_difference) ** 2 if sd_difference else 0.5 for sd in sds]
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
@@ -47,10 +49,10 @@ def power_at(
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
 ) -> float:
-    """P(TOST passes) for normal differences, exact: see `tost_power`.
+    """Return P(TOST passes) for normal differences, exact: see `tost_power`.
 
-    Of independent arms `sd_difference` is that of one run of each, `num_pairs` the runs of each, and
-    `freedom` their `freedom_per_run`.
+    For independent arms, `sd_difference` is the sd of the difference of one run of each arm, `num_pairs` the
+    number of runs of each arm, and `dof_per_pair` their `welch_dof_per_run`.
     """
     if num_pairs < 2:
         return 0.0
@@ -65,17 +67,17 @@ def tost_power(
     alpha: float = ALPHA,
     true_difference: float = 0.0,
 ) -> float:
-    """P(TOST passes) of a normal mean difference with that standard error; of Welch's to its approximation.
+    """Return P(TOST passes) for a normal mean difference with this standard error (approximate for Welch).
 
     TOST passes iff |mean| < margin - t * s / sqrt(n). Mean and s are independent, so the power is the normal
-    probability of that event integrated over the chi distribution of s. The usual normal approximation
-    promises too much at the 3 to 10 pairs an experiment has.
+    probability of that event, integrated over the chi distribution of s. The usual normal approximation is
+    too optimistic at the 3 to 10 pairs of a typical experiment.
     """
     if standard_error == 0:
         return float(abs(true_difference) < margin)
     scaled_margin, scaled_difference = margin / standard_error, true_difference / standard_error
     critical = special.stdtrit(dof, 1 - alpha)
-    # u = s / sd; beyond reach / critical the interval is wider than the margin zone and cannot fit.
+    # u = s / sd. Above scaled_margin / critical the interval is wider than the margin zone and cannot fit.
     low = math.sqrt(2 * special.gammaincinv(dof / 2, 1e-15) / dof)
     high = min(scaled_margin / critical, math.sqrt(2 * special.gammainccinv(dof / 2, 1e-15) / dof))
     if high <= low:
@@ -96,7 +98,10 @@ def tost_power(
 def simulate_tost_passes(
     margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
 ) -> NDArray[np.bool_]:
-    """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    """Return, as booleans [C, N], if paired TOST passes at each of `counts` pairs in N simulated experiments.
+
+    Arms are equal. `levels` [C] is the alpha at each count.
+    """
     rng = np.random.default_rng(0)
     differences = sd_difference * rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
     passes = []
@@ -118,9 +123,9 @@ def pairs_needed(
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
 ) -> int | None:
-    """The fewest pairs, or runs of each independent arm, with power `target`; parameters as of `power_at`.
+    """Return the smallest number of pairs, or of runs of each arm, with power `target`; see `power_at`.
 
-    None beyond `most`, and where the difference is no smaller than the margin.
+    Returns None above `max_pairs`, and if the difference is not smaller than the margin.
     """
     if abs(true_difference) >= margin:
         return None
@@ -134,7 +139,9 @@ def pairs_needed(
 def pairs_needed_range(
     margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
 ) -> tuple[int | None, int | None]:
-    """`pairs_needed` over the 90 % interval of an sd that was estimated from `num_pairs` differences."""
+    """Return `pairs_needed` at both ends of the 90 % interval of an sd estimated from `num_pairs`
+    differences.
+    """
     low, high = sd_interval(sd_difference, num_pairs)
     return (
         pairs_needed(margin, low, alpha=alpha, dof_per_pair=dof_per_pair),
@@ -145,7 +152,7 @@ def pairs_needed_range(
 def find_min_pairs(
     power_of_pairs: Callable[[int], float], target: float, max_pairs: int = MAX_PAIRS
 ) -> int | None:
-    """The fewest pairs with power `target`; None beyond `most`."""
+    """Return the smallest number of pairs with power `target`; None above `max_pairs`."""
     low, high = 1, 2
     while power_of_pairs(high) < target:
         if high >= max_pairs:

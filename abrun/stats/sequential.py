@@ -1,9 +1,9 @@
 """Group-sequential levels: one for each interim analysis, so that all of them keep one error rate.
 
 A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels in
-proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
-numbers of pairs: at the edge of the margin that law depends on nothing else, and spending functions for
-normal statistics err at so few pairs. Pulls in scipy.
+proportion to the share of the pairs. Both are calibrated on the joint distribution of Student's t at the
+declared numbers of pairs. At the edge of the margin that distribution depends on nothing else, whereas
+alpha-spending functions for normal statistics are inaccurate at so few pairs. Imports scipy.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,8 +17,8 @@ from scipy import special
 from abrun.stats.equivalence import ALPHA
 
 Spending = Literal["equal", "rising"]  # how interim analyses share the level
-_NUM_EXPERIMENTS = 200_000  # of an experiment: the level of .05 is met to .0005
-_MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
+_NUM_EXPERIMENTS = 200_000  # simulated; a level of 0.05 is accurate to 0.0005
+_MAX_PAIRS = 60  # simulated for repeated readings; also the maximum number of readings
 
 
 def interim_level(counts: Sequence[int], level: float = ALPHA) -> float:
@@ -36,14 +36,17 @@ def interim_levels(counts: Sequence[int], level: float = ALPHA, spending: Spendi
     shares = tuple(count / counts[-1] if spending == "rising" else 1.0 for count in counts)
     if level * _NUM_EXPERIMENTS > 20:
         final_level = float(np.quantile(_simulate_min_p(tuple(counts), shares), level))
-    else:  # too few draws so far out in the tail to calibrate by: Bonferroni
+    else:  # Bonferroni: there are too few draws this far out in the tail
         final_level = level / sum(shares)
     return [final_level * share for share in shares]
 
 
 def simulate_familywise_error(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
-    """The one-sided level of tests at full level on several sets of pairs, of which the best is taken."""
-    # In the order of the readings: the same draws whatever the pairs are called
+    """Return the probability that at least one of several tests, each at `level`, rejects by chance.
+
+    Each reading is a set of pairs. Rates are simulated for normal differences.
+    """
+    # Pairs are numbered in the order of the readings, so the draws do not depend on their names.
     names = dict.fromkeys(name for reading in readings for name in sorted(reading))
     pairs = {name: row for row, name in enumerate(islice(names, _MAX_PAIRS))}
     normals = np.random.default_rng(0).standard_normal((len(pairs), _NUM_EXPERIMENTS // 5))
@@ -59,7 +62,9 @@ def simulate_familywise_error(readings: Sequence[Collection[str]], level: float 
 
 @cache
 def _simulate_min_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
-    """Sorted over simulated experiments without an effect: the smallest p / share of their analyses."""
+    """Return the sorted minimum of p / share over interim analyses, one per simulated experiment without
+    effect.
+    """
     rng = np.random.default_rng(0)
     total, squares = np.zeros(_NUM_EXPERIMENTS), np.zeros(_NUM_EXPERIMENTS)
     min_p, previous_count = np.ones(_NUM_EXPERIMENTS), 0
@@ -69,7 +74,7 @@ def _simulate_min_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.nd
         total += np.sqrt(added) * z
         squares += z**2 + (rng.chisquare(added - 1, _NUM_EXPERIMENTS) if added > 1 else 0.0)
         if count == 1:
-            continue  # no t statistic yet: only facts decide there, such as `exact: true`
+            continue  # one pair has no t statistic: only facts such as `exact: true` can decide
         variance = (squares - total**2 / count) / (count - 1)
         t = total / np.sqrt(count * np.maximum(variance, 1e-300))
         min_p = np.minimum(min_p, special.stdtr(count - 1, -t) / share)

@@ -1,10 +1,10 @@
-"""Margins in sigmas: whether arms differ by less than k standard deviations of the baseline over seeds.
+"""Margins in sigmas: equivalence within k standard deviations of the baseline over seeds.
 
-The baseline's sigma alone is the yardstick, and is estimated from the same seeds as the difference. The mean
-difference is independent of every sample variance (normal seeds), so that an interval of |difference| -
-k sigma follows from one of each by the method of variance estimates recovery (MOVER: Zou and Donner 2008,
-doi:10.1002/sim.3095; for reference-scaled bioequivalence Hyslop, Hsuan and Holder 2000), whatever the
-treatment's own sigma and the correlation of the arms are. Its level is simulated in
+The margin is the baseline's sigma, estimated from the same seeds as the difference. For normal seeds the
+mean difference is independent of every sample variance. A confidence interval of |difference| - k sigma
+therefore follows from one interval of each by the method of variance estimates recovery (MOVER: Zou and
+Donner 2008, doi:10.1002/sim.3095; for reference-scaled bioequivalence Hyslop, Hsuan and Holder 2000). It
+holds whatever the treatment's own sigma and the correlation of the arms. Its level is simulated in
 `tests/stats/test_sigma_margin.py`.
 """
 
@@ -19,18 +19,18 @@ from scipy import special
 from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, mean_and_sd
 from abrun.stats.power import MAX_PAIRS, find_min_pairs
 
-_NUM_EXPERIMENTS = 8192  # of a power: its error is below 0.005
+_NUM_EXPERIMENTS = 8192  # simulated; the error of a power is below 0.005
 _MIN_P = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmaTest:
-    """What two arms say about |mean difference| against k sigma, sigma the baseline's over seeds."""
+    """Result of testing |mean difference| against k sigma, sigma being the baseline's sd over seeds."""
 
     sigma: float  # the baseline's, n - 1 in the denominator
     p_equivalence: float
-    p_beyond: float  # of a difference that is no larger than k sigma
-    certified_sigmas: float  # the smallest k that would have passed; inf where no k would
+    p_beyond: float  # minimum-effect test; the null is a difference no larger than k sigma
+    certified_sigmas: float  # the smallest k that would have passed; inf if none would
     equivalent: bool
 
 
@@ -43,10 +43,10 @@ def sigma_test(
     *,
     paired: bool = True,
 ) -> SigmaTest:
-    """Equivalent iff the upper 1 - alpha bound of |mean difference| - k sigma is below 0.
+    """Test equivalence: passes iff the upper 1 - alpha bound of |mean difference| - k sigma is below 0.
 
-    Of independent arms the difference has Welch's error and degrees of freedom, the sigma its own.
-    `resolution`, and the ValueError, as of `abrun.stats.equivalence.equivalence_test`.
+    For independent arms the difference has Welch's error and degrees of freedom, and sigma its own degrees of
+    freedom. `resolution` and the ValueError are those of `abrun.stats.equivalence.equivalence_test`.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, sigmas, paired=paired)
     mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
@@ -58,7 +58,7 @@ def sigma_test(
 def _test_sigma_margin(
     sigma: float, num_seeds: int, difference: tuple[float, float, float], sigmas: float, alpha: float
 ) -> SigmaTest:
-    """`found`: the size of the mean difference, its standard error and degrees of freedom."""
+    """Test a `difference`: the size of the mean difference, its standard error and degrees of freedom."""
     mean, error, dof = difference
     if sigma == 0:
         p_equivalence, p_beyond = float(mean != 0 or error != 0), float(mean == 0 or error != 0)
@@ -81,17 +81,17 @@ def _test_sigma_margin(
 
 
 def sigma_lower_bound(sigma: float, num_seeds: int, alpha: float = ALPHA) -> float:
-    """Lower 1 - alpha bound of a standard deviation estimated from `num_seeds` normal summaries."""
+    """Return the lower 1 - alpha bound of an sd that was estimated from `num_seeds` normal summaries."""
     return sigma * math.sqrt((num_seeds - 1) / float(special.chdtri(num_seeds - 1, alpha)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarianceModel:
-    """Of arms with one mean, paired: what the power of a margin in sigmas depends on."""
+    """Variance components of paired arms with equal means, as the power of a margin in sigmas needs them."""
 
     correlation: float = 0.0
     sd_ratio: float = 1.0  # the treatment's sigma over the baseline's
-    sd_factor: float = 1.0  # the sd of the difference, by this factor: towards an end of its interval
+    sd_factor: float = 1.0  # scales the sd of the difference, such as to an end of its interval
 
     @property
     def sd_difference(self) -> float:
@@ -102,9 +102,9 @@ class VarianceModel:
 
 
 def sigma_power(sigmas: float, num_pairs: int, model: VarianceModel, alpha: float = ALPHA) -> float:
-    """P(`sigma_test` passes) for equal normal arms.
+    """Return P(`sigma_test` passes) for equal normal arms.
 
-    The mean difference is integrated out; the sample variances are drawn (Bartlett), the same for every call.
+    The mean difference is integrated out. The sample variances are drawn (Bartlett), the same in every call.
     """
     if num_pairs < 2:
         return 0.0
@@ -122,14 +122,20 @@ def sigma_power(sigmas: float, num_pairs: int, model: VarianceModel, alpha: floa
     )
     error = model.sd_factor * np.sqrt(np.maximum(sum_of_squares, 0) / dof / num_pairs)
     max_difference = _max_mean_difference(u / math.sqrt(dof), error, num_pairs, sigmas, alpha)
-    standard_error = max(model.sd_difference / math.sqrt(num_pairs), 1e-300)  # 0 where arms move as one
+    standard_error = max(
+        model.sd_difference / math.sqrt(num_pairs), 1e-300
+    )  # the sd is 0 if the arms are perfectly correlated
     return float(np.mean(2 * special.ndtr(np.maximum(max_difference, 0) / standard_error) - 1))
 
 
 def simulate_sigma_passes(
     sigmas: float, counts: Sequence[int], model: VarianceModel, levels: Sequence[float]
 ) -> NDArray[np.bool_]:
-    """Whether `sigma_test` passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    """Return, as booleans [C, N], if `sigma_test` passes at each of `counts` pairs in N simulated
+    experiments.
+
+    Arms are equal. `levels` [C] is the alpha at each count.
+    """
     rng = np.random.default_rng(0)
     baseline = rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
     independent = math.sqrt(1 - model.correlation**2) * rng.standard_normal(baseline.shape)
@@ -148,14 +154,17 @@ def simulate_sigma_passes(
 def sigma_pairs_needed(
     sigmas: float, model: VarianceModel, target: float = 0.8, alpha: float = ALPHA, max_pairs: int = MAX_PAIRS
 ) -> int | None:
-    """The fewest pairs for which `sigma_power` is at least `target`; None beyond `most`."""
+    """Return the smallest number of pairs for which `sigma_power` is at least `target`; None above
+    `max_pairs`.
+    """
     return find_min_pairs(lambda pairs: sigma_power(sigmas, pairs, model, alpha), target, max_pairs)
 
 
 def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None):
-    """How large |mean difference| may be for the upper bound to stay below 0; arrays or numbers.
+    """Return the largest |mean difference| whose upper bound stays below 0, for numbers or arrays.
 
-    `num_seeds`: of sigma. `freedom`: of the error of the difference; None: of as many pairs.
+    `num_seeds` is the sample size of sigma. `dof` are the degrees of freedom of the difference; None means
+    those of as many pairs.
     """
     sigma_dof = num_seeds - 1
     sigma_shortfall = 1 - math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, alpha)))
@@ -166,7 +175,9 @@ def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: flo
 def _min_excess(
     sigma: float, error: float, num_seeds: int, sigmas: float, alpha: float, dof: float | None = None
 ) -> float:
-    """By how much |mean difference| must exceed k sigma for the lower bound to be above 0; both tails."""
+    """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0; both
+    tails.
+    """
     sigma_dof = num_seeds - 1
     sigma_excess = math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, 1 - alpha))) - 1
     quantile = float(special.stdtrit(sigma_dof if dof is None else dof, 1 - alpha / 2))
@@ -176,7 +187,7 @@ def _min_excess(
 def _certified_sigmas(
     mean: float, sigma: float, error: float, num_seeds: int, alpha: float, dof: float
 ) -> float:
-    """The k at which `_room` is the mean difference: a root of a quadratic, as in Fieller's theorem."""
+    """Return the k at which `_max_mean_difference` equals the mean difference (Fieller's quadratic)."""
     sigma_dof = num_seeds - 1
     sigma_shortfall = 1 - math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, alpha)))
     half_width = float(special.stdtrit(dof, 1 - alpha)) * error
@@ -186,7 +197,7 @@ def _certified_sigmas(
 
 
 def _p_value(rejects: Callable[[float], bool]) -> float:
-    """The smallest level at which a test rejects, by bisection; 1 where it does not at 0.5."""
+    """Return the smallest level at which a test rejects, by bisection; 1 if it does not reject at 0.5."""
     low, high = _MIN_P, 0.5
     if not rejects(high):
         return 1.0
