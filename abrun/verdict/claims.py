@@ -1,4 +1,4 @@
-"""T3: each declared claim, by equivalence over the pairs (verdict.md, rules 1, 2 and 6)."""
+"""Equivalence tests of each declared claim over the pairs (verdict.md, "Claims")."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -62,11 +62,11 @@ def judge_equivalence(
     *,
     may_repeat: bool = False,
 ) -> ClaimResult:
-    """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
+    """Test one claim over the pairs whose runs both finished with finite values, before `apply_holm`.
 
-    Equivalence is an intersection-union test: every claim at full alpha, no correction. It needs every pair
-    (of independent arms every run), and runs that could have shown a difference. Raises ComparisonError for
-    an empty window.
+    Equivalence is an intersection-union test: every claim at full alpha, without correction. It needs every
+    pair (for independent arms every run), and runs that could have shown a difference. Raises ComparisonError
+    for an empty window.
     """
     metric, finished = claim.metric, sides.finished
     transform = claim.transform or default_transform(metric)
@@ -108,13 +108,13 @@ def judge_equivalence(
 
 
 def pairs_missing_reason(used: Sides, sides: Sides, *, equivalence: bool) -> Reason:
-    """Return how many of the planned pairs, or runs, are used."""
+    """Return the number of planned pairs, or runs, and how many of them are usable."""
     usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
     return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
 
 
 def _find_usable_runs(values: Array) -> list[bool]:
-    """Which runs [R] hold numbers all over the window [R, W], of one step or more."""
+    """Return, for each run [R], if it has finite values at every step of a non-empty window [R, W]."""
     return [bool(len(curve) and np.isfinite(curve).all()) for curve in values]
 
 
@@ -131,7 +131,7 @@ def _test_claim(
     margin: Margin,
     in_window: tuple[Array, Array],
 ) -> ClaimResult:
-    """A result with its statistics, and what makes them mean nothing."""
+    """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps
     assert bounds is not None
     arms = [summarize_runs(values, claim) for values in in_window]
@@ -173,7 +173,7 @@ def _test_claim(
 
 
 def _yardstick_problem(margin: Margin, yardstick: Array | None, baseline: Array) -> Reason | None:
-    """Return why there is nothing that a relative margin could be a share of."""
+    """Return why a relative margin has no usable yardstick; None if it has one."""
     if yardstick is not None and not t_interval(yardstick, 0.9)[0] > 0:
         return Code.YARDSTICK_NOT_POSITIVE(unit=margin.unit, margin=margin.text)
     if margin.unit == "sigma" and mean_and_sd(baseline)[1] <= 1e-9 * np.abs(baseline).max():
@@ -196,7 +196,7 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
 
 
 def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
-    """Steps [W] of the window, and both arms' values [R, W] there."""
+    """Return the steps [W] of the window and both arms' values [R, W] there."""
     steps, values = stack(sides.runs, claim.metric)
     first_step, last_step = bounds or (0, 0)
     inside = (steps >= first_step) & (steps <= last_step)
@@ -222,7 +222,9 @@ def add_statistics(
     yardstick: Array | None = None,
     resolution: float = 0.0,
 ) -> ClaimResult:
-    """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
+    """Add statistics to a result, from one summary per run; with fewer than two runs of an arm there is
+    no test.
+    """
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
@@ -266,7 +268,7 @@ def add_statistics(
 
 
 def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, paired: bool) -> ClaimEstimate:
-    """Return what both arms' summaries show, whatever the margin is."""
+    """Return what both arms' summaries show, independent of the margin."""
     half_width = float(special.stdtrit(test.dof, 0.95)) * test.standard_error
     return ClaimEstimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
@@ -294,7 +296,9 @@ def _outcome(equivalent: bool) -> ClaimOutcome:
 def _find_skew(
     terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
 ) -> Reason | None:
-    """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
+    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, which sets
+    it.
+    """
     if not terms.paired:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
         return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))
@@ -305,7 +309,7 @@ def _find_skew(
 
 
 def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
-    """Return whether a claim by itself is shown, and whether the opposite is."""
+    """Return if this claim alone is shown, and if a difference beyond its margin is."""
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
     return result.result == "equivalent", beyond
@@ -314,7 +318,7 @@ def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
 def _standard_errors_at_margin(
     baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
 ) -> list[float]:
-    """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
+    """Return the standard errors of treatment - (baseline ± margin); empty if the margin is not estimated."""
     ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
     return [estimate_difference(end, treatment, paired=paired)[1] for end in ends]
 
@@ -322,7 +326,9 @@ def _standard_errors_at_margin(
 def _estimate_power(
     terms: ClaimTerms, test: TostResult, error: float, sd: float, dof_per_pair: float
 ) -> Power:
-    """Return the power by the standard error and the sd of a difference at the margin (see `power_at`)."""
+    """Return power and sample size for the standard error and the sd of a difference at the margin
+    (`power_at`).
+    """
     assert terms.margin is not None
     margin, alpha = terms.margin, terms.alpha
     needed = partial(pairs_needed, margin, alpha=alpha, dof_per_pair=dof_per_pair)
@@ -380,9 +386,9 @@ def _add_sigma_statistics(
 
 
 def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
-    """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
+    """Add Holm-corrected p-values, joint bounds, and "different" for a difference shown to exceed the margin.
 
-    Differences are many tests of one experiment: the family is every claim of every treatment.
+    Differences are tested many times in one experiment: the family is every claim of every treatment.
     """
     estimates = [result.estimate for result in results]
     p_differences = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
@@ -400,9 +406,10 @@ def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
 
 
 def _apply_mismatch(result: ClaimResult) -> ClaimResult:
-    """A result as a mismatch where one is shown; undecided by two pairs, or two runs of an arm.
+    """Set the result to "different" if a mismatch is shown; with only two pairs, or runs of an arm, warn
+    instead.
 
-    Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in
+    Two differences of one sign and size are no evidence: if half of all runs fail, equal arms show them in
     one experiment of eight.
     """
     terms, p_beyond = result.claim, result.estimate.p_beyond_holm
@@ -415,7 +422,7 @@ def _apply_mismatch(result: ClaimResult) -> ClaimResult:
 
 
 def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float:
-    """The certified bound at a claim's share of alpha (Bonferroni)."""
+    """Return the certified bound at a claim's share of alpha (Bonferroni)."""
     assert estimate.mean_difference is not None and estimate.standard_error is not None
     quantile = float(special.stdtrit(estimate.freedom, 1 - alpha))
     return abs(estimate.mean_difference) + quantile * estimate.standard_error

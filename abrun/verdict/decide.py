@@ -1,4 +1,4 @@
-"""From evidence to a verdict and the sentences that carry it (verdict.md, rules 6 and 9)."""
+"""Verdict of each treatment from its evidence, with the reasons for it (verdict.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ _MAX_FAULTS = 6  # of a kind of fault that every run may have
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterimAnalysis:
-    """A verdict taken when that many pairs had ended, at its share of alpha."""
+    """A verdict taken when `num_pairs` pairs had ended, at its share of alpha."""
 
     num_pairs: int
     alpha: float  # of a match: its one-sided level
@@ -55,7 +55,7 @@ class InterimAnalysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSection:
-    """The verdict on one treatment as a whole."""
+    """The verdict on one treatment."""
 
     verdict: Verdict
     reasons: list[Reason]
@@ -136,11 +136,11 @@ def judge(
 def planned_analyses(
     experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA
 ) -> list[InterimAnalysis]:
-    """The declared interim analyses; where there are none, one at all pairs.
+    """Return the declared interim analyses; without any, a single analysis at all pairs.
 
-    Of the `alpha` in which equal arms may be called a mismatch, the guards and step one have the share that
-    `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment has its part of that, before
-    it is spread over them.
+    `alpha` is the familywise error rate of calling equal arms a mismatch. Guards and step one get the
+    share that `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment gets an equal
+    part of that rest, which is then spread over the interim analyses.
     """
     counts = experiment.compare.interim or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
@@ -174,7 +174,9 @@ def judge_arm(
     results: Sequence[ClaimResult],
     analysis: InterimAnalysis,
 ) -> ArmVerdict:
-    """Return one treatment's verdict at one interim analysis, from its claims and all other evidence."""
+    """Return one treatment's verdict at one analysis, from the results of its claims and all other
+    evidence.
+    """
     sides = experiment.sides(arm)  # what broke after the analysis is no less broken
     pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
@@ -232,7 +234,7 @@ def _add_description_reasons(
     verdict: Verdict,
     reasons: Sequence[Reason],
 ) -> tuple[Verdict, list[Reason]]:
-    """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
+    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested."""
     if experiment.launched_compare_sha256 is None:
         no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
         reasons = [no_claim_reason if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
@@ -255,9 +257,10 @@ def decide_verdict(
     no_shared_step: Reason | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[Reason]]:
-    """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
+    """Return the verdict on one arm with its reasons: INVALID before MISMATCH before INCONCLUSIVE before
+    MATCH.
 
-    `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
+    `recorded` are the metrics of all runs; `no_shared_step` is the reason if the arms share no step.
     """
     if invalid:
         return "INVALID", _shorten_reasons(invalid)
@@ -311,7 +314,7 @@ def _deviation_values(step_one: StepOne) -> dict[str, Any]:
 
 
 def _shorten_reasons(reasons: Sequence[Reason]) -> list[Reason]:
-    """The first few; one mistake often shows in every run and every key."""
+    """Return the first few distinct reasons; one mistake often shows in every run and every key."""
     unique = list(dict.fromkeys(reasons))
     num_hidden = len(unique) - _MAX_FAULTS
     return unique if num_hidden <= 0 else [*unique[:_MAX_FAULTS], Code.MORE_FAULTS(num=num_hidden)]

@@ -1,7 +1,8 @@
-"""Arms described, where nothing is claimed or can be: levels, differences, what a claim would take.
+"""Descriptions of arms without a testable claim: levels, differences, and what a claim would need.
 
-Of one run an arm no test can tell what a treatment does from what a seed does. Of several, the interval of
-the difference says what could be claimed; the margin that is suggested follows from the baseline alone.
+With one run of each arm, no test can separate the treatment's effect from seed noise. With several runs,
+the confidence interval of the difference shows what could be claimed. The suggested margin depends on the
+baseline alone.
 """
 
 import math
@@ -50,7 +51,7 @@ MIN_MARGIN_BASE = 1e-300  # level or climb that a margin is offered as a share o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """One metric of the runs: levels over a window, and how far apart the arms are."""
+    """One metric of the runs: levels over a window, and the difference of the arms."""
 
     arm: str
     metric: str
@@ -75,9 +76,9 @@ class Description:
 
 
 def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
-    """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
+    """Describe the claimed metrics, then others; with several runs per arm only if nothing is claimed.
 
-    None where abrun launched the runs and there are several, or where an arm has none.
+    Returns an empty list if abrun launched the runs and there are several, or if an arm has none.
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
@@ -94,8 +95,9 @@ def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) 
 
 
 def find_claimable_metric(experiment: Experiment) -> Description | None:
-    """What to claim: the first metric on which the runs of the first treatment could have shown a difference
-    of a sensible margin, in its own units.
+    """Return the first metric for which the first treatment's runs could have shown a sensible difference.
+
+    The margin is in the metric's own units.
     """
     arm = experiment.treatments[0]
     sides = experiment.sides(arm).finished
@@ -120,13 +122,13 @@ def build_claim(description: Description) -> Claim:
 
 
 def count_metrics(sides: Sides) -> tuple[int, int]:
-    """How many metrics every run recorded, and how many any did."""
+    """Return the number of metrics that every run recorded, and the number that any run recorded."""
     recorded = [{*run.metrics} for run in sides.finished.runs]
     return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
 def no_shared_metric_reason(sides: Sides) -> Reason:
-    """Return what runs recorded of which no metric can be described."""
+    """Return which metrics each arm recorded, if none of them can be described."""
     recorded = [
         sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
     ]
@@ -140,7 +142,7 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
 
 
 def _rank_metrics(sides: Sides) -> list[str]:
-    """The metrics of every run that describe the training, those that learning moves first."""
+    """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
     return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
@@ -157,7 +159,10 @@ def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
 def _describe_metric(
     arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
 ) -> Description | None:
-    """Where nothing was declared, the window is one of the steps at which every run recorded the metric."""
+    """Describe one metric; None if the window holds no finite value of every run.
+
+    If nothing was declared, the window is taken over the steps at which every run recorded the metric.
+    """
     steps, values = stack(sides.runs, metric)
     grid = declared.steps_of(metric) if declared else steps
     is_finite = np.isfinite(values).all(axis=0)
@@ -208,7 +213,7 @@ def _describe_metric(
 
 
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """The finding first: of the foremost metric how far the arms are apart, then which others are."""
+    """Return the difference of the first metric, then which other metrics differ."""
     main, *further = described
     finding = Code.DESCRIBED(
         arm=main.arm,
@@ -232,13 +237,13 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
 
 
 def _untransformed_claim(metric: str) -> Claim:
-    """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
+    """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
     # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
-    """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
+    """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
     climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
     if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
         return _round_margin(SHARE_OF_CLIMB, "climb", climb)
@@ -248,7 +253,7 @@ def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> 
 
 
 def _round_margin(share: float, of: str, size: float) -> tuple[float, Reason]:
-    """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
+    """Return a margin of one digit and its origin: rounded up, unless the share has one digit itself."""
     margin = _round_up_to_one_digit(share * size)
     is_exact = f"{share * size:.3g}" == f"{margin:.3g}"
     return margin, Code.MARGIN_OFFERED(of=of, size=size, rounded_up_to=None if is_exact else margin)

@@ -1,5 +1,4 @@
-"""T2: how the arms part, against how the baseline parts from itself, from one that began one ULP away, and
-from seed to seed. Diagnostic, never gating."""
+"""Divergence of the arms, relative to A/A reruns, one-ULP perturbations and seeds. Never gates a verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from abrun.stats.series import Array, Steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlpGrowth:
-    """What one ULP of the initial weights grows into (controls.ulp_reruns), and the treatment against it.
+    """Growth of a one-ULP change of the initial weights (controls.ulp_reruns), and the treatment relative to
+    it.
 
-    Ratios are of mean |treatment - baseline| to mean |moved - baseline|; None where the latter is 0.
+    Ratios are mean |treatment - baseline| over mean |perturbed - baseline|; None if the latter is 0.
     """
 
     mean_difference: float  # over steps and runs, of |moved - baseline|
@@ -28,7 +28,9 @@ class UlpGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """T2 for one metric: how the arms part, against how same-seed baselines part. Never gating."""
+    """Distance of the arms in one metric, against the noise floor of same-seed baselines. Never gates a
+    verdict.
+    """
 
     arm: str
     metric: str
@@ -43,7 +45,7 @@ class Divergence:
 
 
 def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
-    """T2 for the step-one metrics and the claims, as far as they are recorded."""
+    """Return the divergence of the claimed metrics and the step-one metrics, as far as they are recorded."""
     finished = [pair for pair in pairs if pair.finished]
     metrics = dict.fromkeys([*(claim.metric for claim in claims), *STEP_ONE])
     measured = (_measure_metric(arm, finished, metric) for metric in metrics) if finished else ()
@@ -80,7 +82,7 @@ def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence 
 
 
 def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]) -> UlpGrowth:
-    """Compare each pair's mean distance [P] with those of its baselines that began one ULP away."""
+    """Compare each pair's mean distance [P] with those of its baselines that started one ULP away."""
     both = [
         (treatment_distance, float(np.mean(distances)))
         for treatment_distance, distances in zip(treatment_distances, ulp_distances, strict=True)
@@ -99,7 +101,7 @@ def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequ
 def _rerun_distances(
     baseline: RecordedRun, reruns: Sequence[RecordedRun], metric: str, steps: Steps
 ) -> Iterator[float]:
-    """Yield the mean distance from the baseline of each repetition that holds numbers at these steps."""
+    """Yield the mean distance of each finished rerun from the baseline, if it is finite at these steps."""
     for rerun in reruns:
         shared, values = stack([baseline, rerun], metric)
         distances = np.abs(values[1] - values[0])[np.isin(shared, steps)]

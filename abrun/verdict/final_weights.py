@@ -1,4 +1,4 @@
-"""How far apart the arms' weights end: whether at all by their hash, how far by sketches. Never gating."""
+"""Distance of the arms' final weights: equality by hash, size by sketch. Never gates a verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Sketch = Mapping[str, Array]  # tensor -> its numbers [at most 256] float64; abr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalWeights:
-    """The pair that ends farthest apart. Distances are L2 norms, estimated from sketches, within 8 %."""
+    """The pair with the largest distance. Distances are L2 norms, estimated from sketches within 8 %."""
 
     arm: str
     num_pairs: int  # of which both runs say what they ended with
@@ -27,7 +27,7 @@ class FinalWeights:
 
 
 def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
-    """Return None where no finished pair says what it ended with."""
+    """Return the largest distance over pairs; None if no finished pair recorded its final weights."""
     recorded_pairs = [
         pair
         for pair in pairs
@@ -64,10 +64,10 @@ def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | Non
 
 
 def measure_weight_distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
-    """Return ||B - A|| / ||A - A0|| of final weights B of the treatment, A of the baseline, and its first A0.
+    """Return ||B - A|| / ||A - A0||, or the reason why it is unknown.
 
-    L2 norms over all weights, estimated from the sketches. 0 where all weights are the same by their hash.
-    Else why it is not known.
+    B are the treatment's final weights, A the baseline's, A0 the baseline's initial ones. L2 norms over all
+    weights, estimated from the sketches. Exactly 0 if the hashes of all weights are equal.
     """
     runs, seed = {"baseline": baseline, "treatment": treatment}, baseline.name.seed
     for arm, run in runs.items():
@@ -90,13 +90,13 @@ def measure_weight_distance(baseline: RecordedRun, treatment: RecordedRun) -> fl
 
 
 def _is_comparable(baseline: Sketch, treatment: Sketch) -> bool:
-    """Return whether both are there, and of the same tensors."""
+    """Return True if both sketches exist and are of the same tensors."""
     shapes = [{name: numbers.shape for name, numbers in sketch.items()} for sketch in (baseline, treatment)]
     return bool(baseline) and shapes[0] == shapes[1]
 
 
 def _square_of_difference(baseline: Sketch, treatment: Sketch) -> float:
-    """Return the squared norm of the difference; NaN where one has a NaN that the other has not."""
+    """Return the squared norm of the difference; NaN if only one of them has a NaN somewhere."""
     total = 0.0
     for name, a in baseline.items():
         b = treatment[name]
@@ -111,7 +111,7 @@ def _is_equal(baseline: RecordedRun, treatment: RecordedRun) -> bool:
 
 
 def _rerun_distances(baseline: RecordedRun, reruns: Sequence[RecordedRun]) -> list[float]:
-    """Return how far repetitions of a baseline end from it, as far as that is known."""
+    """Return the known distances of a baseline's finished reruns from it."""
     finished = [rerun for rerun in reruns if rerun.finished]
     distances = [
         0.0 if _is_equal(baseline, rerun) else _relative_distance(baseline, rerun) for rerun in finished
@@ -120,7 +120,9 @@ def _rerun_distances(baseline: RecordedRun, reruns: Sequence[RecordedRun]) -> li
 
 
 def _relative_distance(baseline: RecordedRun, run: RecordedRun) -> float | None:
-    """Return the distance in norms of the baseline; None where a sketch is missing, or of other tensors."""
+    """Return the distance relative to the baseline's norm; None if sketches are missing or differ in
+    tensors.
+    """
     baseline_sketch, run_sketch = baseline.final_sketch(), run.final_sketch()
     if not _is_comparable(baseline_sketch, run_sketch):
         return None

@@ -1,4 +1,4 @@
-"""Where the runs of a comparison recorded a metric: which steps they share, and which one of them lacks."""
+"""Steps at which the runs of a comparison recorded a metric: those they share, and those a run is missing."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -16,10 +16,10 @@ MIN_SHARED_FRACTION = (
 
 
 def find_missing_steps(run: RecordedRun, metric: str, expected: Steps, *, strict: bool = False) -> Steps:
-    """The expected steps of a metric that a run lacks, other than by logging less often.
+    """Return the expected steps of a metric that a run is missing, other than by logging less often.
 
-    A run that logs every tenth step lacks none of those between: no two of its own are further apart than
-    they usually are, and it ends no further from the last. `strict`: it is to log as often as all others.
+    A run that logs every tenth step is not missing the steps between. A gap counts only if it is wider than
+    the run's usual interval. With `strict`, the run must log as often as all others.
     """
     grid = run.series(metric).steps
     absent = np.setdiff1d(expected, grid, assume_unique=True)
@@ -35,7 +35,7 @@ def find_missing_steps(run: RecordedRun, metric: str, expected: Steps, *, strict
 def find_incomplete_runs(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
 ) -> list[tuple[RecordedRun, Steps]]:
-    """The runs that lack steps of a metric inside a window, or (None) wherever any recorded it, and which."""
+    """Return the runs that miss steps of a metric inside a window (None: anywhere), with these steps."""
     recorded, expected = _find_recorded(runs, metric, bounds)
     absent = [(run, find_missing_steps(run, metric, expected, strict=strict)) for run in recorded]
     return [(run, steps) for run, steps in absent if len(steps)]
@@ -53,9 +53,9 @@ def _find_recorded(
 def find_text_values(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
+    """Yield metrics whose log holds text values in a window: dropping them could hide a difference.
 
-    The window is also read as it would stand with the steps of those values. A guard reads all of a run.
+    The window is also computed as if the steps of those values existed. A guard's window is the whole run.
     """
     windows = [*((claim.metric, claim.window) for claim in claims), (TOKEN_MULT_PROB_ERROR, "all")]
     for metric, window in windows:
@@ -83,7 +83,7 @@ def find_text_values(
 def find_grid_problems(
     runs: Sequence[RecordedRun], metric: str, bounds: tuple[int, int] | None, *, strict: bool = False
 ) -> Iterator[Reason]:
-    """Yield what makes runs incomparable inside a window of a metric, or (None) wherever any recorded it."""
+    """Yield what makes runs incomparable inside a window of a metric (None: wherever any recorded it)."""
     recorded, expected = _find_recorded(runs, metric, bounds)
     faults = find_incomplete_runs(recorded, metric, bounds, strict=strict)
     if faults:
@@ -108,7 +108,7 @@ def _clip_steps(steps: Steps, first_step: int, last_step: int) -> Steps:
 def _steps_missing_reason(
     metric: str, faults: Sequence[tuple[RecordedRun, Steps]], expected: Steps
 ) -> Reason:
-    """Return that runs lack steps, with the figures of the first of them."""
+    """Return that runs miss steps, with the numbers of the first of them."""
     run, steps = faults[0]
     return Code.STEPS_MISSING(
         runs=[str(run) for run, _ in faults],
@@ -124,7 +124,9 @@ def _steps_missing_reason(
 
 
 def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
-    """A note for each claimed metric, or else one of step one, that some arm recorded at other steps."""
+    """Return a note for each claimed metric that an arm recorded at other steps; without claims, for step
+    one.
+    """
     claimed = [claim.metric for claim in experiment.compare.claims]
     notes = []
     for arm in arms:
@@ -140,7 +142,9 @@ def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
 
 
 def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str) -> Reason | None:
-    """How the arms' steps of a metric differ, and on which of them they are compared; None: they do not."""
+    """Return how the arms' steps of a metric differ and on which they are compared; None if they are
+    equal.
+    """
     runs = [run for arm_runs in arms for run in arm_runs if len(run.series(metric)) and not run.thinned]
     grids = [run.series(metric).steps for run in runs]
     if len({grid.tobytes() for grid in grids}) < 2:
@@ -171,7 +175,7 @@ def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str)
 
 
 def _find_late_counter(arm_steps: dict[str, Steps]) -> str | None:
-    """Return which of two arms counts its steps from one more than the other; None: neither does."""
+    """Return the arm of two that counts its steps from one more than the other; None if neither does."""
     if len(arm_steps) != 2:
         return None
     (baseline, baseline_steps), (treatment, treatment_steps) = arm_steps.items()
@@ -189,7 +193,7 @@ def _find_late_counter(arm_steps: dict[str, Steps]) -> str | None:
 
 
 def _step_interval(steps: Steps) -> int:
-    """Return the usual distance of two steps."""
+    """Return the median interval between steps."""
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
 
 

@@ -1,4 +1,4 @@
-"""Guards, the one-sided limits a treatment must keep, and savings: ratios, never equivalence claims."""
+"""Guards (one-sided limits that a treatment must keep) and savings (ratios of time and memory)."""
 
 import math
 import operator
@@ -28,7 +28,7 @@ MAX_EXCESS = 1e9  # of an error over 1: what a test over seeds takes for one tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """One limit and how the treatment stands to it."""
+    """One limit, and if the treatment keeps it."""
 
     arm: str
     guard: str
@@ -40,8 +40,9 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What the treatment costs relative to the baseline: geometric mean of paired ratios, or ratio of
-    geometric means.
+    """Cost of the treatment relative to the baseline.
+
+    The geometric mean of paired ratios, or the ratio of geometric means for independent arms.
     """
 
     arm: str
@@ -66,12 +67,12 @@ def check_guards(
     windows: Sequence[MetricWindow] = (),
     alpha: float = ALPHA,
 ) -> list[Guard]:
-    """Every guard of verdict.md's rule 5, over all steps: a limit broken early is broken.
+    """Check every guard of verdict.md over all steps: a limit broken early counts as broken.
 
-    `pairs`: each treated run with what excuses it (see `opposed` for independent arms). `windows` are those
-    of the claims, where nothing excuses a value that is not a number. Whether the runs finished and are
-    finite are facts, unless both arms have NaN; the other guards are tests of `sides`, each at one-sided
-    level `alpha`.
+    Each of `pairs` is a treated run with the baselines that can excuse it (for independent arms see
+    `pair_with_all_baselines`). `windows` are those of the claims, where nothing excuses a non-finite value.
+    Finished runs and finite values are facts, unless both arms have NaN. The other guards are tests of
+    `sides`, each at one-sided level `alpha`.
     """
     watched = [*limits.finite, *(metric for metric, _ in windows)]
     return [
@@ -86,8 +87,9 @@ def check_guards(
 
 
 def count_tests(compare: Compare) -> int:
-    """How many tests share `guards.alpha`: NaN in both arms, the error's median and share, limited ratios and
-    step one.
+    """Return the number of tests that share `guards.alpha`.
+
+    They are NaN in both arms, the error's median and share, each limited ratio, and step one.
     """
     limits = compare.guards
     ratios = sum(limit is not None for limit in (limits.step_time_ratio, limits.peak_memory_ratio))
@@ -95,7 +97,7 @@ def count_tests(compare: Compare) -> int:
 
 
 def pair_with_all_baselines(sides: Sides) -> list[Pair]:
-    """Each treated run of independent arms beside all runs of the baseline: any of them may excuse it."""
+    """Pair each treated run of independent arms with all baseline runs: any of them can excuse it."""
     baseline, *further_baselines = sides.baselines or (None,)
     if baseline is None:
         return []
@@ -106,7 +108,7 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
 
 
 def measure_savings(arm: str, sides: Sides) -> list[Saving]:
-    """Step time (each run's median step) and peak memory (each run's largest), overall and by phase."""
+    """Measure step time (median step of a run) and peak memory (largest of a run), overall and by phase."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
     quantities: dict[str, Callable[[RecordedRun], float]] = {}
@@ -122,7 +124,7 @@ def measure_savings(arm: str, sides: Sides) -> list[Saving]:
 
 
 def shared_peak_counter(runs: Sequence[RecordedRun]) -> str | None:
-    """Which peak counter every run recorded: allocator peaks are never set against live tensors."""
+    """Return the peak counter that every run recorded: allocator peaks do not compare with live tensors."""
     return next((c for c in PEAK_MEMORY if runs and all(_memory_metrics(run, c) for run in runs)), None)
 
 
@@ -177,7 +179,9 @@ def _measure_saving(
 
 
 def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
-    """A treatment that failed where its baseline finished is data, not a gap in the data."""
+    """Check that no treated run failed whose baseline finished: such a failure is a result, not missing
+    data.
+    """
     comparable_pairs = [pair for pair in pairs if pair.baseline.finished]
     failed = [pair.treatment for pair in comparable_pairs if pair.treatment.status == "failed"]
     reason = Code.RUNS_FINISHED(arm=arm, paired=paired)
@@ -219,11 +223,12 @@ def _check_finite(
     *,
     paired: bool,
 ) -> Guard:
-    """No NaN or Inf in a watched metric of which the same seed's baseline has none, and none in a window.
+    """Check watched metrics for NaN or Inf that the same seed's baseline does not have, and all claim
+    windows.
 
-    Where both arms have some, `more_often` tests whether the treatment has them at more steps.
-
-    Of forty metrics, some with a NaN now and then in any arm, one would alarm in every third A/A experiment.
+    If both arms have some, `find_more_often` tests if the treatment has them at more steps. A stricter
+    rule would alarm too often: with forty metrics that show a NaN now and then in any arm, it would fail
+    every third A/A experiment.
     """
     comparable_pairs = [pair for pair in pairs if pair.baseline.finished]
     findings = [
@@ -249,7 +254,7 @@ def _check_finite(
 
 
 def _finite_reason(pairs: Sequence[Pair], watched: Collection[str], *, paired: bool) -> Reason:
-    """Name the watched metrics without NaN or Inf in any treated run, and those with some."""
+    """Return the watched metrics without NaN or Inf in any treated run, and those with some."""
     runs = [pair.treatment for pair in pairs]
     recorded = [metric for metric in dict.fromkeys(watched) if any(metric in run.metrics for run in runs)]
     broken = [metric for metric in recorded if any(run.first_non_finite(metric) is not None for run in runs)]
@@ -291,7 +296,7 @@ def _find_new_non_finite(
 
 
 def _find_more_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[Reason]:
-    """Yield the watched metrics that are NaN or Inf at more of the treatment's steps, at `alpha` over all."""
+    """Yield the watched metrics that are non-finite at more of the treatment's steps, at `alpha` over all."""
     for metric in watched:
         recorded = sides.of(
             [run.finished and metric in run.metrics for run in sides.baselines],
@@ -319,10 +324,10 @@ def _find_more_non_finite(sides: Sides, alpha: float, watched: Collection[str]) 
 
 
 def _non_finite_since(series: Series, baseline_curves: Sequence[Array]) -> int | None:
-    """The step from which a metric stays NaN or infinite, where that is no chance.
+    """Return the step from which a metric stays NaN or infinite, unless that may be chance; else None.
 
-    Its baseline and their reruns end finite, and none has half as many such values altogether: of a metric
-    that is NaN now and then in any arm, some run's last steps are as well.
+    It is no chance if the baseline and its reruns end finite, and none has half as many non-finite values in
+    total. A metric that is NaN now and then in any arm also ends non-finite in some run.
     """
     finite = np.flatnonzero(np.isfinite(series.values))
     start = int(finite[-1]) + 1 if len(finite) else 0
@@ -336,7 +341,9 @@ def _non_finite_since(series: Series, baseline_curves: Sequence[Array]) -> int |
 
 
 def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> Iterator[Guard]:
-    """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
+    """Check that trainer and engine agree on log-probs: the worst run's median, and the share of steps
+    above it.
+    """
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
     recorded_sides = sides.of(
         [run.finished and len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.baselines],
@@ -388,7 +395,7 @@ def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> 
 
 
 def _first_counted_index(runs: Sequence[RecordedRun]) -> int:
-    """The index of the first step to count: 1 where no run of either arm has a number at its first step."""
+    """Return the first step to count: 1 if no run of either arm has a number at its first step, else 0."""
     values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
     unmeasured = all(
         len(curve) > 1 and not np.isfinite(curve[0]) and np.isfinite(curve[1]) for curve in values
@@ -397,7 +404,7 @@ def _first_counted_index(runs: Sequence[RecordedRun]) -> int:
 
 
 def _token_errors(run: RecordedRun, start: int = 0) -> Array:
-    """The recorded errors; NaN and -Inf count as Inf, above every limit."""
+    """Return the recorded errors; NaN and -Inf count as Inf, above every limit."""
     values = run.series(TOKEN_MULT_PROB_ERROR).values[start:]
     return np.where(np.isfinite(values), values, np.inf)
 
@@ -405,9 +412,7 @@ def _token_errors(run: RecordedRun, start: int = 0) -> Array:
 def _p_value_of_increase(
     baseline: Array, treatment: Array, least_error: float = 0.0, *, paired_by_seed: bool
 ) -> float:
-    """One-sided t-test of treatment above baseline; 1 for fewer pairs, or runs of an arm, than a mismatch
-    takes.
-    """
+    """Return the one-sided p-value of treatment > baseline; 1 with too few pairs, or runs, for a mismatch."""
     if min(len(baseline), len(treatment)) < MIN_FOR_MISMATCH:
         return 1.0
     mean, error, dof = estimate_difference(baseline, treatment, paired=paired_by_seed)
@@ -415,7 +420,10 @@ def _p_value_of_increase(
 
 
 def _binomial_error(shares: Sequence[NDArray[Any]], num_steps: Sequence[NDArray[Any]]) -> float:
-    """Of the difference of both arms' shares, by counting alone: three equal small counts are no sd of 0."""
+    """Return the standard error of the difference of both arms' shares from counting alone.
+
+    Three equal small counts would otherwise give an sd of 0.
+    """
     hits = sum(
         float((run_shares * run_steps).sum()) for run_shares, run_steps in zip(shares, num_steps, strict=True)
     )
@@ -453,7 +461,7 @@ def _judge_token_error(
 def _check_ratio(
     arm: str, guard: str, quantity: str, limit: float | None, savings: Sequence[Saving], alpha: float
 ) -> Iterator[Guard]:
-    """Fails where the lower bound of the ratio is above its limit. (A claim would prove it kept.)"""
+    """Fail if the lower bound of the ratio is above its limit. (Proving that it is kept takes a claim.)"""
     if limit is None:
         return
     saving = next((saving for saving in savings if saving.quantity == quantity), None)

@@ -1,4 +1,4 @@
-"""What a comparison would have caught: faults injected in the baseline, each judged as a treatment is."""
+"""Sensitivity of a comparison: faults injected in the baseline, each judged like a treatment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ Evidence = Literal["step one", "guard", "claim", "nothing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFound:
-    """One injected fault against the baseline, by the ordinary judge."""
+    """One injected fault, judged against the baseline by the ordinary judge."""
 
     fault: str
     arm: str
@@ -42,7 +42,7 @@ class FaultFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Of the injected faults, in the order of the recipe."""
+    """All injected faults, in the order of the recipe."""
 
     num_caught: int
     num_judged: int  # those that are INVALID say nothing
@@ -52,7 +52,7 @@ class Sensitivity:
 
 
 def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
-    """None where no fault is injected. Never part of a verdict: each fault is judged by itself."""
+    """Judge each injected fault by itself; None if there is none. Never part of a verdict."""
     faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
     if not faults or experiment.regression:
         return None
@@ -109,7 +109,7 @@ def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> F
 def _find_evidence(
     judged: ArmVerdict, experiment: Experiment
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
-    """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
+    """Return the earliest evidence of a mismatch (step one, then guards, then claims) with its figures."""
     if judged.verdict != "MISMATCH":
         return "nothing", None, None, _claim_figures(judged.claims[0]) if judged.claims else None
     differing = [evidence for evidence in judged.step_one if evidence.result == "fail"]
@@ -138,7 +138,7 @@ def _find_evidence(
 
 
 def _claim_figures(result: ClaimResult) -> Reason | None:
-    """Return what a claim found, beside what it allows; None: nothing."""
+    """Return a claim's estimate and its allowed size; None without an estimate."""
     terms, estimate = result.claim, result.estimate
     if estimate.limited is not None:
         return Code.LIMITED_METRIC(metric=terms.metric, value=estimate.limited, limit=terms.margin_text)
@@ -178,13 +178,13 @@ def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
 
 
 def _max_num_steps(experiment: Experiment) -> int:
-    """Of the longest run."""
+    """Return the number of steps of the longest run."""
     steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
     return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)
 
 
 def _first_step_above(pairs: Sequence[Pair], limit: float) -> int | None:
-    """The first step at which the engine and the trainer of any run are further apart than a guard allows."""
+    """Return the first step at which any run exceeds the guard on engine and trainer; None if none does."""
     steps = [
         series.steps[above][0]
         for pair in pairs

@@ -1,4 +1,4 @@
-"""Claims that are no equivalence: limits on a level or on a ratio, and bit-exactness."""
+"""Claims other than equivalence: limits on a level or a ratio, and bit-exactness."""
 
 from dataclasses import replace
 
@@ -46,12 +46,12 @@ def judge_limit(
     grid: Steps,
     rates: ErrorRates = ONE_TEST,
 ) -> ClaimResult:
-    """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
+    """Test a limit or an exact claim over the pairs, before `apply_holm`; it needs every planned pair (run).
 
-    A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
-    geometric mean over pairs; of a metric on the scale `log_excess` the ratio of excesses over 1), and is
-    broken where the opposite bound is beyond it. Raises ComparisonError for a window that the runs do not
-    hold.
+    A limit holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the
+    opposite bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
+    scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
+    hold the window.
     """
     finished = sides.finished
     bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
@@ -88,7 +88,9 @@ def judge_limit(
 
 
 def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
-    """Return why these runs cannot show a limit, or that arms are the same bit for bit."""
+    """Return why these runs cannot show that a limit holds or that arms are bit-identical; None if they
+    can.
+    """
     finished, metric = sides.finished, claim.metric
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
@@ -103,7 +105,7 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
 
 
 def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
-    """The runs with a metric at the steps that all of them have."""
+    """Return the runs with a metric restricted to the steps that all of them have."""
 
     def cut(run: RecordedRun) -> RecordedRun:
         series = run.series(metric)
@@ -130,7 +132,9 @@ def _judge_exact(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> 
 def _find_first_difference(
     pair: tuple[RecordedRun, RecordedRun], metric: str, bounds: tuple[int, int]
 ) -> tuple[Reason | None, Reason | None]:
-    """Why a pair cannot be compared, and where its runs first differ."""
+    """Return why a pair cannot be compared, and where its runs first differ; None for each that does not
+    apply.
+    """
     seed = pair[0].name.seed
     if metric == FINAL_WEIGHTS:
         hashes = [run.final_weights_hash for run in pair]
@@ -215,7 +219,7 @@ def _judge_level_or_ratio(
 def _detect_difference(
     baseline: Array, treatment: Array, alpha: float, resolution: float, *, paired: bool
 ) -> Detected | None:
-    """Compare both arms of a limit: a treatment may keep it and yet be worse than its baseline."""
+    """Compare both arms of a limit: a treatment may keep it and still be worse than its baseline."""
     if min(len(baseline), len(treatment)) < 2 or not np.isfinite(np.concatenate([baseline, treatment])).all():
         return None
     test = equivalence_test(baseline, treatment, 1.0, alpha, resolution=resolution, paired=paired)
@@ -223,7 +227,7 @@ def _detect_difference(
 
 
 def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *, is_ratio: bool) -> Array:
-    """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
+    """Return the recorded values whose mean is limited [N, W]; for ratios of pairs, their differences."""
     runs = sides.runs if is_ratio else sides.treatments
     steps, values = stack(runs, terms.metric)
     values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
@@ -234,10 +238,10 @@ def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *
 
 
 def _judge_weight_distances(result: ClaimResult, sides: Sides, limit: float) -> ClaimResult:
-    """Of the final weights of each pair: their mean, not that of their logarithms.
+    """Test the mean distance of final weights over pairs.
 
-    Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
-    and 0.7: a geometric mean would say nothing of the large ones.
+    The mean is arithmetic. Two runs diverge suddenly, some seeds sooner than others, so distances under one
+    treatment can be 3e-5 and 0.7; a geometric mean would hide the large ones.
     """
     distances = [
         measure_weight_distance(*pair) for pair in zip(sides.baselines, sides.treatments, strict=True)
@@ -258,7 +262,7 @@ def _test_limit(
     below: bool,
     resolution: float = 0.0,
 ) -> ClaimResult:
-    """Of one sample, or of the difference right - left of two that are not paired."""
+    """Test one sample against a limit, or the difference values - baseline of two independent samples."""
     scale = np.exp if is_log else float
     bound = float(np.log(limit)) if is_log else limit
     if min(len(values), len(values if baseline is None else baseline)) < 2:
@@ -293,9 +297,9 @@ def _run_level(
     counter: str | None,
     transform: Transform,
 ) -> float:
-    """Return a run's number: its window, transformed and reduced; of `memory` the largest of all phases.
+    """Return a run's window, transformed and reduced to one number; for `memory` the largest of all phases.
 
-    NaN where it is not recorded, or outside the transform's domain.
+    NaN if it is not recorded, or outside the transform's domain.
     """
     metrics = [terms.metric]
     if terms.metric == MEMORY_PEAK:
@@ -311,7 +315,7 @@ def _clip_series(series: Series, bounds: tuple[int, int]) -> Series:
 
 
 def _limit_reduction(metric: str) -> WindowReduction:
-    """A maximum of the batch, or a peak, is limited at its largest step; all else as it is summarised."""
+    """Return "maximum" for a batch maximum, peak or bytes, else the metric's usual reduction."""
     definition = find(metric)
     if (
         metric == MEMORY_PEAK

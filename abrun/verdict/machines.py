@@ -1,4 +1,4 @@
-"""Versions, devices and code of runs: what differs between them, and what of that is the treatment."""
+"""Versions, devices and code of runs: their differences, and which of these are the treatment."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,9 @@ PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
 def has_treated_machine(experiment: Experiment, arm: str) -> bool:
-    """Return whether the arms ran with other versions or devices by design: not even step one repeats."""
+    """Return True if the arms ran with other versions or devices by design; then not even step one
+    repeats.
+    """
     keys = treated_machine_keys(experiment)
     return any(
         find_machine_differences(pair.baseline, pair.treatment, keys) for pair in experiment.pairs(arm)
@@ -23,14 +25,14 @@ def has_treated_machine(experiment: Experiment, arm: str) -> bool:
 
 
 def treated_machine_keys(experiment: Experiment) -> Sequence[str]:
-    """Return what of the machine may differ between the arms, as part of what is tested."""
+    """Return the environment keys that may differ between the arms, as part of what is tested."""
     return MACHINE_KEYS if experiment.regression else SOFTWARE_KEYS if experiment.versions_differ else ()
 
 
 def find_machine_differences(
     baseline: RecordedRun, treatment: RecordedRun, keys: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the versions and devices that differ, dotted key -> both values."""
+    """Return the versions and devices that differ, as dotted key -> both values."""
     differences = {}
     if "versions" in keys:
         differences = {
@@ -45,7 +47,9 @@ def find_machine_differences(
 
 
 def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Packages that either imports, of which they have other versions; None: not installed, or not said."""
+    """Return packages that either run imports with different versions; None: not installed, or not
+    recorded.
+    """
     versions: list[dict[str, Any]] = [
         (run.environment or {}).get("versions") or {} for run in (baseline, treatment)
     ]
@@ -59,7 +63,9 @@ def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> 
 
 
 def versions_follow_arms(experiment: Experiment) -> bool:
-    """Return True where arms of one version each differ in theirs, and none is declared as the treatment."""
+    """Return True if versions are constant within arms, differ between them, and are not a declared
+    treatment.
+    """
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
     all_recorded = all((run.environment or {}).get("versions") for runs in arms for run in runs)
     if (
@@ -74,7 +80,7 @@ def versions_follow_arms(experiment: Experiment) -> bool:
 def find_differences_within_arms(
     arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]
 ) -> Iterator[Reason]:
-    """Yield what differs between the runs of one arm, of what may differ between arms."""
+    """Yield differences within one arm, in the keys that may differ between arms."""
     for runs in arms:
         for key in keys:
             recorded = [run for run in runs if (run.environment or {}).get(key) is not None]
@@ -83,7 +89,7 @@ def find_differences_within_arms(
 
 
 def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) -> Iterator[Reason]:
-    """Yield what of the environment differs, if anything: both values, or both versions by package."""
+    """Yield a difference of one environment key, if any: both values, or both versions by package."""
     assert baseline.environment is not None and run.environment is not None
     baseline_value, run_value = baseline.environment.get(key), run.environment.get(key)
     if isinstance(baseline_value, dict) and isinstance(run_value, dict):
@@ -95,7 +101,7 @@ def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: st
 
 
 def environment_notes(experiment: Experiment) -> Iterator[Reason]:
-    """Yield what a reader has to know: runs of different code, and arms of another precision."""
+    """Yield notes on runs of different code, and on arms of different precision."""
     yield from code_notes(experiment)
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
@@ -107,10 +113,10 @@ def environment_notes(experiment: Experiment) -> Iterator[Reason]:
 
 
 def code_notes(experiment: Experiment) -> list[Reason]:
-    """Return a note where runs, or attempts of one, are of different code.
+    """Return a note if runs, or attempts of one run, are of different code.
 
-    Other code is no ground for INVALID: an edit of a plot changes no number. A reference was made from other
-    code by intention.
+    Different code does not make runs INVALID: an edit of a plot changes no number, and a reference was made
+    from other code on purpose.
     """
     runs_of: dict[tuple[str, ...], list[str]] = {}
     for run in experiment.runs.values():
@@ -122,6 +128,6 @@ def code_notes(experiment: Experiment) -> list[Reason]:
 
 
 def _recorded_precision(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    """Return the precision of LM head and logits that the first run has recorded; empty where none has."""
+    """Return the precision of LM head and logits from the first run that recorded it; else empty."""
     precisions = ((run.environment or {}).get("precision") for run in runs)
     return next((precision for precision in precisions if isinstance(precision, dict)), {})

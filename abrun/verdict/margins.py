@@ -1,4 +1,4 @@
-"""How far arms may differ and still be called equivalent: a claim's margin in numbers."""
+"""Margins of claims in numbers: the largest difference that still counts as equivalent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from abrun.verdict.summaries import measure_climbs, summarize_runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """A number and what it is in: the metric's own unit (""), the baseline's sigma, level or climb."""
+    """A number and its unit: the metric's own (""), or the baseline's sigma, level or climb."""
 
     number: float
     unit: Unit
@@ -26,10 +26,10 @@ class Margin:
 
 
 def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
-    """A claim's margin. Sigmas of a reference become absolute, by the lower 95 % bound of its sigma: were the
-    estimate taken as it is, every second margin would be wider than what was declared.
+    """Return a claim's margin; sigmas of a reference become absolute by the lower 95 % bound of its sigma.
 
-    Raises ComparisonError where the reference does not know its sigma.
+    With the estimate itself, every second margin would be wider than declared. Raises ComparisonError if the
+    reference does not know its sigma.
     """
     number, unit = claim.margin_in
     if unit != "sigma" or reference is None:
@@ -57,9 +57,11 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
 
 
 def freeze_claims(experiment: Experiment, arm: str) -> Compare:
-    """An experiment's comparison with margins in sigmas of `arm` made absolute, as a reference keeps them.
+    """Return the experiment's comparison with margins in sigmas of `arm` made absolute, as references store
+    them.
 
-    A later run is compared with these very seeds: a margin of their own sd would be wider whenever it is.
+    A later run is compared with these very seeds. A margin of their own sd would be wider whenever that sd
+    is.
     """
     runs = list(experiment.arm(arm).values())
     frozen = []
@@ -82,7 +84,7 @@ def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, 
 
 
 def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
-    """A claim's window of every run, one number a run [R]."""
+    """Return one number per run [R] for a claim's window."""
     grid = union(run.series(claim.metric).steps for run in runs)
     first_step, last_step = window_bounds(claim.window, grid, claim.metric)
     steps, values = stack(runs, claim.metric)
@@ -92,7 +94,9 @@ def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
 def measure_yardstick(
     margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last_step: int
 ) -> Array | None:
-    """What a relative margin is a share of, one number a pair [P], above 0 in the mean; None: it has none."""
+    """Return the number that a relative margin is a share of, one per pair [P], positive in the mean;
+    else None.
+    """
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":

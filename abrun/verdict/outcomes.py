@@ -1,4 +1,4 @@
-"""The outcome of a claim as a reason, which promises no more than was tested."""
+"""The outcome of a claim as a reason that promises no more than was tested."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +10,7 @@ from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
 def outcome_reason(result: ClaimResult, *, has_recipe: bool = True) -> Reason:
-    """Return what is shown of one claim; `has_recipe`: the arms were trained by one recipe."""
+    """Return the outcome of one claim; `has_recipe` says that one recipe trained the arms."""
     terms, estimate = result.claim, result.estimate
     detected = asdict(estimate.detected) if estimate.detected else None
     if result.problem and result.result != "different":
@@ -71,7 +71,7 @@ def _equivalence_reason(
 
 
 def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
-    """Return what an outcome is said of: runs, steps and recipe."""
+    """Return the runs, steps and recipe that an outcome applies to."""
     return {
         "pairs": terms.num_pairs,
         "runs": terms.num_runs,

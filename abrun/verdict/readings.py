@@ -1,4 +1,4 @@
-"""Repeated comparisons of the same runs: how many there were, and what that does to the level."""
+"""Repeated comparisons ("readings") of the same runs: their number, and the resulting familywise error."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from abrun.stats.sequential import simulate_familywise_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """All comparisons of a treatment's runs that left a report, this one among them."""
+    """All comparisons of a treatment's runs that left a report, including this one."""
 
     arm: str
     num_pairs: list[int]  # of each different set of pairs that these claims were tested on
@@ -46,7 +46,7 @@ def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTe
 
 
 def reading_notes(readings: Readings, *, paired: bool, arms: int) -> Iterator[Reason]:
-    """Yield how often the runs were compared; nothing where it was once."""
+    """Yield how often the runs were compared; nothing if it was once."""
     arm = readings.arm if arms > 1 else None
     if readings.false_match is not None:
         yield Code.READ_SEVERAL_TIMES(

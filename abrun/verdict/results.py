@@ -1,4 +1,4 @@
-"""The result of a declared claim: what was claimed, what the runs show of it, what more would show."""
+"""Result of a declared claim: its terms, the estimate from the runs, and the power of more runs."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,7 +25,7 @@ ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detected:
-    """A difference of treatment and baseline, on the scale of its claim (of a ratio: its logarithm)."""
+    """A detected difference treatment - baseline, on the scale of its claim (for a ratio, its logarithm)."""
 
     direction: Literal["lower", "higher"]  # of the treatment
     difference: float  # mean
@@ -40,7 +40,7 @@ class Detected:
 def detect(
     baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
 ) -> Detected | None:
-    """Return the difference that an interval detects; None where it includes zero."""
+    """Return the difference if its confidence interval excludes zero, else None."""
     if not (interval[0] > 0 or interval[1] < 0):
         return None
     sign = 1 if interval[0] > 0 else -1
@@ -57,7 +57,7 @@ def detect(
 
 @dataclass(frozen=True, slots=True)
 class ErrorRates:
-    """How often a claim's test may err."""
+    """Error rates of a claim's tests."""
 
     alpha: float = ALPHA  # of each one-sided test of a match
     alpha_difference: float = ALPHA  # of a mismatch, over all claims
@@ -68,7 +68,7 @@ ONE_TEST = ErrorRates()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimTerms:
-    """What is claimed, and the runs and steps that it is tested on."""
+    """A claim as it is tested: its metric, window, test and margin, with the runs and steps."""
 
     metric: str
     window: str
@@ -101,7 +101,7 @@ class ClaimTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimEstimate:
-    """What the runs show. Summaries and differences are in units of the transformed metric."""
+    """Estimates from the runs. Summaries and differences are in units of the transformed metric."""
 
     differences: tuple[float, ...] = ()  # treatment - baseline, by seed
     baseline_mean: float | None = None
@@ -134,7 +134,7 @@ class ClaimEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """What as many pairs, and what more of them, can show. Unpaired: runs of each arm."""
+    """Power of this sample size, and the sample size that is needed. Unpaired: runs of each arm."""
 
     power_now: float | None = None  # if the arms are truly equal and sd_difference is the true one
     pairs_needed: int | None = None  # for 80 % power; None: more than 1000
@@ -145,7 +145,7 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimResult:
-    """T3 for one declared claim. `verdict.json` has its parts side by side in one row."""
+    """Result of one declared claim. `verdict.json` has its three records flattened into one row."""
 
     arm: str
     claim: ClaimTerms

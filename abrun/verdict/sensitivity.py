@@ -1,7 +1,7 @@
-"""Assay sensitivity (ICH E10, 1.5): whether these runs could have shown a difference, had there been one.
+"""Assay sensitivity (ICH E10, 1.5): could these runs have shown a difference, had there been one?
 
 A match of runs that learn nothing, repeat each other or stop early says nothing about the treatment. Each
-function returns why not; None: nothing is amiss.
+check returns the problem as a reason, or None.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +35,9 @@ LEARNING_SIGNALS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 
 
 def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason | None:
-    """Why these runs would have agreed on a metric whatever the treatment does.
+    """Return why these runs would agree on a metric whatever the treatment does; None if they could differ.
 
-    `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
+    `may_repeat`: bit-identical arms were declared, and are not a treatment that was never applied.
     """
     definition = find(metric)
     if definition and "given" in definition.roles:
@@ -62,12 +62,11 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
 def check_learning(
     baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float
 ) -> Reason | None:
-    """Why the baseline learned too little for a claim to mean anything.
+    """Return why the baseline learned too little for a claim to be meaningful; None if it learned enough.
 
-    A metric that learning moves in one direction must have climbed by more than the margin by the window's
-    end: the lower 95 % bound over seeds. Of any other (a norm, an entropy, trainer against engine) no
-    such thing is known: there some metric that has a direction must have climbed at all, where one is
-    recorded. Time and memory do not depend on what is learned.
+    A metric with a learning direction must have climbed by more than the margin by the window's end, by the
+    lower 95 % bound over seeds. For any other metric (a norm, an entropy, trainer against engine), some
+    recorded metric with a direction must have climbed at all. Time and memory do not depend on learning.
     """
     if not claim.climbs or is_clock(claim.metric) or unit_of(claim.metric) == "bytes":
         return None
@@ -94,12 +93,14 @@ def check_learning(
 
 
 def count_dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float) -> int:
-    """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
+    """Count the seeds that climbed by no more than the margin; 0 if the metric has no direction or need
+    not climb.
+    """
     return int((measure_climbs(baselines, claim, last_step) <= margin).sum()) if claim.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
-    """The metrics that learning moves in one direction, and that every run recorded more than once."""
+    """Return the metrics with a learning direction that every run recorded more than once."""
     return [
         metric
         for metric in (runs[0].metrics if runs else ())
@@ -108,7 +109,9 @@ def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def climb_lower_bound(values: Array, num_metrics: int = 1) -> float:
-    """The lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf where it is not known."""
+    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if it is
+    unknown.
+    """
     is_testable = len(values) > 1 and np.isfinite(values).all()
     return t_interval(values, 1 - 0.1 / num_metrics)[0] if is_testable else -np.inf
 
@@ -120,7 +123,7 @@ def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: 
 
 
 def check_run_lengths(runs: Sequence[RecordedRun]) -> Reason | None:
-    """A run whose last recorded step is further from its last configured one than its steps are apart."""
+    """Return the first run that ends more than one step interval before its last configured step."""
     for run in runs:
         configured, steps = (run.config or {}).get("steps"), run.steps
         if isinstance(configured, int) and len(steps) > 1:
@@ -131,7 +134,7 @@ def check_run_lengths(runs: Sequence[RecordedRun]) -> Reason | None:
 
 
 def _check_arms_differ(sides: Sides) -> Reason | None:
-    """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
+    """Return a reason if the arms are identical in every pair: the treatment may not have been applied."""
     if not sides.paired:
         return None
     pairs = list(zip(sides.baselines, sides.treatments, strict=True))
@@ -146,17 +149,18 @@ def _recorded_values(runs: Sequence[RecordedRun], metric: str) -> Array:
 
 
 def _independent_runs(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
-    """Every two runs that are to be two observations: all but those of one pair, which may well agree."""
+    """Yield every two runs that must be independent observations: all but those of one pair."""
     for run, other_run in combinations(sides.runs, 2):
         if not sides.paired or run.name.seed != other_run.name.seed:
             yield run, other_run
 
 
 def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | None:
-    """Two seeds with the same numbers, but for what a machine adds, are not two observations; nor are two of
-    which a claim reads one curve, whatever else was logged beside it. Nothing can be tested over them.
+    """Return a reason if two seeds are one run, so that nothing can be tested over them.
 
-    Noise or rounding makes no second run of a copy: see `copied`.
+    Two seeds with the same numbers (apart from time and memory) are not two observations. Neither are two
+    that share the claimed metric's curve, whatever else was logged. Noise or rounding does not make a copy a
+    second run: see `find_copies`.
     """
     precision = cache(_measure_precision)  # of each curve once, not of each pair
     for run, other_run in _independent_runs(sides):
@@ -176,7 +180,9 @@ def _repeated_run_reason(
 
 
 def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
-    """Name two seeds whose claimed metric moves alike at every step; for a discrete one, all their others."""
+    """Return two seeds whose claimed metric changes alike at every step; for a discrete one, all their
+    others.
+    """
     runs = sides.runs
     values = stack(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
@@ -193,9 +199,9 @@ def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
 def _find_copies_in_other_metrics(
     runs: Sequence[RecordedRun], metric: str
 ) -> tuple[list[str], NDArray[np.bool_]]:
-    """Return which two runs [R, R] move alike in every other metric that can tell, and those metrics.
+    """Return the other metrics with enough detail, and which two runs [R, R] change alike in all of them.
 
-    Values that are the same to the last bit (a learning rate) follow from the configuration.
+    Values that are equal to the last bit in all runs (a learning rate) follow from the configuration.
     """
     compared_metrics, is_copy = [], np.ones((len(runs), len(runs)), bool)
     for other_metric in runs[0].metrics if runs else ():
@@ -217,14 +223,16 @@ def _find_copies_in_other_metrics(
 
 
 def _measure_precision(series: Series) -> tuple[int, float]:
-    """Return how many distinct values a curve has, and its last digit."""
+    """Return the number of distinct values of a curve, and the unit of its last digit."""
     return len(np.unique(series.values)), last_decimal_unit(series.values)
 
 
 def _has_same_curve(
     series: Series, other_series: Series, precision: Callable[[Series], tuple[int, float]]
 ) -> bool:
-    """Ten steps and more that agree to the last digit of the coarser log, of a curve that moves."""
+    """Return True for ten or more steps that agree to the last digit of the coarser log, on a curve that
+    moves.
+    """
     if (
         len(series) < 10
         or not np.array_equal(series.steps, other_series.steps)

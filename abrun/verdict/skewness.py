@@ -1,4 +1,4 @@
-"""Skewed samples: whether values look unlike normal ones, which every t-test takes them to be."""
+"""Tests for skew and outliers: every t-test assumes values that look normal."""
 
 import math
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _NUM_SAMPLES = 40_000  # of normal values
 def find_skew(
     samples: Mapping[str, ArrayLike], *, step: float, min_sd: float, level: float = 0.05
 ) -> Reason | None:
-    """Name a sample that is skewed beyond what normal samples are by chance, `level` of the time for each.
+    """Return the first sample that is skewed beyond chance: `level` of normal samples each are reported too.
 
-    Values that move in steps too wide to tell (see `skewness`) are warned of where one value is far off (see
-    `far_off`). So are all where two of five or more are: once in 60 times for normal values, or for a t with
-    5 degrees of freedom.
+    Samples that move in steps too wide to tell (see `skewness_and_p`) are tested for one outlier (see
+    `outlier_p`). All samples of five or more are also tested for two outliers, which one in 60 normal samples
+    has, and one in 60 of a t with 5 degrees of freedom.
     """
     for num_outliers, (name, values) in product((1, 2), samples.items()):
         measured = skewness_and_p(values) if num_outliers == 1 else None
@@ -39,10 +39,12 @@ def find_skew(
 
 
 def skewness_and_p(values: ArrayLike) -> tuple[float, float] | None:
-    """The sample skewness and its two-sided p among normal samples of that size: simulated, rounded up.
+    """Return the sample skewness and its two-sided p among normal samples of that size (simulated, rounded
+    up).
 
-    None below four: of three values every skewness below 0.71 is as likely. And None where no more than half
-    of the values are distinct, as of counts: among those samples are often skewed, though the law is not.
+    None below four values: for three, every skewness below 0.71 is equally likely. None also if at most
+    half of the values are distinct, as for counts: such samples are often skewed although their
+    distribution is not.
     """
     sample = np.asarray(values, float)
     gaps = np.diff(np.sort(sample))
@@ -57,12 +59,14 @@ def skewness_and_p(values: ArrayLike) -> tuple[float, float] | None:
 
 
 def outlier_p(values: ArrayLike, step: float, min_sd: float, num_outliers: int = 1) -> float | None:
-    """The p, among normal samples of that size, of `num` values on one side as far from all others as these.
+    """Return the p-value, among normal samples of that size, of `num_outliers` values this far off on one
+    side.
 
-    For one so far that the others look alike, which `skewness` takes for counts; and for two, of which few
-    values hardly look skewed. The distance of the nearest from the others' mean, in their sd, gives a t; any
-    `num` values may be those (Bonferroni). The sd counts as no less than `least`, nor than what values in
-    steps of `step` leave open. None where fewer than three are left.
+    It covers what `skewness_and_p` misses: an outlier so far off that the others look like counts, and two
+    outliers, which hardly skew a small sample. The distance of the nearest outlier from the others' mean,
+    in their sd, gives a t; any `num_outliers` values may be the outliers (Bonferroni). The sd counts as at
+    least `min_sd`, and as at least what steps of `step` leave open. None if fewer than three others
+    remain.
     """
     sample = np.sort(np.asarray(values, float))
     if len(sample) < num_outliers + 3:

@@ -1,4 +1,4 @@
-"""T1: the first step, before any treated update can have had an effect, must be the same."""
+"""Step one: the first step, before any treated update can have an effect, must agree."""
 
 import math
 from collections.abc import Sequence, Set
@@ -44,10 +44,10 @@ StepOneResult = Literal["pass", "fail", "open", "not tested"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOne:
-    """T1 for one metric: the pair that deviates most, before any treated update can have had an effect.
+    """Step one for one metric: the pair that deviates most, before any treated update can have an effect.
 
-    `deviation` is |treatment - baseline| / scale (of train/gen_kl_error both as sqrt(2 KL)), and `scale_from`
-    says what the scale is.
+    `deviation` is |treatment - baseline| / scale (for train/gen_kl_error both as sqrt(2 KL)), and
+    `scale_from` says what the scale is.
     """
 
     arm: str
@@ -71,12 +71,12 @@ class StepOne:
 def check_step_one(
     arm: str, pairs: Sequence[Pair], compare: Compare, alpha: float = ALPHA, num_pairs: int | None = None
 ) -> list[StepOne]:
-    """T1 for every metric of the list that the first step of some pair has in both arms, at `alpha` in all.
+    """Check every step-one metric that some pair has in both arms at its first step, at `alpha` over all.
 
-    A failure is one of any pair, also after an interim analysis of the first `num_pairs`; what is open is so
-    by those.
-    A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
-    where the first recorded step is a later one than the runs' first, or may be: updates have been made.
+    Any pair can fail, also one after the first `num_pairs` of an interim analysis; only those `num_pairs`
+    can leave a metric open. A deviation is relative to the metric's own size, or to that of its rounding
+    errors: see `_rounding_scale`. Returns nothing if the first recorded step is, or may be, later than the
+    runs' first step: updates have been made by then.
     """
     analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
@@ -152,11 +152,11 @@ def _check_metric(
 
 
 def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
-    """Whether the runs show that both arms of every pair that has begun did so with the same prompts.
+    """Return True if the runs show that both arms of every started pair began with the same prompts.
 
-    By their hashes; or by a metric of the first step that varies from pair to pair, and not within any. A
-    reward, often 0 in all runs but one or two, must be the same number in both runs of every pair, and have
-    three values or more.
+    The evidence is the prompts' hashes, or a metric of the first step that varies between pairs but not
+    within any. A reward is often 0 in all runs but one or two. It must be equal within every pair, and
+    have three or more distinct values.
     """
     pairs = [
         pair
@@ -174,9 +174,10 @@ def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
 
 
 def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
-    """Check that every pair begins with one reward, and that the pairs have three rewards or more.
+    """Return True if every pair begins with one reward, and the pairs have three or more distinct rewards.
 
-    Where prompts are not shared, 3 to 10 pairs are so in 0.5 % of experiments or less (test_whole_curve.py).
+    Without shared prompts, 3 to 10 pairs look like this in 0.5 % of experiments or less
+    (test_whole_curve.py).
     """
     values = [_first_values(pair.baseline, pair.treatment, REWARD) for pair in pairs]
     equal = all(both is not None and math.isfinite(both[0]) and both[0] == both[1] for both in values)
@@ -184,7 +185,7 @@ def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
 
 
 def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
-    """Whether a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
+    """Return True if a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
     values = [_first_values(pair.baseline, pair.treatment, metric) for pair in pairs]
     first_values = np.array([both for both in values if both is not None]).reshape(-1, 2)
     if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
@@ -194,7 +195,7 @@ def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
 
 
 def first_step(run: RecordedRun) -> int:
-    """The first step of a run's training; 0 where it has none. (Evaluations may come before.)"""
+    """Return the first training step of a run; 0 if it has none. (Evaluations may come earlier.)"""
     return min(
         (int(run.series(metric).steps[0]) for metric in STEP_ONE if len(run.series(metric))), default=0
     )
@@ -219,7 +220,7 @@ def _relative_deviation(baseline: RecordedRun, metric: str, baseline_value: floa
 def _rounding_scale(
     baseline: RecordedRun, metric: str, baseline_value: float, run_value: float
 ) -> tuple[float, str]:
-    """What a rounding error of this metric is proportional to, and what that is."""
+    """Return the size that rounding errors of this metric are proportional to, and its name."""
     if metric == GEN_KL_ERROR:
         return 1.0, "a nat of log-prob error, sqrt(2 KL)"
     size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
@@ -238,18 +239,18 @@ def _rounding_scale(
 
 
 def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
-    """`0.047 of the largest advantage (2.47)`: with what it is divided by, for whoever divides again."""
+    """Return a deviation with its scale, such as `0.047 of the largest advantage (2.47)`."""
     return f"{deviation:.2g} of {scale_from} ({scale:.3g})"
 
 
 def _find_tolerance(
     metric: str, pair: Pair, compare: Compare, num_pairs: int, rerun_deviations: Sequence[float], alpha: float
 ) -> tuple[float, str, bool]:
-    """The tolerance, where it is from, and whether a deviation beyond it is no rounding.
+    """Return the tolerance, its source, and if a deviation beyond it is certainly more than rounding.
 
-    bfloat16's rounding is a rule of thumb: an optimizer step within the first step, or a norm of cancelling
-    terms, may enlarge it; that is known only where reruns, or the recipe, say how much. Of what rounding
-    raises reruns do not: the baseline rounds as the baseline does.
+    The tolerance for bfloat16 is a rule of thumb: an optimizer step within the first step, or a norm of
+    cancelling terms, can exceed it. Only reruns or the recipe say by how much. For metrics that rounding
+    always raises, reruns say nothing: the baseline rounds like itself.
     """
     declared = compare.step_one_tolerance
     if isinstance(declared, dict):
@@ -274,10 +275,10 @@ def _find_tolerance(
 
 
 def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> float:
-    """The 1 - alpha quantile of max |x_1..n| / max |y_1..m| for independent normal x, y of one spread.
+    """Return the 1 - alpha quantile of max |x_1..n| / max |y_1..m| for independent normal x, y with equal sd.
 
-    P(ratio > c) is the integral of 1 - F(c y)^n over the law of the largest of m, F the half-normal, by
-    quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
+    P(ratio > c) is the integral of 1 - F(c y)^n over the distribution of the largest of m, F the half-normal,
+    by quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
     """
     nodes, weights = _quadrature_nodes()
     share = (nodes + 1) / 2
@@ -298,15 +299,16 @@ def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> floa
 
 @cache
 def _quadrature_nodes() -> tuple[Array, Array]:
-    """Gauss-Legendre's; a second's work, which only reruns ask for."""
+    """Return Gauss-Legendre nodes and weights. They take a second to compute, and only reruns need them."""
     return np.polynomial.legendre.leggauss(_NUM_NODES)
 
 
 def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
-    """With its sign, how far the treatment is from its baseline: log(treatment / baseline).
+    """Return log(treatment / baseline): the signed relative deviation of the treatment.
 
-    inf where one is 0, or the signs differ. Of a KL in nats of the log-prob error x that it stands for, as
-    k3(x) is x^2 / 2 for small x. (Below 0 it is the rounding of a trainer that computes it in float32.)
+    inf if one is 0, or if the signs differ. A KL in nats is converted to the log-prob error x that it
+    stands for, since k3(x) is x^2 / 2 for small x. (Below 0 it is rounding of a trainer that computes it
+    in float32.)
     """
     if baseline == treatment:
         return 0.0
@@ -317,14 +319,16 @@ def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
 
 
 def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: float) -> bool:
-    """Whether the pairs deviate in one direction by more than the tolerance: rounding goes either way."""
+    """Return True if the pairs deviate in one direction by more than the tolerance: rounding goes either
+    way.
+    """
     if len(signed_deviations) < 2 or not np.isfinite(signed_deviations).all():
         return False
     return equivalence_test(np.zeros(len(signed_deviations)), signed_deviations, tolerance).p_beyond < alpha
 
 
 def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
-    """Return why nothing is read of the first step of runs that abrun did not launch."""
+    """Return why the first step is not evaluated in runs that abrun did not launch."""
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
         return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]

@@ -1,4 +1,4 @@
-"""A metric's values on the scale they are compared on, and the summary of a window."""
+"""Values of a metric on the scale of comparison, and the summary of a window."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -17,7 +17,7 @@ EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree e
 
 
 def transform_values(values: Array, transform: Transform, metric: str) -> Array:
-    """`values` on the scale they are compared on. Raises ComparisonError outside the transform's domain."""
+    """Return the values on the scale of comparison. Raises ComparisonError outside the transform's domain."""
     if transform == "identity":
         return values
     problem = find_outside_domain(values, transform)
@@ -27,7 +27,7 @@ def transform_values(values: Array, transform: Transform, metric: str) -> Array:
 
 
 def find_outside_domain(values: Array, transform: Transform) -> Reason | None:
-    """Which value a transform cannot take; None: it takes them all. (NaN is a matter of its own.)"""
+    """Return a value that the transform cannot take; None if it takes all. (NaN is checked elsewhere.)"""
     outside = values[_log_argument(values, transform) <= 0] if transform != "identity" else values[:0]
     if not outside.size:
         return None
@@ -35,7 +35,9 @@ def find_outside_domain(values: Array, transform: Transform) -> Reason | None:
 
 
 def transform_with_gaps(values: Array, transform: Transform) -> Array:
-    """`values` for drawing: a gap (NaN) outside the transform's domain, and where nothing finite is."""
+    """Return the transformed values, with NaN for non-finite values and those outside the transform's
+    domain.
+    """
     values = np.where(np.isfinite(values), values, np.nan)
     if transform == "identity":
         return values
@@ -44,32 +46,34 @@ def transform_with_gaps(values: Array, transform: Transform) -> Array:
 
 
 def _log_argument(values: Array, transform: Transform) -> Array:
-    """What the logarithm is taken of."""
+    """Return the argument of the logarithm."""
     return values - 1 + EXCESS_OFFSET if transform == "log_excess" else values
 
 
 def reduce_window(values: Array, metric: str) -> Array:
-    """One number a row: the summary of a window's steps (last axis)."""
+    """Return one number per row: the mean or median over the window's steps (last axis)."""
     return np.median(values, axis=-1) if default_reduction(metric) == "median" else np.mean(values, axis=-1)
 
 
 def summarize_runs(values: Array, claim: Claim) -> Array:
-    """One number a run [R] of a claim's values in its window [R, W]."""
+    """Return one number per run [R] for a claim's values in its window [R, W]."""
     return reduce_window(transform_values(values, _claim_transform(claim), claim.metric), claim.metric)
 
 
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:
-    """What a claim's spread comes from: the differences of pairs [P, W], or the values of all runs [R, W]."""
+    """Return the values whose spread a claim tests: differences of pairs [P, W], or all runs' values [R,
+    W].
+    """
     return treatment - baseline if paired else np.concatenate([baseline, treatment])
 
 
 def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) -> float:
-    """The step in which summaries of a window move, on the claim's scale; 0 for values that are no counts.
+    """Return the step in which summaries of a window move, on the claim's scale; 0 unless values are counts.
 
     An accuracy over 16 prompts moves in sixteenths. Its mean over k validations moves in 16 k-ths if every
-    validation has answers of its own, and in sixteenths if the last answers are repeated. `window` [N, W]
-    holds the differences of N pairs, or the values of N runs that are not paired, as recorded: the step is
-    divided by the mean number of stretches without a change. Bytes repeat themselves for good reason: 0.
+    validation has its own answers, and in sixteenths if the last answers are repeated. `window` [N, W] holds
+    the differences of N pairs, or the values of N independent runs, as recorded. The step is divided by the
+    mean number of stretches without a change. Bytes return 0: they repeat themselves for good reason.
     """
     values = np.concatenate([run.series(claim.metric).values for run in runs])
     values = values[np.isfinite(values)]
@@ -84,10 +88,10 @@ def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) ->
 
 
 def _find_smallest_step(values: Array) -> float:
-    """The smallest gap between values that are counts, 0 for all others.
+    """Return the smallest gap between values that are counts, and 0 for all others.
 
-    Counts are multiples of the gap, to the last digit that was logged, or come three times each on average.
-    (Values of arms that agree bit for bit come twice.)
+    Values are counts if they are multiples of the gap, to the last logged digit, or occur three times each on
+    average. (Values of bit-identical arms occur twice.)
     """
     distinct = np.unique(values)
     gaps = np.diff(distinct)
@@ -105,7 +109,9 @@ def _find_smallest_step(values: Array) -> float:
 
 
 def last_decimal_unit(values: Array) -> float:
-    """The unit of the last decimal that any value has; 0 for more decimals than a log is rounded to."""
+    """Return the unit of the last decimal that any value has; 0 for more decimals than logs are rounded
+    to.
+    """
     largest = float(np.abs(values).max())
     for decimals in range(MAX_DECIMALS + 1):
         if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # as float32 keeps them
@@ -114,17 +120,17 @@ def last_decimal_unit(values: Array) -> float:
 
 
 def measure_climbs(runs: Sequence[RecordedRun], claim: Claim, last_step: int) -> Array:
-    """What each run [R] has learned by step `last`: its last tenth less its first, as learning moves it.
+    """Return how far each run [R] has learned by `last_step`.
 
-    The mean of the last tenth of the steps from the first recorded one to `last` less that of the first
-    tenth, on the claim's scale; positive for a reward that rose and for a loss that fell. NaN where the
+    The mean of the last tenth of the steps from the first recorded one to `last_step`, minus that of the
+    first tenth, on the claim's scale. Positive for a reward that rose and a loss that fell. NaN if the
     metric has no direction, or fewer than two steps.
     """
     return np.array([_measure_climb(run, claim, last_step) for run in runs])
 
 
 def learning_direction(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
-    """Which way learning moves a metric of this run."""
+    """Return 1 if learning raises this metric, -1 if it lowers it, None if neither is known."""
     return direction(metric, policy_gradient=REWARD in run.metrics)
 
 

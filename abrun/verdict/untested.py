@@ -1,4 +1,4 @@
-"""What of a comparison a reader might believe was looked at, and was not."""
+"""Limits of a comparison: what a reader might believe was tested, and was not."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ from abrun.verdict.step_one import RAISED_BY_ROUNDING, StepOne, first_step_unrea
 
 
 def step_one_unread_reason(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> Reason | None:
-    """Return why step one says nothing about the treatment; None: it does."""
+    """Return why step one says nothing about the treatment; None if it does."""
     if not experiment.compare.paired:
         return Code.FIRST_STEP_NOT_PAIRED()
     if not experiment.compare.step_one:
@@ -50,7 +50,7 @@ def step_one_unread_reason(experiment: Experiment, arm: str, first_steps: Sequen
 
 
 def _claimed_metrics(sides: Sides, claims: Sequence[Claim]) -> set[str]:
-    """Return the metrics that claims are on; one on `memory` is on the peaks of all phases."""
+    """Return the metrics under claims; a claim on `memory` covers the peaks of all phases."""
     claimed = {claim.metric for claim in claims}
     runs = sides.finished.runs
     counter = shared_peak_counter(runs) if MEMORY_PEAK in claimed else None
@@ -65,7 +65,7 @@ def list_not_tested(
     diverged: Sequence[Divergence],
     step_one_unread: Reason | None,
 ) -> list[Reason]:
-    """Return what a reader might believe was looked at, and was not."""
+    """Return what a reader might believe was tested, and was not."""
     begun = [run for run in sides.runs if run.status != "pending"]
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
@@ -108,7 +108,7 @@ def list_not_tested(
 
 
 def _note_unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
-    """Yield what the claims leave out as they were declared."""
+    """Yield what the declared claims leave out."""
     if claims and all(claim.margin is None for claim in claims):
         yield Code.NO_MARGIN()
     unlearned = [claim.metric for claim in claims if not claim.climbs]
@@ -125,7 +125,7 @@ def _note_unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason
 
 
 def _note_unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
-    """Later runs may have fewer seeds than their reference."""
+    """Yield the seeds of a reference that the later runs do not have."""
     seeds = {run.name.seed for run in sides.treatments}
     if experiment.regression and sides.paired and seeds:
         unused_seeds = sorted(experiment.arm(experiment.baseline).keys() - seeds)

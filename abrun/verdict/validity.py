@@ -1,4 +1,4 @@
-"""INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
+"""Validity checks, which come first: are two arms comparable at all? (verdict.md)"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ TRAINER_KEYS = ("trainer.type", "trainer.python", "trainer.argv")
 def invalid_reasons(
     experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
-    """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
+    """Return everything that makes this arm and the baseline incomparable; empty if they are comparable.
 
-    Of the pairs, the first `num_pairs` must have ended; independent runs may differ in prompts and initial
-    weights. A treatment that failed where its baseline finished is a result (see guards).
+    The first `num_pairs` pairs must have ended. Independent runs may differ in prompts and initial weights. A
+    treatment that failed while its baseline finished is a result (see guards).
     """
     sides, pairs = experiment.sides(arm), experiment.pairs(arm)
     runs, baselines = sides.runs, sides.baselines
@@ -73,7 +73,7 @@ def invalid_reasons(
 def _check_recorded_steps(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """Yield what finished runs lack at the steps where claims and guards read them."""
+    """Yield what finished runs miss at the steps that claims and guards read."""
     yield from _check_steps(experiment, [run for run in finished if not run.thinned], claims)
     yield from _check_reference_windows(experiment, finished, claims)
     yield from _check_metrics(experiment, finished, claims)
@@ -81,7 +81,7 @@ def _check_recorded_steps(
 
 
 def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
-    """Return what the arm differs in, dotted key -> [baseline's value, the arm's], as declared or found."""
+    """Return the arm's config differences: dotted key -> [baseline's value, the arm's], declared or found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
     sides = experiment.sides(arm)
@@ -101,7 +101,7 @@ def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Steps that the finished pairs, or runs, share, of those that any of them has."""
+    """Number of steps that all finished pairs, or runs, share, out of those that any of them has."""
 
     shared_steps: int
     all_steps: int
@@ -162,7 +162,9 @@ def _check_identities(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
 
 
 def _check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
-    """Runs may repeat each other's numbers, but not their seconds. (A reference is a copy by intention.)"""
+    """Yield copied runs: runs may repeat each other's numbers, but not their times. (References are
+    copies.)
+    """
     earlier: list[RecordedRun] = []
     for run in runs:
         if run.thinned:
@@ -174,7 +176,7 @@ def _check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
 
 
 def _is_copy(run: RecordedRun, earlier_run: RecordedRun) -> bool:
-    """Whether all metrics of both agree where both have them, to float32 (TensorBoard's; wandb has more)."""
+    """Return True if all shared metrics agree to float32, times included (TensorBoard's precision)."""
     metrics = run.metrics.keys() & earlier_run.metrics.keys()
     is_timed = False
     for metric in sorted(metrics, key=is_clock, reverse=True):
@@ -188,7 +190,7 @@ def _is_copy(run: RecordedRun, earlier_run: RecordedRun) -> bool:
 
 
 def _is_equal_to_float32(values: Array, other_values: Array) -> bool:
-    """Return np.allclose of the two without its overhead, which all pairs of 500 runs would pay."""
+    """Return np.allclose without its overhead, which all pairs of 500 runs would pay."""
     with np.errstate(invalid="ignore", over="ignore"):
         close = np.abs(values - other_values) <= 1e-6 * np.abs(other_values)
     close &= np.isfinite(other_values)
@@ -198,9 +200,9 @@ def _is_equal_to_float32(values: Array, other_values: Array) -> bool:
 def _check_configs(
     experiment: Experiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
 ) -> Iterator[Reason]:
-    """Yield where a run's resolved configuration differs by more than the declared treatment.
+    """Yield config differences of a run beyond the declared treatment.
 
-    Where nothing was declared: keys that follow neither the arm nor the seed, nor name the run.
+    If nothing was declared: keys that follow neither the arm nor the seed, and do not name the run.
     """
     if experiment.treatment_diff is None:
         for key, (baseline, treatment) in _config_values(sides).items():
@@ -255,14 +257,14 @@ def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, 
 
 
 def _compared_config(run: RecordedRun) -> Mapping[str, Any]:
-    """Return a run's configuration without the keys of abrun's that cannot change a number."""
+    """Return a run's configuration without those of abrun's keys that cannot change a number."""
     config = run.config or {}
     is_abrun = "trainer.type" in config
     return {key: value for key, value in config.items() if not is_abrun or can_change_numbers(key)}
 
 
 def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Return dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
+    """Return dotted key -> its values in both arms; empty if a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
     baseline, treatment = (list(map(_compared_config, runs)) for runs in (sides.baselines, sides.treatments))
@@ -274,12 +276,12 @@ def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
 
 
 def _is_constant(baseline: Sequence[Any], treatment: Sequence[Any]) -> bool:
-    """Return whether a key has one value in all runs of each arm."""
+    """Return True if a key has one value in all runs of each arm."""
     return all(value == arm_values[0] for arm_values in (baseline, treatment) for value in arm_values)
 
 
 def _is_mixed(baseline: list[Any], treatment: list[Any], *, paired: bool) -> bool:
-    """Return whether a key follows neither the arm nor the seed, nor names the run."""
+    """Return True if a key follows neither the arm nor the seed, and does not name the run."""
     if _is_constant(baseline, treatment) or (paired and baseline == treatment):
         return False
     samples = [[*baseline, *treatment]] if paired else [baseline, treatment]
@@ -287,9 +289,9 @@ def _is_mixed(baseline: list[Any], treatment: list[Any], *, paired: bool) -> boo
 
 
 def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
-    """Yield rule 3: what of the environment differs within pairs, or among independent runs.
+    """Yield environment differences within pairs, or among independent runs.
 
-    Against a reference, other versions and devices are what is tested; with another trainer as the treatment,
+    Against a reference, other versions and devices are what is tested. If the treatment is another trainer,
     other packages belong to it.
     """
     declared, machine_keys = find_treatment_diff(experiment, arm), treated_machine_keys(experiment)
@@ -319,7 +321,7 @@ def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Itera
 
 
 def _claim_windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
+    """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
         grid = experiment.steps_of(claim.metric)
         if len(grid):
@@ -329,7 +331,7 @@ def _claim_windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[
 def _check_steps(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
+    """Yield runs that lack a claim's window; runs of abrun's own trainer must hold every step."""
     if reason := no_shared_step(finished):
         yield reason
         return
@@ -349,7 +351,7 @@ def _check_steps(
 def _check_reference_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """A reference holds every step of its claims' windows, and so must the later runs."""
+    """Yield windows in which the later runs hold other steps than the reference."""
     for metric, (first_step, last_step) in _claim_windows(
         experiment, claims if experiment.regression else ()
     ):
@@ -397,7 +399,7 @@ def _check_metrics(
 def _metric_missing_reason(
     metric: str, role: str, run: RecordedRun | None, step: int | None, example: RecordedRun
 ) -> Reason:
-    """Return that a run, or every run (None), lacks a metric. An example says what its log has instead."""
+    """Return that a run, or every run (None), lacks a metric. `example` shows what its log has instead."""
     alias_name = (example.config or {}).get(f"trainer.aliases.{metric}")
     alias = {"name": str(alias_name), "logged": sorted(example.metrics)[:MAX_NAMED]}
     return Code.METRIC_MISSING(

@@ -1,4 +1,4 @@
-"""What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
+"""Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class EnvironmentOfRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictFile:
-    """The verdict over all treatments, the worst of theirs, and all evidence; every entry names its arm."""
+    """The verdict over all treatments (their worst) with all evidence; every record names its arm."""
 
     schema_version: int
     experiment: str
@@ -85,9 +85,10 @@ def build_verdict_file(
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
-    """`post_hoc` says why the comparison was not declared before the runs; None where it was.
+    """Build the content of `verdict.json` from the arms' verdicts.
 
-    `earlier`: the comparisons that reports beside this one were written for.
+    `post_hoc` is the reason why the comparison was not declared before the runs, or None. `earlier` are the
+    comparisons of the reports in neighbouring folders.
     """
     verdict = worst_verdict([arm.verdict for arm in arms])
     shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
@@ -143,7 +144,7 @@ def build_verdict_file(
 
 
 def _run_notes(experiment: Experiment) -> Iterator[Reason]:
-    """Yield each note of the runs' logs once, with the runs that it is on."""
+    """Yield each note on the runs' logs once, with the runs that it applies to."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
@@ -153,7 +154,7 @@ def _run_notes(experiment: Experiment) -> Iterator[Reason]:
 
 
 def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
-    """The treatments of which a claim was tested: of an INVALID one nothing is shown."""
+    """Return the treatments with a tested claim; an INVALID one has none."""
     return [
         arm
         for arm in arms
@@ -164,7 +165,7 @@ def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 def _reading_notes(
     experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
 ) -> list[Reason]:
-    """Return the notes on comparisons made before; none where the claims were declared before the runs."""
+    """Return the notes on earlier comparisons; none if the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
         return []
     paired = experiment.compare.paired
@@ -183,12 +184,12 @@ def select_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
-    """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
+    """Return the content of verdict.json: a sentence for each reason, with its code next to it."""
     return {**records.as_json(content), "claims": claim_rows(content)}
 
 
 def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
-    """Return a row for each claim's result, as verdict.json has it."""
+    """Return a row for each claim's result, as in verdict.json."""
     return [flatten_claim(records.as_json(result)) for result in content.claims]
 
 
@@ -199,14 +200,14 @@ def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
 
 
 def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a claim's parts side by side, and its warnings as one text."""
+    """Return a claim's records as one row, with its warnings as one text."""
     fields = {key: value for record_name in _PARTS for key, value in result.pop(record_name).items()}
     warning = "; ".join(result.pop("warnings")) or None
     return {"arm": result.pop("arm"), **fields, "warning": warning, **result}
 
 
 def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what `row_of_claim` made a row of."""
+    """Return the records from which `flatten_claim` made a row."""
     remaining = {**row, "warnings": row.get("warning") or []}
     remaining.pop("warning", None)
     records_by_name = {
@@ -228,7 +229,7 @@ def read_verdict_file(path: Path) -> VerdictFile:
 
 
 def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
-    """Return what `as_json` made a mapping of; NaN and Inf may be text. Raises StoreError."""
+    """Parse the mapping that `as_json` returned; NaN and Inf may be text. Raises StoreError."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -259,12 +260,12 @@ class _VerdictOnly:
 
 
 def read_verdict(path: Path) -> Verdict:
-    """Read the verdict alone, of any schema version. Raises StoreError."""
+    """Read only the verdict, from a file of any schema version. Raises StoreError."""
     return read_as(_VerdictOnly, path).verdict
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
+    """Return the JSON schema of `verdict.json`; `verdict.schema.json` in this package is a copy."""
     from pydantic import TypeAdapter
 
     schema = _add_code_fields(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
@@ -288,7 +289,7 @@ def _flatten_claim_schema(definitions: dict[str, Any]) -> None:
 
 
 def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
+    """Return the schema of `records.as_json`: a sentence for each reason, with its code next to it."""
     for record in (schema, *schema.get("$defs", {}).values()):
         properties = record.get("properties", {})
         for name, content in list(properties.items()):
@@ -315,7 +316,7 @@ def _replace_reasons_by_text(schema: Any) -> Any:
 
 
 def _allow_non_finite_numbers(schema: Any) -> Any:
-    """JSON has no NaN and Inf: the store writes them as text."""
+    """Return the schema with NaN and Inf allowed as text, since JSON has no numbers for them."""
     if isinstance(schema, list):
         return [_allow_non_finite_numbers(item) for item in schema]
     if not isinstance(schema, dict):

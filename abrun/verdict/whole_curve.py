@@ -1,4 +1,4 @@
-"""Whole curves behind a claim: copies among them, smoothing, and what happened before the window.
+"""Checks of whole curves behind a claim: copies, smoothing, and events before the window.
 
 R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
@@ -26,10 +26,10 @@ _DIFFERENCE_ORDERS = (1, 2, 3)  # of differences: a trend that all seeds follow 
 
 
 def find_copies(values: Array) -> NDArray[np.bool_]:
-    """Return which two curves of [R, S] are one run but for noise [R, R]: changes of every order agree.
+    """Return which two curves of [R, S] are one run plus noise [R, R]: changes of every order agree.
 
-    Seeds that see the same batches agree as well, in all runs. So changes must agree after removing the mean
-    change of all runs, too, unless almost nothing but that mean is left.
+    Seeds that see the same batches agree as well, in all runs. So the changes must also agree after the mean
+    change of all runs is removed, unless almost nothing but that mean is left.
     """
     num_runs, detailed = len(values), has_detail(values)
     if not detailed.any():
@@ -71,20 +71,22 @@ def has_detail(values: Array) -> NDArray[Any]:
 
 
 def _clipped_changes(values: Array, order: int) -> Array:
-    """Differences [R, S - order], none further than `_CLIP` robust standard deviations from their median."""
+    """Return differences [R, S - order], clipped at `_CLIP_SDS` robust sds from their median."""
     changes = np.diff(np.where(np.isfinite(values), values, 0.0), order, axis=-1)
     middle, spread = np.median(changes, axis=-1, keepdims=True), _CLIP_SDS * _robust_sd(changes)
     return np.clip(changes, middle - spread, middle + spread)
 
 
 def _robust_sd(changes: Array) -> Array:
-    """Median absolute deviation [R, 1], scaled to the standard deviation of a normal law."""
+    """Return the median absolute deviation [R, 1], scaled to the standard deviation of a normal
+    distribution.
+    """
     middle = np.median(changes, axis=-1, keepdims=True)
     return 1.4826 * np.median(np.abs(changes - middle), axis=-1, keepdims=True)
 
 
 def measure_smoothness(values: Array) -> float | None:
-    """Return how step changes of [R, S] correlate with the previous ones, median over runs; None: unknown."""
+    """Return the correlation of consecutive step changes of [R, S], median over runs; None if unknown."""
     detailed = values[has_detail(values)] if len(values) else values
     if not len(detailed) or len(detailed) < len(values):
         return None
@@ -100,7 +102,9 @@ def measure_smoothness(values: Array) -> float | None:
 def curve_warnings(
     sides: Sides, metric: str, transform: Transform, bounds: tuple[int, int], margin: float, *, holds: bool
 ) -> Iterator[Reason]:
-    """Yield what a window hides: a running mean; of a claim that holds, collapse and earlier differences."""
+    """Yield what a window hides: a running mean, and for a claim that holds collapse and earlier
+    differences.
+    """
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
     if not len(steps) or not np.isfinite(values).all() or find_outside_domain(values, transform):
@@ -130,7 +134,7 @@ def _blocks(num_steps: int) -> list[NDArray[np.intp]]:
 
 
 def _block_levels(values: Array, metric: str) -> Array:
-    """Summaries [R, B] of curves [R, S]."""
+    """Return summaries [R, B] of curves [R, S]."""
     return np.stack([reduce_window(values[:, block], metric) for block in _blocks(values.shape[1])], axis=1)
 
 
@@ -147,8 +151,8 @@ def _find_collapse(
     """Yield an arm's level in the window and its best eighth, if that is shown to be better by the margin.
 
     One-sided t-tests over seeds at 5 %, shared by the eighths up to the window's end. The level is that of
-    the last quarter of those steps, as far as the window reaches. For a metric of unknown direction "best" is
-    the level furthest from the first eighth's.
+    the last quarter of those steps, as far as the window reaches. For a metric of unknown direction the best
+    level is the one furthest from the first eighth's.
     """
     num_steps = int((steps <= bounds[1]).sum())
     late = np.flatnonzero(steps[:num_steps] >= max(bounds[0], steps[3 * num_steps // 4]))
@@ -177,7 +181,7 @@ def _find_collapse(
 def _find_differing_blocks(
     steps: Steps, baseline_levels: Array, treatment_levels: Array, margin: float, *, is_paired: bool
 ) -> Iterator[Reason]:
-    """Yield the eighths of training whose levels are shown to differ by more than the margin, 5 % in all."""
+    """Yield the eighths of training shown to differ by more than the margin, at a familywise 5 %."""
     differences = treatment_levels.mean(axis=0) - baseline_levels.mean(axis=0)
     differing = []
     for block in range(NUM_BLOCKS):
