@@ -49,7 +49,8 @@ from abrun.verdict.summaries import (
 )
 from abrun.verdict.whole_curve import curve_warnings
 
-ASSUMED_PAIR_CORRELATION = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
+# Typical correlation of paired arms over seeds: pairing then saves most of the runs.
+ASSUMED_PAIR_CORRELATION = 0.8
 
 
 def judge_equivalence(
@@ -228,7 +229,7 @@ def add_statistics(
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
-    # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
+    # For a margin in sigmas, only the results that do not depend on the margin are used.
     number = 1.0 if in_sigmas else terms.margin_number
     test = equivalence_test(
         baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
@@ -349,7 +350,7 @@ def _add_sigma_statistics(
     terms, estimate = result.claim, result.estimate
     number, alpha = terms.margin_number, terms.alpha
     test = sigma_test(baseline, treatment, number, alpha, resolution, paired=terms.paired)
-    # Of independent arms: by as many pairs as the smaller has runs, of no correlation.
+    # Independent arms count as uncorrelated pairs, as many as the smaller arm has runs.
     num_pairs, correlation = min(len(baseline), len(treatment)), estimate.pair_correlation or 0.0
     model = VarianceModel(
         correlation=correlation, sd_ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0

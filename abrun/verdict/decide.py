@@ -39,7 +39,7 @@ Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
 _UNDECIDED_GUARDS = ("baseline too", "open")
-_MAX_FAULTS = 6  # of a kind of fault that every run may have
+_MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class InterimAnalysis:
     """A verdict taken when `num_pairs` pairs had ended, at its share of alpha."""
 
     num_pairs: int
-    alpha: float  # of a match: its one-sided level
-    alpha_difference: float  # of a mismatch by a claim, over all claims
-    alpha_guards: float  # of a mismatch by a guard or step one
-    verdict: Verdict | None = None  # None: not taken yet
+    alpha: float  # one-sided alpha of a match
+    alpha_difference: float  # familywise alpha of a mismatch by a claim
+    alpha_guards: float  # alpha of a mismatch by a guard or step one
+    verdict: Verdict | None = None  # None: not yet analysed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class ArmSection:
     verdict: Verdict
     reasons: list[Reason]
     not_tested: list[Reason]
-    num_pairs: int  # finished pairs, of
+    num_pairs: int  # finished pairs
     num_planned_pairs: int
-    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
+    num_runs: tuple[int, int] | None  # unpaired: finished runs of each arm
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: Coverage
-    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
-    interim_analyses: list[InterimAnalysis]  # empty where none were declared: one verdict over all pairs
+    num_metrics: tuple[int, int] | None  # recorded by every run, by any run; None with claims
+    interim_analyses: list[InterimAnalysis]  # empty if none were declared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ class ArmVerdict(ArmSection):
     arm: str
     step_one: list[StepOne]
     divergence: list[Divergence]
-    final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
-    descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
+    final_weights: list[FinalWeights]  # one, or none if no finished pair recorded them
+    descriptions: list[Description]  # empty if an arm has several runs and claims
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
@@ -177,7 +177,8 @@ def judge_arm(
     """Return one treatment's verdict at one analysis, from the results of its claims and all other
     evidence.
     """
-    sides = experiment.sides(arm)  # what broke after the analysis is no less broken
+    # All runs: a failure after this analysis still counts.
+    sides = experiment.sides(arm)
     pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
     savings = measure_savings(arm, sides)
@@ -203,7 +204,7 @@ def judge_arm(
     described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
-    if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
+    if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
         arm=arm,

@@ -39,14 +39,14 @@ from abrun.verdict.summaries import (
     spread_values,
 )
 
-MAX_OTHER_METRICS = 12  # of these, what learning moves first, then step one's
+MAX_OTHER_METRICS = 12  # first metrics with a learning direction, then step one's
 COUNTERS = (
     r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
     r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
     r"|episodes_total|n_updates)"
 )
-SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
-MIN_MARGIN_BASE = 1e-300  # level or climb that a margin is offered as a share of
+SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
+MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +56,23 @@ class Description:
     arm: str
     metric: str
     window: str
-    steps: tuple[int, int]  # of the window
-    num_runs: tuple[int, int]  # of both arms
+    steps: tuple[int, int]  # first and last step of the window
+    num_runs: tuple[int, int]  # baseline, treatment
     paired: bool  # by seed
-    baseline: float  # mean over the runs, of the window's mean, or median of a spiky metric
+    baseline: float  # mean over runs of the window's mean (median for spiky metrics)
     treatment: float
     difference: float
-    # Of two runs, one of each arm: the distance of the curves, over every shared step; None: of several.
+    # Distance of the two curves over all shared steps; None with several runs of an arm.
     mean_distance: float | None  # of |treatment - baseline|
     largest_distance: float | None
-    largest_at: int | None  # step
-    # Of several runs of each arm; None: of one.
-    detected: Detected | None  # where that interval excludes zero
-    interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
-    certified_bound: float | None  # the smallest margin that would be certified now
-    margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
-    margin_is: Reason  # what it is of the baseline
-    runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
+    largest_at: int | None  # at this step
+    # None with one run of each arm.
+    detected: Detected | None  # None if the interval includes zero
+    interval: tuple[float, float] | None  # 90 % confidence interval of the difference
+    certified_bound: float | None  # smallest margin that would pass now
+    margin: float | None  # suggested from the baseline alone; None if the baseline is 0
+    margin_is: Reason  # how the margin was derived
+    runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
 
 
 def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
@@ -104,7 +104,7 @@ def find_claimable_metric(experiment: Experiment) -> Description | None:
     if min(sides.sizes) == 0:
         return None
     for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
-        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
+        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
         description = _describe_metric(arm, sides, metric, DEFAULT_WINDOW, experiment)
         if description is None or description.margin is None or default_transform(metric) != "identity":
@@ -152,7 +152,7 @@ def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     direction = learning_direction(sides.baselines[0], metric)
     direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
     step_one_rank = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
-    is_repeated = " vs " in metric  # Megatron-LM's: the same numbers over the samples, `lm loss vs samples`
+    is_repeated = " vs " in metric  # Megatron-LM logs curves twice: `lm loss vs samples`
     return direction_rank + 4 * is_repeated, step_one_rank + 100 * (metric in with_role("given")), metric
 
 
@@ -238,7 +238,7 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
 
 def _untransformed_claim(metric: str) -> Claim:
     """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
-    # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
+    # Not validated: a log may have a metric `memory`, which a declared claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
 
 

@@ -21,9 +21,9 @@ class UlpGrowth:
     Ratios are mean |treatment - baseline| over mean |perturbed - baseline|; None if the latter is 0.
     """
 
-    mean_difference: float  # over steps and runs, of |moved - baseline|
-    ratio: float | None  # the geometric mean over the seeds that have such a run
-    ci95: tuple[float, float] | None  # of that ratio, over seeds; None: fewer than two
+    mean_difference: float  # mean |perturbed - baseline| over steps and runs
+    ratio: float | None  # geometric mean over the seeds with a perturbed run
+    ci95: tuple[float, float] | None  # confidence interval over seeds; None for fewer than two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class Divergence:
 
     arm: str
     metric: str
-    noise_floor: Literal["measured", "zero", "unknown"]  # zero: the baseline repeats itself bit for bit
-    mean_difference: float  # over steps and pairs, of |treatment - baseline|
+    noise_floor: Literal["measured", "zero", "unknown"]  # zero: baseline reruns are bit-identical
+    mean_difference: float  # mean |treatment - baseline| over steps and pairs
     aa_mean_difference: float | None
     ratio: float | None
-    first_step_apart: int | None  # of any pair, where the baseline repeats itself bit for bit
-    ulp: UlpGrowth | None  # None: there is no such run
-    seed_spread: float | None  # the baseline's sd over seeds, mean over steps; None: one seed
-    share_of_seed_spread: float | None  # the mean difference over that
+    first_step_apart: int | None  # of any pair; None unless baseline reruns are bit-identical
+    ulp: UlpGrowth | None  # None without perturbed runs
+    seed_spread: float | None  # baseline's sd over seeds, mean over steps; None for one seed
+    share_of_seed_spread: float | None  # mean_difference / seed_spread
 
 
 def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:

@@ -9,7 +9,7 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Pair, RecordedRun
 from abrun.stats.series import Array
 
-Sketch = Mapping[str, Array]  # tensor -> its numbers [at most 256] float64; abrun.models.sketch_of
+Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.models.sketch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +17,13 @@ class FinalWeights:
     """The pair with the largest distance. Distances are L2 norms, estimated from sketches within 8 %."""
 
     arm: str
-    num_pairs: int  # of which both runs say what they ended with
-    num_equal: int  # of them: the hashes of all weights are the same
-    seed: int | None  # None from here on: all are equal, or no unequal pair has sketches
-    relative_difference: float | None  # ||treatment - baseline|| / ||baseline||, over all weights
+    num_pairs: int  # pairs in which both runs recorded their final weights
+    num_equal: int  # pairs with equal hashes of all weights
+    seed: int | None  # None, as below, if all are equal or no unequal pair has sketches
+    relative_difference: float | None  # ||treatment - baseline|| / ||baseline|| over all weights
     num_reruns: int
-    aa_relative_difference: float | None  # among same-seed baseline reruns; None: there are none
-    ulp_relative_difference: float | None  # of baselines that began one ULP away; None: there are none
+    aa_relative_difference: float | None  # largest among A/A reruns; None without reruns
+    ulp_relative_difference: float | None  # largest among one-ULP reruns; None without any
 
 
 def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:

@@ -10,9 +10,8 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, RecordedRun, union
 from abrun.stats.series import Steps, intersect_steps, window_bounds
 
-MIN_SHARED_FRACTION = (
-    0.75  # of the steps in a window that the sparsest run holds, how many all runs must share
-)
+# Share of the sparsest run's steps in a window that all runs must have.
+MIN_SHARED_FRACTION = 0.75
 
 
 def find_missing_steps(run: RecordedRun, metric: str, expected: Steps, *, strict: bool = False) -> Steps:

@@ -19,11 +19,11 @@ from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, estimate_difference
 from abrun.stats.series import Array, Series
 from abrun.verdict.summaries import EXCESS_OFFSET
 
-# "open": the treatment breaks the limit and is not shown to be worse than its baseline. "baseline too": the
-# same where the baseline breaks the limit as well. Neither is a mismatch, nor a ground for a match.
+# "open": the treatment breaks the limit, but is not shown to be worse than its baseline. "baseline too": the
+# same, and the baseline breaks the limit as well. Neither is a mismatch, and both prevent a match.
 GuardResult = Literal["pass", "fail", "baseline too", "open", "not recorded"]
-MetricWindow = tuple[str, tuple[int, int]]  # a metric, first and last step
-MAX_EXCESS = 1e9  # of an error over 1: what a test over seeds takes for one that is not a number
+MetricWindow = tuple[str, tuple[int, int]]  # metric, (first step, last step)
+MAX_EXCESS = 1e9  # stands for a non-finite error in a test over seeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Guard:
     limit: float | None
     value: float | None
     result: GuardResult
-    reason: Reason = field(metadata={"alias": "text"})  # its name in verdict.json
+    reason: Reason = field(metadata={"alias": "text"})  # "text" in verdict.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,14 @@ class Saving:
     arm: str
     quantity: str
     num_pairs: int
-    num_runs: tuple[int, int] | None  # of both arms, where they are not paired
+    num_runs: tuple[int, int] | None  # None if paired
     baseline: float  # geometric mean, in the metric's own unit
     treatment: float
     ratio: float
-    ratios: tuple[float, ...]  # by pair
-    ci95: tuple[float, float] | None  # Student's t on log ratios; None for one pair
+    ratios: tuple[float, ...]  # one per pair
+    ci95: tuple[float, float] | None  # confidence interval from log ratios; None for one pair
     log_error: float | None  # standard error of log(ratio)
-    freedom: float | None  # of its t distribution
+    freedom: float | None  # degrees of freedom of its t distribution
 
 
 def check_guards(
@@ -433,9 +433,9 @@ def _binomial_error(shares: Sequence[NDArray[Any]], num_steps: Sequence[NDArray[
 
 def _judge_token_error(
     arm: str,
-    threshold: float | None,  # the share of steps above it is limited; None: the median is
+    threshold: float | None,  # limit the share of steps above it; None: limit the median
     limit: float,
-    values: Array | None,  # the baseline's and the treatment's
+    values: Array | None,  # baseline, treatment
     compute_p: Callable[[], float],
     alpha: float,
 ) -> Guard:

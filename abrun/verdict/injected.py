@@ -23,17 +23,17 @@ class FaultFound:
 
     fault: str
     arm: str
-    size: float | None  # None: it has none
+    size: float | None  # None if the fault has no size
     unit: str
     verdict: Verdict
-    caught_by: Evidence  # what makes the verdict MISMATCH, the earliest of it; nothing: it is none
-    metric: str | None  # that of the step or of the claim, or the guard's name
-    step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
-    num_pairs: int  # or runs of each arm, where they are not paired
-    # Of what caught it, beside the limit; of one not caught, what the first claim found, if anything
+    caught_by: Evidence  # earliest evidence; "nothing" unless the verdict is MISMATCH
+    metric: str | None  # metric of the step or claim, or name of the guard
+    step: int | None  # first step that shows it: for a claim its last step
+    num_pairs: int  # unpaired: runs of each arm
+    # Value and limit of what caught it; for a missed fault, the first claim's estimate, if any.
     figures: Reason | None
-    reason: Reason  # the verdict's first
-    advice: Reason | None  # of one not caught: what could show it
+    reason: Reason  # first reason of the verdict
+    advice: Reason | None  # for a missed fault: what could show it
 
     @property
     def caught(self) -> bool:
@@ -45,9 +45,9 @@ class Sensitivity:
     """All injected faults, in the order of the recipe."""
 
     num_caught: int
-    num_judged: int  # those that are INVALID say nothing
-    num_pairs: int  # at most, of a fault
-    num_steps: int  # of the runs
+    num_judged: int  # all but INVALID ones
+    num_pairs: int  # maximum over faults
+    num_steps: int  # of the longest run
     faults: list[FaultFound]
 
 

@@ -94,9 +94,8 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
     finished, metric = sides.finished, claim.metric
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
-    is_machine_metric = (
-        metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"
-    )  # no seed moves it
+    # Time and memory do not depend on the seed.
+    is_machine_metric = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"
     repeated_run = None if claim.exact or is_machine_metric else check_distinct_seeds(finished, metric)
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)

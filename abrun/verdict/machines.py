@@ -10,7 +10,7 @@ from abrun.recorded.experiment import Experiment, RecordedRun
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
 SOFTWARE_KEYS = ("versions", "python")
 MACHINE_KEYS = (*SOFTWARE_KEYS, "devices")
-# What of environment.json must not differ between paired runs. Hosts may.
+# Keys of environment.json that must be equal in paired runs. Hosts may differ.
 PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 

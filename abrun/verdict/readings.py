@@ -15,11 +15,10 @@ class Readings:
     """All comparisons of a treatment's runs that left a report, including this one."""
 
     arm: str
-    num_pairs: list[int]  # of each different set of pairs that these claims were tested on
-    false_match: (
-        float | None
-    )  # rate at the margin, where the first match is taken; None: tested once, or interim analyses
-    num_comparisons: int  # of these runs, each with other claims
+    num_pairs: list[int]  # size of each distinct set of pairs on which these claims were tested
+    # Familywise rate of a false match at the margin; None if tested once, or with interim analyses.
+    false_match: float | None
+    num_comparisons: int  # comparisons of these runs with different claims
 
 
 def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:

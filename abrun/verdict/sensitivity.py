@@ -30,7 +30,7 @@ from abrun.stats.series import EMPTY_SERIES, Array, Series
 from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
 from abrun.verdict.whole_curve import COPY_CORRELATION, find_copies, has_detail
 
-# What is 0 at every step where nothing can be learned.
+# Metrics that are 0 at every step if nothing can be learned.
 LEARNING_SIGNALS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 
 
@@ -54,7 +54,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
             return Code.ADVANTAGES_ZERO(arm=arm)
     values = _recorded_values(sides.runs, metric)
     values = values[np.isfinite(values)]
-    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
+    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory may be constant
         return Code.NEVER_MOVED(value=values[0])
     return check_run_lengths(sides.runs) or (None if may_repeat else _check_arms_differ(sides))
 
@@ -82,7 +82,7 @@ def check_learning(
         mean = float(np.mean(measure_climbs(baselines, claim, last_step)))
         return Code.CLIMB_NOT_SHOWN(margin=margin, step=last_step, climb=mean, bound=lower_bound)
     learners = learning_metrics(baselines)
-    # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
+    # Any one suffices, so each is tested at its share of 5 %: many flat ones must not pass (Bonferroni).
     bounds = {
         metric: climb_lower_bound(_measure_metric_climbs(baselines, metric, last_step), len(learners))
         for metric in learners
@@ -138,7 +138,8 @@ def _check_arms_differ(sides: Sides) -> Reason | None:
     if not sides.paired:
         return None
     pairs = list(zip(sides.baselines, sides.treatments, strict=True))
-    has_reference = any(run.thinned for run in sides.baselines)  # a later version may well repeat it
+    # A later version may repeat a reference exactly.
+    has_reference = any(run.thinned for run in sides.baselines)
     if pairs and not has_reference and all(_has_same_numbers(*pair) for pair in pairs):
         return Code.ARMS_IDENTICAL()
     return None
@@ -162,7 +163,7 @@ def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | No
     that share the claimed metric's curve, whatever else was logged. Noise or rounding does not make a copy a
     second run: see `find_copies`.
     """
-    precision = cache(_measure_precision)  # of each curve once, not of each pair
+    precision = cache(_measure_precision)  # computed once per curve, not per pair
     for run, other_run in _independent_runs(sides):
         if _has_same_numbers(run, other_run):
             return _repeated_run_reason(other_run, run)
@@ -241,7 +242,8 @@ def _has_same_curve(
         return False
     distance, size = np.abs(series.values - other_series.values).max(), np.ptp(series.values)
     if not distance <= size / 18 or min(precision(curve)[0] for curve in (series, other_series)) < 10:
-        return False  # a digit that ten values differ in is no more than a ninth of their range
+        # With ten distinct values, one digit is at most a ninth of their range.
+        return False
     if distance <= 1e-6 * size:
         return True
     digit, error = (
@@ -250,7 +252,8 @@ def _has_same_curve(
     )
     if distance > 0.501 * digit:
         return False
-    jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
+    # Rounding errors jump from step to step; the difference of two smooth curves does not.
+    jumps = np.var(np.diff(error)) > np.var(error)
     return bool(jumps)
 
 

@@ -14,10 +14,8 @@ from abrun.stats.equivalence import sd_with_resolution
 
 ARMS: tuple[str, str] = ("baseline", "treatment")  # names of samples
 DIFFERENCES, VALUES = "differences", "values"
-HARMLESS_SHARE = (
-    0.1  # of a margin: what a single value may be off without a warning, were all others the same
-)
-_NUM_SAMPLES = 40_000  # of normal values
+HARMLESS_SHARE = 0.1  # share of a margin that one value may be off without a warning
+_NUM_SAMPLES = 40_000  # simulated normal samples
 
 
 def find_skew(
@@ -53,9 +51,8 @@ def skewness_and_p(values: ArrayLike) -> tuple[float, float] | None:
     measured, normal_skewness = float(_sample_skewness(sample)), _skewness_of_normal(len(sample))
     count = len(normal_skewness) - int(np.searchsorted(normal_skewness, abs(measured)))
     upper_count = count + 2 * math.sqrt(count)
-    return measured, min(
-        1.0, (1 + upper_count) / (1 + len(normal_skewness))
-    )  # never 0 (Phipson and Smyth 2010)
+    # The p-value is never 0 (Phipson and Smyth 2010).
+    return measured, min(1.0, (1 + upper_count) / (1 + len(normal_skewness)))
 
 
 def outlier_p(values: ArrayLike, step: float, min_sd: float, num_outliers: int = 1) -> float | None:
@@ -79,7 +76,7 @@ def outlier_p(values: ArrayLike, step: float, min_sd: float, num_outliers: int =
     )
     gaps = np.diff(inliers)
     distinct_gaps = gaps[gaps > 1e-9 * gaps.sum()]
-    # Of values that are closer than a step, it is no more than how far off the nearest is.
+    # If values lie closer than a step, they do not move in steps: the step adds nothing to their sd.
     in_steps = not len(distinct_gaps) or distinct_gaps.min() > step / 2
     sd = max(sd_with_resolution(inliers, step if in_steps else 0.0), min_sd)
     distance = abs(nearest - inliers.mean())

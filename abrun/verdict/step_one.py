@@ -26,15 +26,15 @@ from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
-# How far rounding alone may move a step-one metric, relative to its scale. float32 sums over a batch in
+# Rounding tolerance of a step-one metric, relative to its scale. float32 sums over a batch in
 # another order differ by 1e-6 to 1e-5; bfloat16 keeps 8 bits (2^-8 = 4e-3) and rounds at every layer.
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
-GROSS_DEVIATION = 0.5  # of its scale: no rounding, in any precision
-# Rounding raises these, whichever way it goes: they measure how far trainer and engine are apart, and are low
-# where both happen to round alike. A fault raises them, too.
+GROSS_DEVIATION = 0.5  # relative to its scale: more than rounding in any precision
+# Rounding in either direction raises these: they measure the mismatch of trainer and engine, and are low
+# if both happen to round alike. A fault raises them, too.
 RAISED_BY_ROUNDING = (GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR)
-MIN_SHARED_REWARDS = 3  # distinct first rewards, each equal within its pair, that show shared prompts
-_NUM_NODES = 2000  # dense towards 0, where the ratio's tail comes from
+MIN_SHARED_REWARDS = 3  # distinct first rewards, equal within pairs, as evidence of shared prompts
+_NUM_NODES = 2000  # dense near 0, which determines the tail of the ratio
 # Entropy of a peaked policy is near 0 while its rounding error is that of log-probs, of order 1.
 ENTROPY_SCALE = 0.1
 
@@ -62,9 +62,9 @@ class StepOne:
     scale_from: str
     tolerance: float
     tolerance_from: str
-    aa_deviation: float | None  # the largest among same-seed baseline reruns
-    # "not tested": beyond what rounding does as a rule, and nothing says what it does here. "open": in the
-    # median pair, by rounding or by a fault, which is no ground for a match.
+    aa_deviation: float | None  # largest among A/A reruns
+    # "not tested": beyond the usual rounding, but the rounding of these runs is unknown. "open": so in the
+    # median pair, from rounding or from a fault, which prevents a match.
     result: StepOneResult
 
 
@@ -114,7 +114,7 @@ def _check_metric(
         metric, pair, compare, len(deviations), rerun_deviations, alpha
     )
     result: StepOneResult = "pass"
-    if tolerance >= 1 and math.isfinite(deviation):  # nothing below would tell anything
+    if tolerance >= 1 and math.isfinite(deviation):  # no finite deviation could fail
         result = "not tested"
     elif deviation > tolerance:
         signed_deviations = [_signed_deviation(metric, *values) for _, _, values in deviations]
@@ -228,7 +228,7 @@ def _rounding_scale(
     if metric.endswith("entropy"):
         min_scale, min_scale_source = ENTROPY_SCALE, "the least scale of an entropy"
     if metric == LOSS:
-        # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel: what was rounded are the
+        # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
         step = first_step(baseline)
         ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
@@ -258,7 +258,7 @@ def _find_tolerance(
     if declared is not None:
         return declared, "recipe", True
     dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
-    if None in dtypes:  # a foreign framework's, which is most often the coarsest
+    if None in dtypes:  # unknown precision of another framework: assume the coarsest
         rounding, rounding_of = ROUNDING["bfloat16"], "rounding in a precision that the runs do not say"
     else:
         coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
@@ -282,7 +282,7 @@ def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> floa
     """
     nodes, weights = _quadrature_nodes()
     share = (nodes + 1) / 2
-    largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # y at these quantiles of the largest
+    largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # quantiles of max |y|
 
     def beyond(factor: float) -> float:
         inside = special.erf(factor * largest / math.sqrt(2)) ** num_pairs

@@ -12,8 +12,8 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
 from abrun.stats.series import Array
 
-MAX_DECIMALS = 6  # of a log that is rounded
-EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite where trainer and engine agree exactly
+MAX_DECIMALS = 6  # a log with more decimals is not rounded
+EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite if trainer and engine agree exactly
 
 
 def transform_values(values: Array, transform: Transform, metric: str) -> Array:
@@ -80,7 +80,7 @@ def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) ->
     step = 0.0 if unit_of(claim.metric) == "bytes" or not len(values) else _find_smallest_step(values)
     num_stretches = 1.0
     if window.size and default_reduction(claim.metric) != "median":
-        changes = np.abs(np.diff(window, axis=-1)) > step / 2  # less is the log's rounding
+        changes = np.abs(np.diff(window, axis=-1)) > step / 2  # smaller changes are rounding in the log
         num_stretches += float(changes.sum(axis=-1).mean())
     if step and _claim_transform(claim) != "identity":
         step /= float(np.abs(values).max())
@@ -114,7 +114,7 @@ def last_decimal_unit(values: Array) -> float:
     """
     largest = float(np.abs(values).max())
     for decimals in range(MAX_DECIMALS + 1):
-        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # as float32 keeps them
+        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # within float32 precision
             return 10.0**-decimals
     return 0.0
 

@@ -67,7 +67,8 @@ def list_not_tested(
 ) -> list[Reason]:
     """Return what a reader might believe was tested, and was not."""
     begun = [run for run in sides.runs if run.status != "pending"]
-    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
+    # Missing and unreadable runs are reported as INVALID.
+    runs = [run for run in begun if run.status not in ("missing", "unreadable")]
     steps = experiment.all_steps()
     num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
     unsettled = [record for record in first_steps if record.result == "not tested"]

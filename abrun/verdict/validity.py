@@ -87,7 +87,7 @@ def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]
     sides = experiment.sides(arm)
     if not all(sides.sizes):
         return {}
-    # Of one run of each independent arm, everything that names the run would differ as well
+    # With one run of each independent arm, every key that names the run would differ as well.
     values = _config_values(sides).items() if sides.paired or min(sides.sizes) > 1 else ()
     config_diff = {
         key: [baseline[0], treatment[0]]
@@ -143,8 +143,8 @@ def _check_finished(
         if run.status == "failed":
             failed.setdefault((run.name.rerun > 0, run.failure), []).append(str(run))
     for (is_rerun, failure), runs in failed.items():
-        # No pair lacks a rerun. But step one may end in a mismatch by the noise floor, and one of those that
-        # survived alone is smaller than the declared one.
+        # Pairs are complete without reruns, but step one can fail by the noise floor. A noise floor from only
+        # the surviving reruns is smaller than the declared one.
         baseline_code = Code.BASELINE_FAILED if paired else Code.UNPAIRED_BASELINE_FAILED
         yield (Code.RERUN_FAILED if is_rerun else baseline_code)(runs=runs, failure=failure)
     for run in [*baselines, *treatments]:
@@ -221,7 +221,7 @@ def _check_configs(
     reference = next((run for run in baselines if run.config), None)
     declared = {key: values[1] for key, values in find_treatment_diff(experiment, arm).items()}
     if _declares_other_weights(declared):
-        declared["initial_weights"] = ...  # follows from such a treatment: any value
+        declared["initial_weights"] = ...  # such a treatment may have any initial weights
     if reference is None:
         return
     for run in baselines:
@@ -239,7 +239,7 @@ def _declares_other_weights(declared: Iterable[str]) -> bool:
 
 def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[Reason]:
     if run.status in ("missing", "unreadable"):
-        return  # already said: not finished
+        return  # already reported as not finished
     if run.config is None:
         yield Code.CONFIG_MISSING(run=str(run))
         return
@@ -316,7 +316,7 @@ def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Itera
         for key in keys:
             is_unrecorded = None in (baseline.environment.get(key), run.environment.get(key))
             if key in treated_keys or (is_unrecorded and (not is_declared or key == INITIAL_WEIGHTS)):
-                continue  # a framework, or an older version, that does not say: among the not tested
+                continue  # not recorded by this framework or version: listed as not tested
             yield from find_environment_difference(baseline, run, key)
 
 
@@ -373,12 +373,12 @@ def _check_metrics(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
-    run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
+    run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # checked when they are judged
     needed = {claim.metric: "claim" for claim in claims if claim.metric not in run_level_metrics}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
-        needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
+        needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not recording it
     for metric, role in needed.items():
         all_steps = union(run.series(metric).steps for run in finished)
         if finished and not len(all_steps):

@@ -34,7 +34,8 @@ _EVIDENCE = (
     "final_weights",
     "savings",
 )
-_PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}  # of a result, which make one row
+# Records of a ClaimResult, flattened into one row.
+_PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -59,24 +60,24 @@ class VerdictFile:
     reasons: list[Reason]
     post_hoc: bool
     num_pairs: int
-    paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
+    paired: bool  # False: the arms are independent, whatever their seeds (Welch)
     claims: list[ClaimResult]
-    descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
+    descriptions: list[Description]  # for arms with one run each, or without claims
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
     savings: list[Saving]
     arms: dict[str, ArmSection]
-    readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
+    readings: list[Readings]  # one per treatment with tested claims, including this comparison
     not_tested: list[Reason]
-    guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
-    # What launch and reading had to decide, pairs that were placed differently, arms of other precision
+    guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
+    # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]
-    wandb: dict[str, str]  # by run, where its mirror is seen
+    wandb: dict[str, str]  # run -> URL of its wandb run
     environments: list[EnvironmentOfRuns]
-    sensitivity: Sensitivity | None  # of injected faults; None: the experiment has none (controls.faults)
-    reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
+    sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
+    reference: str | None  # name of the frozen reference that is the baseline or gives sigma
 
 
 def build_verdict_file(

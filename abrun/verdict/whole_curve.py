@@ -16,13 +16,13 @@ from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p
 from abrun.stats.series import Array, Steps
 from abrun.verdict.summaries import find_outside_domain, learning_direction, reduce_window, transform_values
 
-COPY_CORRELATION = 0.99  # correlation of two runs' step changes; distinct seeds of the evidence reach 0.76
-REPEAT_CORRELATION = 0.9999  # the same where every run moves alike: noise below 1 % of what they share
-SMOOTH_CORRELATION = 0.9  # correlation of a run's step changes with its previous ones
-MIN_STEPS = 10  # and as many distinct values: of fewer, chance gives equal changes
+COPY_CORRELATION = 0.99  # of two runs' step changes; distinct seeds in docs/evidence reach 0.76
+REPEAT_CORRELATION = 0.9999  # the same if all runs move alike: noise below 1 % of the shared change
+SMOOTH_CORRELATION = 0.9  # of a run's step changes with its previous ones
+MIN_STEPS = 10  # and distinct values; with fewer, changes can be equal by chance
 NUM_BLOCKS = 8
-_CLIP_SDS = 3.0  # standard deviations: one jump that all seeds make is no copy
-_DIFFERENCE_ORDERS = (1, 2, 3)  # of differences: a trend that all seeds follow is gone from the third
+_CLIP_SDS = 3.0  # robust sds; a single jump shared by all seeds must not look like a copy
+_DIFFERENCE_ORDERS = (1, 2, 3)  # third differences contain no trend shared by all seeds
 
 
 def find_copies(values: Array) -> NDArray[np.bool_]:
