@@ -30,7 +30,9 @@ def write_sensitivity(
     `not_injected`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE)
+    write_json(
+        folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE
+    )
     page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
     write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
     return folder / MARKDOWN_FILE

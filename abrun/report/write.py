@@ -90,7 +90,9 @@ def write_report(
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
             image_names = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE)
+            write_file(
+                report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE
+            )
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
