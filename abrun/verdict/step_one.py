@@ -226,7 +226,7 @@ def _rounding_scale(
     size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
     min_scale, min_scale_source = 0.0, ""
     if metric.endswith("entropy"):
-        min_scale, min_scale_source = ENTROPY_SCALE, "the least scale of an entropy"
+        min_scale, min_scale_source = ENTROPY_SCALE, "the minimum scale of an entropy"
     if metric == LOSS:
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
@@ -234,7 +234,7 @@ def _rounding_scale(
         ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         advantages = [abs(end) for end in ends if end is not None and math.isfinite(end)]
         min_scale = max(advantages, default=1.0)
-        min_scale_source = "the largest advantage" if advantages else "the least scale of a loss"
+        min_scale_source = "the largest advantage" if advantages else "the minimum scale of a loss"
     return (size, "its size") if size >= min_scale else (min_scale, min_scale_source)
 
 
@@ -259,7 +259,7 @@ def _find_tolerance(
         return declared, "recipe", True
     dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
     if None in dtypes:  # unknown precision of another framework: assume the coarsest
-        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in a precision that the runs do not say"
+        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in an unrecorded precision"
     else:
         coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
         rounding, rounding_of = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
