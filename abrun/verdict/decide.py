@@ -90,11 +90,11 @@ def judge(
     alpha: float = ALPHA,
     may_repeat: bool = False,
 ) -> list[ArmVerdict]:
-    """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
+    """Gather the evidence for every treatment and decide. Raises ComparisonError for an unusable claim.
 
-    With interim analyses declared, the first that decides stands: each tests at a level of which all of
-    them together err no more often than one verdict would (see abrun.stats.sequential). `alpha` is what a
-    match, and what a mismatch, may err; `may_repeat`: arms that are bit-identical were expected to be.
+    With interim analyses, the first that decides stands. Their levels keep the familywise error of all of
+    them at that of one verdict (see abrun.stats.sequential). `alpha` is the error rate of a match, and also
+    that of a mismatch. `may_repeat`: bit-identical arms were expected.
     """
     margins = [
         resolve_margin(claim, experiment.reference) if claim.margin is not None else None for claim in claims
@@ -102,12 +102,12 @@ def judge(
     may_repeat = may_repeat or any(claim.exact for claim in claims)
     arms = experiment.treatments
     planned = planned_analyses(experiment, len(claims), alpha)
-    due = [
+    due_analyses = [
         analysis for analysis in planned if all(_has_ended(experiment, arm, analysis) for arm in arms)
     ] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
     analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
-    for analysis in due:
+    for analysis in due_analyses:
         rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
         results = []
         for arm in arms:
@@ -309,7 +309,7 @@ def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _deviation_values(step_one: StepOne) -> dict[str, Any]:
-    """Return the values of a reason that names a first step."""
+    """Return the values of a reason about a step-one metric."""
     names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
     return {name: getattr(step_one, name) for name in (*names, "tolerance", "tolerance_from")}
 

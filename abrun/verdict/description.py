@@ -213,7 +213,7 @@ def _describe_metric(
 
 
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """Return the difference of the first metric, then which other metrics differ."""
+    """Return a reason with the difference of the first metric, and one that lists other differing metrics."""
     main, *further = described
     finding = Code.DESCRIBED(
         arm=main.arm,

@@ -83,16 +83,16 @@ def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence 
 
 def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]) -> UlpGrowth:
     """Compare each pair's mean distance [P] with those of its baselines that started one ULP away."""
-    both = [
+    paired_distances = [
         (treatment_distance, float(np.mean(distances)))
         for treatment_distance, distances in zip(treatment_distances, ulp_distances, strict=True)
         if distances
     ]
-    log_ratios = np.log([a / b for a, b in both if a > 0 and b > 0])
-    has_ratios = len(log_ratios) == len(both)
+    log_ratios = np.log([treatment / ulp for treatment, ulp in paired_distances if treatment > 0 and ulp > 0])
+    has_ratios = len(log_ratios) == len(paired_distances)
     interval = np.exp(t_interval(log_ratios, 0.95)) if has_ratios and len(log_ratios) > 1 else None
     return UlpGrowth(
-        mean_difference=float(np.mean([distances for _, distances in both])),
+        mean_difference=float(np.mean([distances for _, distances in paired_distances])),
         ratio=float(np.exp(log_ratios.mean())) if has_ratios else None,
         ci95=None if interval is None else (float(interval[0]), float(interval[1])),
     )

@@ -107,7 +107,7 @@ def _clip_steps(steps: Steps, first_step: int, last_step: int) -> Steps:
 def _steps_missing_reason(
     metric: str, faults: Sequence[tuple[RecordedRun, Steps]], expected: Steps
 ) -> Reason:
-    """Return that runs miss steps, with the numbers of the first of them."""
+    """Return that runs miss steps, with the details of the first such run."""
     run, steps = faults[0]
     return Code.STEPS_MISSING(
         runs=[str(run) for run, _ in faults],

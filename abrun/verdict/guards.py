@@ -125,7 +125,10 @@ def measure_savings(arm: str, sides: Sides) -> list[Saving]:
 
 def shared_peak_counter(runs: Sequence[RecordedRun]) -> str | None:
     """Return the peak counter that every run recorded: allocator peaks do not compare with live tensors."""
-    return next((c for c in PEAK_MEMORY if runs and all(_memory_metrics(run, c) for run in runs)), None)
+    return next(
+        (counter for counter in PEAK_MEMORY if runs and all(_memory_metrics(run, counter) for run in runs)),
+        None,
+    )
 
 
 def peak_memory(run: RecordedRun, counter: str) -> float:
@@ -137,7 +140,9 @@ def _memory_metrics(run: RecordedRun, counter: str) -> list[str]:
 
 
 def shared_memory_metrics(runs: Sequence[RecordedRun], counter: str) -> list[str]:
-    return [m for m in _memory_metrics(runs[0], counter) if all(m in run.metrics for run in runs)]
+    return [
+        metric for metric in _memory_metrics(runs[0], counter) if all(metric in run.metrics for run in runs)
+    ]
 
 
 def largest_value(run: RecordedRun, metric: str) -> float:
@@ -152,8 +157,8 @@ def _measure_saving(
     arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRun], float]
 ) -> Saving | None:
     values = [np.array([measure(run) for run in runs]) for runs in (sides.baselines, sides.treatments)]
-    both = np.concatenate(values)
-    if not (np.isfinite(both).all() and (both > 0).all()):
+    all_values = np.concatenate(values)
+    if not (np.isfinite(all_values).all() and (all_values > 0).all()):
         return None
     log_baseline, log_treatment = map(np.log, values)
     ratios = log_treatment - log_baseline if sides.paired else np.empty(0)
@@ -424,10 +429,10 @@ def _binomial_error(shares: Sequence[NDArray[Any]], num_steps: Sequence[NDArray[
 
     Three equal small counts would otherwise give an sd of 0.
     """
-    hits = sum(
+    num_hits = sum(
         float((run_shares * run_steps).sum()) for run_shares, run_steps in zip(shares, num_steps, strict=True)
     )
-    pooled = hits / sum(run_steps.sum() for run_steps in num_steps)
+    pooled = num_hits / sum(run_steps.sum() for run_steps in num_steps)
     return math.sqrt(pooled * (1 - pooled) * sum(1 / run_steps.sum() for run_steps in num_steps))
 
 
@@ -440,7 +445,7 @@ def _judge_token_error(
     alpha: float,
 ) -> Guard:
     value: float | None = None
-    kind, breaks = ("median", operator.ge) if threshold is None else ("share", operator.gt)
+    statistic, breaks = ("median", operator.ge) if threshold is None else ("share", operator.gt)
     result: GuardResult = "not recorded"
     reason = Code.TOKEN_ERROR_NOT_RECORDED(metric=TOKEN_MULT_PROB_ERROR)
     if values is not None:
@@ -454,7 +459,7 @@ def _judge_token_error(
             undecided: GuardResult = "baseline too" if breaks(baseline_value, limit) else "open"
             result = "fail" if p_value < alpha else undecided
         value = value if math.isfinite(value) else None
-    name = f"token_mult_prob_error_{kind}"
+    name = f"token_mult_prob_error_{statistic}"
     return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, reason=reason)
 
 

@@ -131,9 +131,7 @@ def _judge_exact(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> 
 def _find_first_difference(
     pair: tuple[RecordedRun, RecordedRun], metric: str, bounds: tuple[int, int]
 ) -> tuple[Reason | None, Reason | None]:
-    """Return why a pair cannot be compared, and where its runs first differ; None for each that does not
-    apply.
-    """
+    """Return (why a pair cannot be compared, where its runs first differ); None for what does not apply."""
     seed = pair[0].name.seed
     if metric == FINAL_WEIGHTS:
         hashes = [run.final_weights_hash for run in pair]
@@ -187,8 +185,8 @@ def _judge_level_or_ratio(
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
     if not np.isfinite(needed).all():
-        kind = "excess" if claim.limits_excess else "positive" if is_ratio else "number"
-        return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
+        needed_values = "excess" if claim.limits_excess else "positive" if is_ratio else "number"
+        return replace(result, problem=Code.VALUES_UNFIT(needed=needed_values))
     scale = claim.model_copy(update={"transform": transform})
     window = _averaged_values(result.claim, sides, bounds, is_ratio=is_ratio)
     resolution, is_below = resolution_of(sides.runs, scale, window), claim.below is not None

@@ -36,13 +36,13 @@ def find_machine_differences(
     differences = {}
     if "versions" in keys:
         differences = {
-            f"versions.{name}": list(both)
-            for name, both in _find_version_differences(baseline, treatment).items()
+            f"versions.{name}": list(values)
+            for name, values in _find_version_differences(baseline, treatment).items()
         }
     for key in keys:
-        both = [(run.environment or {}).get(key) for run in (baseline, treatment)]
-        if both[0] != both[1] and key != "versions":
-            differences[key] = both
+        values = [(run.environment or {}).get(key) for run in (baseline, treatment)]
+        if values[0] != values[1] and key != "versions":
+            differences[key] = values
     return differences
 
 
@@ -54,10 +54,10 @@ def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> 
         (run.environment or {}).get("versions") or {} for run in (baseline, treatment)
     ]
     names = sorted({*versions[0], *versions[1]})
-    both = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
+    version_pairs = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
     return {
         name: (a, b)
-        for name, (a, b) in both.items()
+        for name, (a, b) in version_pairs.items()
         if a != b and (baseline.imports(name) or treatment.imports(name))
     }
 

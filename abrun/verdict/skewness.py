@@ -31,8 +31,10 @@ def find_skew(
         measured = skewness_and_p(values) if num_outliers == 1 else None
         p_value = measured[1] if measured else outlier_p(values, step, min_sd, num_outliers)
         if p_value is not None and p_value < level:
-            how = (measured[0], None) if measured else (None, num_outliers)
-            return Code.SKEWED(sample=name, skewness=how[0], num_far=how[1], p=p_value)
+            skewness_or_outliers = (measured[0], None) if measured else (None, num_outliers)
+            return Code.SKEWED(
+                sample=name, skewness=skewness_or_outliers[0], num_far=skewness_or_outliers[1], p=p_value
+            )
     return None
 
 

@@ -180,14 +180,16 @@ def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
     (test_whole_curve.py).
     """
     values = [_first_values(pair.baseline, pair.treatment, REWARD) for pair in pairs]
-    equal = all(both is not None and math.isfinite(both[0]) and both[0] == both[1] for both in values)
-    return equal and len({both[0] for both in values if both is not None}) >= MIN_SHARED_REWARDS
+    equal = all(
+        rewards is not None and math.isfinite(rewards[0]) and rewards[0] == rewards[1] for rewards in values
+    )
+    return equal and len({rewards[0] for rewards in values if rewards is not None}) >= MIN_SHARED_REWARDS
 
 
 def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
     """Return True if a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
     values = [_first_values(pair.baseline, pair.treatment, metric) for pair in pairs]
-    first_values = np.array([both for both in values if both is not None]).reshape(-1, 2)
+    first_values = np.array([pair_values for pair_values in values if pair_values is not None]).reshape(-1, 2)
     if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
         return False
     spread = float(first_values[:, 0].std(ddof=1))
@@ -332,7 +334,7 @@ def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> 
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
         return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
-    differing = next((both for both in firsts if both[0] != both[1]), None)
+    differing = next((steps for steps in firsts if steps[0] != steps[1]), None)
     if differing:
         return Code.FIRST_STEPS_DIFFER(baseline=differing[0], treatment=differing[1])
     latest = max((latest for latest, _ in firsts), default=0)

@@ -141,7 +141,7 @@ def _note_unfinished_ulp_runs(experiment: Experiment) -> Iterator[Reason]:
 
 
 def _step_one_not_settled_reason(step_one: StepOne, *, has_recipe: bool) -> Reason:
-    """Return that a first step neither agrees nor shows a fault."""
+    """Return that a step-one metric neither agrees nor shows a fault."""
     return Code.STEP_ONE_NOT_SETTLED(
         metric=step_one.metric,
         seed=step_one.seed,

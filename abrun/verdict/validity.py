@@ -192,9 +192,9 @@ def _is_copy(run: RecordedRun, earlier_run: RecordedRun) -> bool:
 def _is_equal_to_float32(values: Array, other_values: Array) -> bool:
     """Return np.allclose without its overhead, which all pairs of 500 runs would pay."""
     with np.errstate(invalid="ignore", over="ignore"):
-        close = np.abs(values - other_values) <= 1e-6 * np.abs(other_values)
-    close &= np.isfinite(other_values)
-    return bool((close | (values == other_values) | (np.isnan(values) & np.isnan(other_values))).all())
+        is_close = np.abs(values - other_values) <= 1e-6 * np.abs(other_values)
+    is_close &= np.isfinite(other_values)
+    return bool((is_close | (values == other_values) | (np.isnan(values) & np.isnan(other_values))).all())
 
 
 def _check_configs(
@@ -355,17 +355,17 @@ def _check_reference_windows(
     for metric, (first_step, last_step) in _claim_windows(
         experiment, claims if experiment.regression else ()
     ):
-        held: dict[bool, Steps] = {}
+        held_steps: dict[bool, Steps] = {}
         for thinned in (True, False):
             steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
-            held[thinned] = steps[(first_step <= steps) & (steps <= last_step)]
-        if not np.array_equal(held[True], held[False]):
+            held_steps[thinned] = steps[(first_step <= steps) & (steps <= last_step)]
+        if not np.array_equal(held_steps[True], held_steps[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
                 metric=metric,
                 first=first_step,
                 last=last_step,
-                num_reference=len(held[True]),
-                num_later=len(held[False]),
+                num_reference=len(held_steps[True]),
+                num_later=len(held_steps[False]),
             )
 
 

@@ -248,8 +248,8 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
 
 def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
-    noted = zip(content["note_codes"], content["notes"], strict=True)
-    notes = [records.stored_reason(code, text) for code, text in noted]
+    codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
+    notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
     return {**content, "note_codes": records.coded(notes)}
 
 
@@ -319,7 +319,7 @@ def _replace_reasons_by_text(schema: Any) -> Any:
 def _allow_non_finite_numbers(schema: Any) -> Any:
     """Return the schema with NaN and Inf allowed as text, since JSON has no numbers for them."""
     if isinstance(schema, list):
-        return [_allow_non_finite_numbers(item) for item in schema]
+        return [_allow_non_finite_numbers(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("type") == "number":

@@ -192,7 +192,9 @@ def _find_differing_blocks(
     if differing:
         blocks = _blocks(len(steps))
         largest_block = max(differing, key=lambda block: abs(float(differences[block])))
-        where = [f"{steps[blocks[block][0]]}-{steps[blocks[block][-1]]}" for block in differing]
+        block_ranges = [f"{steps[blocks[block][0]]}-{steps[blocks[block][-1]]}" for block in differing]
         yield Code.DIFFERS_EARLIER(
-            blocks=where, largest=where[differing.index(largest_block)], difference=differences[largest_block]
+            blocks=block_ranges,
+            largest=block_ranges[differing.index(largest_block)],
+            difference=differences[largest_block],
         )
