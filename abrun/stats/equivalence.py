@@ -114,11 +114,11 @@ def check_samples(
         or min(len(baseline_values), len(treatment_values)) < 2
     ):
         raise ValueError(
-            f"got shapes {baseline_values.shape} and {treatment_values.shape}; "
-            "two equally long vectors of at least 2"
+            "expected two vectors of equal length, at least 2 (unpaired: any lengths from 2); "
+            f"got shapes {baseline_values.shape} and {treatment_values.shape}"
         )
     if not (np.isfinite(baseline_values).all() and np.isfinite(treatment_values).all() and margin > 0):
-        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
+        raise ValueError(f"expected finite values and a positive margin; got margin {margin}")
     return baseline_values, treatment_values
 
 

@@ -128,7 +128,7 @@ def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:
     start, end = (int(bound) for bound in window.removeprefix("steps ").split("-"))
     if start < first_step or end > last_step:
         raise ComparisonError(
-            f"{metric}: window: got {window!r}, the runs hold steps {first_step}-{last_step}; "
+            f"{metric}: window {window!r} exceeds the recorded steps {first_step}-{last_step}; "
             f"use a window inside them, such as 'last 20%'"
         )
     return start, end

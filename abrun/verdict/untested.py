@@ -157,15 +157,12 @@ def _step_one_not_settled_reason(step_one: StepOne, *, has_recipe: bool) -> Reas
 
 def _note_unrecorded(runs: Sequence[RecordedRun], sides: Sides) -> list[Reason]:
     is_unrecorded = {
-        "how they ended": any(run.status == "unknown" for run in runs),
-        "their configurations": any(run.config is None for run in runs),
+        "exit status": any(run.status == "unknown" for run in runs),
+        "configurations": any(run.config is None for run in runs),
         "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
     }
     if sides.paired:
-        for name, key in (
-            ("prompts", "prompts_sha256"),
-            ("initial weights", INITIAL_WEIGHTS),
-        ):
-            is_unrecorded[f"their {name}"] = any(not (run.environment or {}).get(key) for run in runs)
+        for name, key in (("prompts", "prompts_sha256"), ("initial weights", INITIAL_WEIGHTS)):
+            is_unrecorded[name] = any(not (run.environment or {}).get(key) for run in runs)
     unrecorded = [name for name, is_unknown in is_unrecorded.items() if runs and is_unknown]
     return [Code.RUNS_DO_NOT_SAY(missing=unrecorded)] if unrecorded else []

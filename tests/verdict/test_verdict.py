@@ -157,7 +157,7 @@ def test_another_model_has_other_initial_weights(simulated, judged):
             edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
         comparison = judged(experiment_dir)
         assert comparison.verdict == "MATCH"
-        unsaid = Code.RUNS_DO_NOT_SAY(missing=["their initial weights"])
+        unsaid = Code.RUNS_DO_NOT_SAY(missing=["initial weights"])
         assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 
