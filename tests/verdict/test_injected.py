@@ -21,7 +21,7 @@ from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recorded.stored import load_experiment
 from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
-from abrun.verdict.injected import sensitivity
+from abrun.verdict.injected import measure_sensitivity
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import RECIPE, edit_rows
@@ -204,7 +204,7 @@ def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
     directory = simulated(policy={"dtype": "bfloat16"}, controls={"faults": ["misgrouped"]})
     for path in directory.glob("fault-misgrouped/*"):
         edit_rows(path, lambda row: row.update({"train/token_mult_prob_error": 1.04}))
-    found = sensitivity(load_experiment(directory))
+    found = measure_sensitivity(load_experiment(directory))
     assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
     advice = found.faults[0].advice
     assert advice is not None and advice["rounded_metric"] == "train/token_mult_prob_error"
