@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from abrun.backends import attention, stream_check
 from abrun.backends.attention import enable_streams, hidden_states
-from abrun.backends.packing import packing_of
+from abrun.backends.packing import make_packing
 from abrun.errors import RecipeError
 from abrun.models import facts_of, open_network
 from abrun.recipe.policy import Model, Policy
@@ -64,10 +64,10 @@ def test_others_are_taken_and_left_as_they_were(kind: str, settings: dict[str, A
     state = torch.get_rng_state()
     enable_streams(network, Policy.model_validate(settings))
     assert torch.equal(state, torch.get_rng_state()) and network.training
-    assert network.config._attn_implementation == attention.ATTENTION
+    assert network.config._attn_implementation == attention.TRACED_ATTENTION
     assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before.parameters(), strict=True))
     rows = torch.arange(3, 15).view(2, 6)
-    packing = packing_of([6, 6], 6, torch.device("cpu"))
+    packing = make_packing([6, 6], 6, torch.device("cpu"))
     with torch.no_grad():
         expected = hidden_states(facts_of(before.eval()).base, rows, None)
         found = packing.unpack(hidden_states(facts_of(network.eval()).base, packing.pack(rows), packing))
@@ -102,7 +102,7 @@ def test_a_network_that_is_read_in_parts_is_tried_on_a_small_one(tmp_path: Any) 
         assert all(parameter.is_meta for parameter in network.parameters())
         if taken:
             enable_streams(network, Policy(packing=True))
-            assert network.config._attn_implementation == attention.ATTENTION
+            assert network.config._attn_implementation == attention.TRACED_ATTENTION
         else:
             with pytest.raises(RecipeError, match=r"packing: got true with Qwen2\w+, whose model\.layers\.1"):
                 enable_streams(network, Policy(packing=True))

@@ -7,13 +7,13 @@ microbatches), `decoding`, `backend` and `value_model`.
 
 from typing import Any
 
-from abrun.backends.megatron.library import check, quiet
+from abrun.backends.megatron.library import check, suppress_warnings
 
 
 def make_backend(*arguments: Any, **settings: Any) -> Any:
     """Make a MegatronBackend; raise RecipeError if megatron-core is missing or unknown."""
     check()
-    with quiet():
+    with suppress_warnings():
         from abrun.backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(*arguments, **settings)

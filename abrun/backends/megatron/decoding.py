@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends import Decoder
-from abrun.backends.head import Head
+from abrun.backends.head import LmHead
 from abrun.models import attention_in_place, facts_of
 
 
-class Skeleton:
+class WeightlessNetwork:
     """A network without its weights, which are megatron's."""
 
     def __init__(self, network: Any) -> None:
@@ -25,17 +25,17 @@ class Skeleton:
         self.network: Any = network.to("meta")
         self.network.tie_weights()
 
-    def filled(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
+    def fill(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
         """A copy on `device`, in evaluation mode, filled tensor by tensor."""
         network = copy.deepcopy(self.network)
         modules = dict(network.named_modules())
         for name, buffer in self._buffers.items():
-            owner, _, last = name.rpartition(".")
-            setattr(modules[owner], last, buffer.to(device))
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, buffer.to(device))
         missing = dict(network.named_parameters())
         for name, weight in weights:
-            owner, _, last = name.rpartition(".")
-            setattr(modules[owner], last, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
             del missing[name]
         network.tie_weights()
         assert not missing, f"no weights for {sorted(missing)}"
@@ -43,7 +43,7 @@ class Skeleton:
 
 
 @contextlib.contextmanager
-def decoder_of(network: Any, head: Head) -> Iterator[Decoder]:
+def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
     """A decoder on whole weights."""
     facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
     step = partial(head.decode, facts.base, facts.head.weight)

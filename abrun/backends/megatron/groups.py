@@ -12,7 +12,7 @@ from abrun.recipe.policy import Megatron
 _joined: tuple[Any, Megatron] | None = None  # the process group that was cut, and how
 
 
-def join(ranks: Ranks, settings: Megatron) -> None:
+def join_groups(ranks: Ranks, settings: Megatron) -> None:
     """Cut the run's process group as the recipe says, unless it is. Collective.
 
     megatron-core refuses context parallelism without Transformer Engine: to it the ranks of a context are
@@ -32,7 +32,7 @@ def join(ranks: Ranks, settings: Megatron) -> None:
     )
     if ranks.device.type == "cuda":  # whose generators megatron-core swaps around what it may drop
         model_parallel_cuda_manual_seed(0)
-    replica = ranks.weights.get_local_rank()
+    replica = ranks.weight_mesh.get_local_rank()
     assert parallel_state.get_data_parallel_rank() == replica, "samples are shared otherwise"
     assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
     assert parallel_state.get_pipeline_model_parallel_rank() == (

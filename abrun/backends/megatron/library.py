@@ -14,7 +14,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.packages import MEGATRON_VERSIONS, megatron_refusal
 
 # What is called by keyword, or replaced: a version that renamed one of them would be called wrongly.
-CALLED = {
+REQUIRED_ARGUMENTS = {
     "megatron.core.parallel_state:initialize_model_parallel": (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -63,23 +63,23 @@ CALLED = {
 
 def check() -> None:
     """Raises RecipeError where megatron-core is missing, or is a version that this backend does not know."""
-    wrong = megatron_refusal()
-    if wrong:
-        raise RecipeError(wrong)
-    with quiet():
-        for name, expected in CALLED.items():
-            missing = set(expected) - _parameters(name)
+    refusal = megatron_refusal()
+    if refusal:
+        raise RecipeError(refusal)
+    with suppress_warnings():
+        for name, expected in REQUIRED_ARGUMENTS.items():
+            missing = set(expected) - _parameter_names(name)
             if missing:
                 raise RecipeError(
                     f"policy.backend.type: got 'megatron' with megatron-core {version('megatron-core')}, "
                     f"whose {name.partition(':')[2]} has no {', '.join(sorted(missing))}; "
                     f"pip install 'megatron-core{MEGATRON_VERSIONS}'"
                 )
-        _complete_experts()
+        _define_missing_gemm()
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_warnings() -> Iterator[None]:
     """Without warnings: of what megatron-core calls that torch will rename, and of packages it misses."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -91,15 +91,15 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _parameters(name: str) -> set[str]:
+def _parameter_names(name: str) -> set[str]:
     module, _, path = name.partition(":")
-    found = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return set(inspect.signature(found).parameters) if callable(found) else set()
+    target = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute, None)
+    return set(inspect.signature(target).parameters) if callable(target) else set()
 
 
-def _complete_experts() -> None:
+def _define_missing_gemm() -> None:
     """0.16 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
     from megatron.core.transformer.moe import moe_utils
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from abrun.backends.attention import attend_in_stream
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import dtype_of
-from abrun.backends.megatron.routing import Routed
+from abrun.backends.megatron.routing import MicrobatchRouting
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts, attends_to_all
@@ -28,24 +28,24 @@ from abrun.recipe.model_fit import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 
 
-def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
+def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
     """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
 
     See megatron.core.tensor_parallel.ColumnParallelLinear. The versions that have an argument for it
     (`output_processor`) hand over what this gets, and 0.16 and 0.17 have none: so there is one way for all.
     """
-    asked = [name for name, value in unused.items() if value is not None]
-    assert not asked, f"this megatron-core asks its output layer for {asked}"
+    unexpected = [name for name, value in unused.items() if value is not None]
+    assert not unexpected, f"this megatron-core asks its output layer for {unexpected}"
     return hidden, None
 
 
-class NoHead(nn.Module):
+class IdentityHead(nn.Module):
     """In place of the LM head of a network that has none."""
 
-    forward = staticmethod(hidden_states_as_they_are)
+    forward = staticmethod(return_hidden_states)
 
 
-class PaddingIsConstant:
+class DetachPaddingRows:
     """A hook of the embedding: like torch's own, it gives the row of the padding token no gradient."""
 
     def __init__(self, padding: int, settings: Megatron) -> None:
@@ -70,7 +70,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 @dataclass(kw_only=True)
-class Passing(PackedSeqParams):
+class MicrobatchParams(PackedSeqParams):
     """What of a microbatch goes with its hidden states to every layer, in recomputation, too.
 
     megatron-core hands it on as it is, and reads nothing of it: our rotary embedding and attention do.
@@ -78,10 +78,10 @@ class Passing(PackedSeqParams):
 
     positions: Tensor  # [S] int64, each token's place in its sequence
     packing: Packing | None = None  # of a stream; what follows its own tokens is padding
-    routed: Routed | None = None  # what routers are told; None: nothing
+    routing: MicrobatchRouting | None = None  # what routers are told; None: nothing
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """The family's own frequencies, however it stretches them, at each token's own position."""
 
     def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
@@ -89,7 +89,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def get_rotary_seq_len(
-        self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: Passing
+        self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: MicrobatchParams
     ) -> Tensor:
         """What megatron-core asks before `forward`, and then calls it with: positions, not their number."""
         return packed_seq_params.positions
@@ -113,7 +113,7 @@ class CausalAttention(MegatronModule):
         key: Tensor,  # [S, B, key heads, D]
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: Passing,
+        packed_seq_params: MicrobatchParams,
         **_: Any,
     ) -> Tensor:  # [S, B, heads * D]
         """Rows are padded right, so no real token sees padding and no mask is needed."""
@@ -122,10 +122,10 @@ class CausalAttention(MegatronModule):
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if packing is None:
             return self._causal(q, k, v).transpose(0, 1).flatten(2)
-        own = packing.num_own
-        q, k, v = (states[:, :, :own] for states in (q, k, v))
-        found = attend_in_stream(q, k, v, packing, self._scale, self._causal)
-        return F.pad(found.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - own))
+        num_tokens = packing.num_local_tokens
+        q, k, v = (states[:, :, :num_tokens] for states in (q, k, v))
+        output = attend_in_stream(q, k, v, packing, self._scale, self._causal)
+        return F.pad(output.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - num_tokens))
 
     def _causal(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
@@ -148,14 +148,14 @@ def make_network(
     misfit = megatron_misfit(network.config.to_dict(), settings)
     if misfit:
         raise RecipeError(misfit)
-    _refuse_what_differs(network, facts)
+    _check_supported(network, facts)
     config = _transformer_config(network.config, policy, settings, on_cpu=on_cpu)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    parts = layer.submodules
-    attention = parts.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    submodules = layer.submodules
+    attention = submodules.self_attention.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = CausalAttention
@@ -166,7 +166,7 @@ def make_network(
     model: Any = GPTModel(
         config,
         block,
-        vocab_size=padded_vocabulary(network.config.vocab_size, settings),
+        vocab_size=padded_vocab_size(network.config.vocab_size, settings),
         max_sequence_length=network.config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(),
@@ -174,24 +174,24 @@ def make_network(
         position_embedding_type="rope",
     )
     device = next(model.parameters()).device
-    model.rotary_pos_emb = Rotary(_rotary(facts).inv_freq.detach().clone().to(device))
+    model.rotary_pos_emb = RotaryEmbedding(_rotary_embedding(facts).inv_freq.detach().clone().to(device))
     base: Any = facts.base
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
-        model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
+        model.embedding.word_embeddings.register_forward_hook(DetachPaddingRows(padding, settings))
     assert not getattr(config, "use_mup", False), "logits are scaled by the head, not here"
     if is_last_stage() and head:
-        model.output_layer.forward = hidden_states_as_they_are
+        model.output_layer.forward = return_hidden_states
     elif is_last_stage():
-        model.output_layer = NoHead()
+        model.output_layer = IdentityHead()
     return model
 
 
-def _rotary(facts: Facts) -> Any:
+def _rotary_embedding(facts: Facts) -> Any:
     return getattr(facts.base, "rotary_emb", None)
 
 
-def padded_vocabulary(size: int, settings: Megatron) -> int:
+def padded_vocab_size(size: int, settings: Megatron) -> int:
     """Rows of the embedding: the vocabulary, up to a multiple of the ranks that share it."""
     return -size // settings.tensor_parallel * -settings.tensor_parallel
 
@@ -206,7 +206,7 @@ def _transformer_config(
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_width(config),
+        "kv_channels": head_dim(config),
         "ffn_hidden_size": config.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
@@ -244,12 +244,12 @@ def _transformer_config(
     if policy.activation_checkpointing == "full":
         values |= {f"recompute_{name}": value for name, value in recompute.items()}
     if config.model_type == "qwen3_moe":
-        values |= _of_experts(config)
-    known = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+        values |= _expert_config(config)
+    known_fields = {field.name for field in fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in values.items() if name in known_fields})
 
 
-def _of_experts(config: Any) -> dict[str, Any]:
+def _expert_config(config: Any) -> dict[str, Any]:
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -264,7 +264,7 @@ def _of_experts(config: Any) -> dict[str, Any]:
     }
 
 
-def head_width(config: Any) -> int:
+def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -273,7 +273,7 @@ def _uninitialised(weight: Tensor) -> Tensor:
     return weight
 
 
-def _refuse_what_differs(network: Any, facts: Facts) -> None:
+def _check_supported(network: Any, facts: Facts) -> None:
     """Raises RecipeError for a model that GPTModel, as it is set up here, does not compute."""
     config, kind = network.config, type(network).__name__
     layers = config.num_hidden_layers
@@ -285,12 +285,12 @@ def _refuse_what_differs(network: Any, facts: Facts) -> None:
         "scaled logits": facts.logit_scale != 1 or facts.logit_softcap is not None,
         "layers without experts": config.model_type == "qwen3_moe"
         and bool(config.mlp_only_layers or config.decoder_sparse_step != 1 or not layers),
-        "scaled rotary embeddings": getattr(_rotary(facts), "attention_scaling", 1.0) != 1.0
-        or getattr(_rotary(facts), "rope_type", "default") not in ("default", "linear", "llama3"),
+        "scaled rotary embeddings": getattr(_rotary_embedding(facts), "attention_scaling", 1.0) != 1.0
+        or getattr(_rotary_embedding(facts), "rope_type", "default") not in ("default", "linear", "llama3"),
     }
-    for what, differs in differences.items():
+    for feature, differs in differences.items():
         if differs:
             raise RecipeError(
-                f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({what}); use "
+                f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({feature}); use "
                 f"type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
             )

@@ -19,13 +19,13 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from abrun.backends.megatron.cpu import standing_in
-from abrun.backends.megatron.library import quiet
-from abrun.backends.pieces import Held, of_optimizer
+from abrun.backends.megatron.cpu import emulate_cuda
+from abrun.backends.megatron.library import suppress_warnings
+from abrun.backends.shards import ShardSpec, optimizer_specs
 from abrun.recipe.policy import Optimizer
 
 
-class Sharded:
+class MegatronParameters:
     """A megatron module with its optimizer, if it has one; without, it is frozen.
 
     `held_of` says of a parameter, by its name in the module, which pieces of whole tensors it is.
@@ -35,21 +35,21 @@ class Sharded:
     def __init__(
         self,
         module: Any,
-        held_of: Callable[[str], Held],
+        shard_spec_of: Callable[[str], ShardSpec],
         optimizer: Optimizer | None,
         *,
         distributed: bool,
         device: torch.device,
         replicated: bool = False,
     ) -> None:
-        self._replicated, self._distributed, self._held_of = replicated, distributed, held_of
+        self._replicated, self._distributed, self._shard_spec_of = replicated, distributed, shard_spec_of
         self.module: Any = module  # what the schedule calls
-        self._device, self._named = device, dict(module.named_parameters())
+        self._device, self._parameters = device, dict(module.named_parameters())
         self._optimizer: Any = None
         if optimizer is None:
             module.requires_grad_(False)
             return
-        with standing_in(device), quiet():
+        with emulate_cuda(device), suppress_warnings():
             # Parameters are never prefetched: that follows the calls of modules, and the head is not called.
             reduction = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
@@ -63,49 +63,49 @@ class Sharded:
     @torch.no_grad()
     def assign(self, name: str, value: Tensor) -> None:
         """Set this rank's part of a parameter, and where that is not float32, of its master."""
-        parameter: Any = self._named[name]
+        parameter: Any = self._parameters[name]
         parameter.copy_(value)
         main = getattr(parameter, "main_param", None)
         if main is not None:
-            main.copy_(value.flatten()[self._own(parameter)].view_as(main))
+            main.copy_(value.flatten()[self._master_range(parameter)].view_as(main))
 
     @torch.no_grad()
-    def master(self, name: str) -> Tensor:
+    def gather_master(self, name: str) -> Tensor:
         """This rank's part of a parameter as it is trained, in float32. Collective over replicas."""
-        parameter: Any = self._named[name]
+        parameter: Any = self._parameters[name]
         if not hasattr(parameter, "main_param"):
             return parameter.detach()
-        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        full = torch.zeros(parameter.numel(), device=parameter.device)
         if parameter.main_param is not None:
-            whole[self._own(parameter)] = parameter.main_param.detach().flatten()
+            full[self._master_range(parameter)] = parameter.main_param.detach().flatten()
         if self._distributed:  # each rank has some, and adding up bits keeps every one of them
-            dist.all_reduce(whole.view(torch.int32), group=self._optimizer_of(parameter).data_parallel_group)
-        return whole.view_as(parameter)
+            dist.all_reduce(full.view(torch.int32), group=self._find_optimizer(parameter).data_parallel_group)
+        return full.view_as(parameter)
 
-    def _own(self, parameter: Tensor) -> slice:
+    def _master_range(self, parameter: Tensor) -> slice:
         """The elements whose master this rank has; maybe none."""
         if not self._distributed:
             return slice(None)
         try:
-            span = self._optimizer_of(parameter)._get_model_param_range_map(parameter)["param"]
+            span = self._find_optimizer(parameter)._get_model_param_range_map(parameter)["param"]
         except KeyError:
             return slice(0, 0)
         return slice(span.start, span.end)
 
-    def _optimizer_of(self, parameter: Tensor) -> Any:
+    def _find_optimizer(self, parameter: Tensor) -> Any:
         """Of the experts', or of all others."""
         is_expert = not getattr(parameter, "allreduce", True)
         return next(
-            each
-            for each in self._optimizer.chained_optimizers
-            if each.param_groups and each.param_groups[0]["is_expert_parallel"] == is_expert
+            optimizer
+            for optimizer in self._optimizer.chained_optimizers
+            if optimizer.param_groups and optimizer.param_groups[0]["is_expert_parallel"] == is_expert
         )
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """See abrun.backends.Trained. Reduces the gradients first."""
+        """See abrun.backends.Trainable. Reduces the gradients first."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        with standing_in(self._device), quiet():
+        with emulate_cuda(self._device), suppress_warnings():
             if self._replicated:
                 self.module.finish_grad_sync()
             else:
@@ -116,13 +116,13 @@ class Sharded:
         return float(norm)
 
     def local_state(self) -> dict[str, Tensor]:
-        """See abrun.backends.Trained."""
-        state = {f"weights/{name}": parameter.detach() for name, parameter in self._named.items()}
+        """See abrun.backends.Trainable."""
+        state = {f"weights/{name}": parameter.detach() for name, parameter in self._parameters.items()}
         return state | dict(self._optimizer_state())
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """See abrun.backends.Trained."""
-        for index, (inner, parameter) in enumerate(self._optimized()):
+        """See abrun.backends.Trainable."""
+        for index, (inner, parameter) in enumerate(self._optimized_parameters()):
             inner.state.pop(parameter, None)
             if f"optimizer/step/{index}" in state:
                 inner.state[parameter] = {
@@ -134,47 +134,50 @@ class Sharded:
             for name, tensor in self.local_state().items():
                 tensor.copy_(state[name])
 
-    def pieces(self) -> dict[str, Held]:
-        """See abrun.backends.Trained."""
-        found, trained = {}, {}
-        for name, parameter in self._named.items():
-            held = replace(self._held_of(name), rounded=hasattr(parameter, "main_param"))
-            found[f"weights/{name}"] = held.under("weights/")
-            trained[self._trained(parameter).data_ptr()] = name, parameter
-        for index, (_, own) in enumerate(self._optimized()):
-            name, parameter = trained[own.data_ptr()]
-            span = self._own(parameter)
-            held = replace(self._held_of(name), span=(span.start, span.stop) if self._distributed else None)
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """See abrun.backends.Trainable."""
+        specs, parameters = {}, {}
+        for name, parameter in self._parameters.items():
+            spec = replace(self._shard_spec_of(name), is_rounded_copy=hasattr(parameter, "main_param"))
+            specs[f"weights/{name}"] = spec.with_prefix("weights/")
+            parameters[self._optimized_tensor(parameter).data_ptr()] = name, parameter
+        for index, (_, tensor) in enumerate(self._optimized_parameters()):
+            name, parameter = parameters[tensor.data_ptr()]
+            master_range = self._master_range(parameter)
+            spec = replace(
+                self._shard_spec_of(name),
+                flat_range=(master_range.start, master_range.stop) if self._distributed else None,
+            )
             if hasattr(parameter, "main_param"):
-                found[f"optimizer/master/{index}"] = held.under("weights/")
-            for key, of_state in of_optimizer(held).items():
-                found[f"optimizer/{key}/{index}"] = of_state.under(f"optimizer/{key}/")
-        return found
+                specs[f"optimizer/master/{index}"] = spec.with_prefix("weights/")
+            for key, state_spec in optimizer_specs(spec).items():
+                specs[f"optimizer/{key}/{index}"] = state_spec.with_prefix(f"optimizer/{key}/")
+        return specs
 
-    def _trained(self, parameter: Any) -> Tensor:
+    def _optimized_tensor(self, parameter: Any) -> Tensor:
         """What the optimizer has of a parameter: its master, or some of its own elements."""
         if getattr(parameter, "main_param", None) is not None:
             return parameter.main_param
-        return parameter.detach().flatten()[self._own(parameter)]
+        return parameter.detach().flatten()[self._master_range(parameter)]
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        """See abrun.backends.Trained."""
-        gradients = [p.main_grad for p in self._named.values() if hasattr(p, "main_grad")]
+        """See abrun.backends.Trainable."""
+        gradients = [p.main_grad for p in self._parameters.values() if hasattr(p, "main_grad")]
         return [*self.local_state().values(), *gradients]
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """By the parameter's place in the optimizer, which has a part of it, or a copy in float32."""
-        weights = {_storage(parameter) for parameter in self._named.values()}
-        for index, (inner, parameter) in enumerate(self._optimized()):
+        weights = {_storage(parameter) for parameter in self._parameters.values()}
+        for index, (inner, parameter) in enumerate(self._optimized_parameters()):
             if _storage(parameter) not in weights:
                 yield f"optimizer/master/{index}", parameter.detach()
             for key, value in inner.state.get(parameter, {}).items():
                 yield f"optimizer/{key}/{index}", value
 
-    def _optimized(self) -> Iterator[tuple[Any, Tensor]]:
+    def _optimized_parameters(self) -> Iterator[tuple[Any, Tensor]]:
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        for each in chained if self._optimizer is not None else ():
-            inner = each.optimizer
+        for optimizer in chained if self._optimizer is not None else ():
+            inner = optimizer.optimizer
             for group in inner.param_groups if inner is not None else ():
                 yield from ((inner, parameter) for parameter in group["params"])
 
@@ -193,12 +196,12 @@ def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
         use_distributed_optimizer=distributed,
     )
     # torch's own, as on the other backend, whatever else is installed.
-    before = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    original = megatron_optimizer.USING_PYTORCH_OPTIMIZER
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     try:
         optimizer = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
     finally:
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = before
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = original
     for group in optimizer.param_groups:
         group["weight_decay"] *= group["wd_mult"]  # 0 for norms and biases; only its scheduler would do it
         group |= {"fused": True, "foreach": False}
