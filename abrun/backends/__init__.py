@@ -50,7 +50,7 @@ class Objective(Protocol[B_contra]):
         ...
 
 
-class ValueObjective(Protocol[B_contra]):
+class ValueModelObjective(Protocol[B_contra]):
     """The objective of a value-model update: a loss summed over all tokens of the global batch."""
 
     def losses(self, batch: B_contra, values: Tensor) -> TokenLosses:
@@ -116,7 +116,7 @@ class ValueModel(Trainable, Protocol):
         """Return the value [B, S] float32 of every token, without gradient."""
         ...
 
-    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
+    def forward_backward(self, batch: B, objective: ValueModelObjective[B]) -> MetricParts:
         """Accumulate gradients of the global loss, also in the policy's backbone if that is shared."""
         ...
 

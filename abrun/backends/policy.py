@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from abrun.backends import B, Objective, Trainable, ValueObjective
+from abrun.backends import B, Objective, Trainable, ValueModelObjective
 from abrun.backends.head import EntropyMode, HeadOutput
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
@@ -236,7 +236,7 @@ class ValueBackend(TrainedModel):
     def compute_values(self, batch: Sequences) -> Tensor:
         return self._infer(self._make_microbatches(batch), lambda microbatch: self._forward(*microbatch))
 
-    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
+    def forward_backward(self, batch: B, objective: ValueModelObjective[B]) -> MetricParts:
         def forward(microbatch: Microbatch[B]) -> tuple[Tensor, MetricParts | None]:
             values = self._forward(*microbatch)
             if not self.is_last_stage:

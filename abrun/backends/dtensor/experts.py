@@ -58,7 +58,7 @@ class DispatchedExperts:
         chosen: Tensor,  # [N, K] int64
         weights: Tensor,  # [N, K]
     ) -> Tensor:  # [N, H]
-        """Return the weighted sum of the chosen experts' outputs. Collective, except in `with_all_experts`."""
+        """Return the weighted sum of the chosen experts' outputs. Collective, except with all experts."""
         if self._all_parameters is not None:
             with self._with_parameters(self._all_parameters, self._num_experts):
                 return self._forward(hidden, chosen, weights)
@@ -119,7 +119,7 @@ class DispatchedExperts:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends rows to the ranks of a group, the first `sent[0]` to rank 0 and so on; backward returns gradients."""
+    """Sends rows to the ranks of a group, the first `sent[0]` to rank 0; gradients travel back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
