@@ -53,7 +53,7 @@ class Microbatches(Generic[B]):
             starts = pairwise([0, *accumulate(len(microbatch) for microbatch in batches)])
             row_lengths = [rows.select(range(start, stop)) for start, stop in starts]
         else:
-            self._row_exchange = _plan_exchange(rows, batch.rows_together, policy.micro_batch_tokens, ranks)
+            self._row_exchange = _plan_exchange(rows, batch.rows_per_sample, policy.micro_batch_tokens, ranks)
             row_lengths = self._row_exchange.rows
             batches = list(_receive_microbatches(batch, self._row_exchange))
         # Context parallelism shards streams, so it packs even if the recipe does not.
@@ -79,7 +79,7 @@ class Microbatches(Generic[B]):
 
     def __iter__(self) -> Iterator[Microbatch[B]]:
         for microbatch in self._microbatches:
-            progress.beat()
+            progress.report()
             yield microbatch
 
     def gather_rows(self, outputs: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
@@ -169,7 +169,7 @@ class _Exchange:
         return received
 
 
-def _plan_exchange(local_rows: _RowLengths, rows_together: int, max_tokens: int, ranks: Ranks) -> _Exchange:
+def _plan_exchange(local_rows: _RowLengths, rows_per_sample: int, max_tokens: int, ranks: Ranks) -> _Exchange:
     """Assign the rows of all ranks to microbatches; every rank computes the same assignment. Collective."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
     all_rows = (
@@ -179,7 +179,7 @@ def _plan_exchange(local_rows: _RowLengths, rows_together: int, max_tokens: int,
         if size > 1
         else local_rows
     )
-    by_rank = _assign_rows(all_rows, rows_together, max_tokens, size)
+    by_rank = _assign_rows(all_rows, rows_per_sample, max_tokens, size)
     rows_per_rank = len(local_rows.lengths)
 
     def locate_rows(microbatches: list[list[int]]) -> list[tuple[int, int]]:
@@ -205,7 +205,7 @@ def _plan_exchange(local_rows: _RowLengths, rows_together: int, max_tokens: int,
 
 
 def _assign_rows(
-    rows: _RowLengths, rows_together: int, max_tokens: int, num_ranks: int
+    rows: _RowLengths, rows_per_sample: int, max_tokens: int, num_ranks: int
 ) -> list[list[list[int]]]:
     """Return each rank's microbatches as lists of rows, chosen to minimise the slowest rank's total tokens.
 
@@ -215,7 +215,7 @@ def _assign_rows(
     # Try whole groups, then smaller and smaller parts of groups, and last single samples.
     group_limits = [max_tokens // divisor for divisor in (1, 2, 4, 8)] if any(rows.shared_lengths) else []
     for max_group_tokens in [*group_limits, 0]:
-        samples = _group_rows(rows, rows_together, max_group_tokens)
+        samples = _group_rows(rows, rows_per_sample, max_group_tokens)
         if len(samples) < num_ranks:
             continue
         tokens = [rows.select(sample).num_tokens for sample in samples]
@@ -242,7 +242,7 @@ def _assign_rows(
     return best_assignment
 
 
-def _group_rows(rows: _RowLengths, rows_together: int, max_tokens: int) -> list[list[int]]:
+def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
     """Group rows into samples, which are never split over microbatches.
 
     A sample is `rows_together` consecutive rows and, up to `max_tokens` tokens, the following rows that share
@@ -250,8 +250,8 @@ def _group_rows(rows: _RowLengths, rows_together: int, max_tokens: int) -> list[
     """
     samples: list[list[int]] = []
     last_with_prompt, num_tokens = 0, 0  # of the last sample with a prompt
-    for start in range(0, len(rows.lengths), rows_together):
-        sample = range(start, start + rows_together)
+    for start in range(0, len(rows.lengths), rows_per_sample):
+        sample = range(start, start + rows_per_sample)
         new_tokens = sum(rows.lengths[row] - rows.shared_lengths[row] for row in sample)
         if rows.shared_lengths[start] and num_tokens + new_tokens <= max_tokens:
             samples[last_with_prompt] += sample

@@ -26,7 +26,7 @@ from abrun.models import save_network
 from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, merge_keys
-from abrun.rl.values import right_shifted
+from abrun.rl.values import shift_right
 
 RoutingT = TypeVar("RoutingT")  # a backend's record of how a micro-batch was routed to experts
 AuxLossInputs = tuple[float, RouterLoad]  # the auxiliary loss's coefficient, and the global batch's load
@@ -255,4 +255,4 @@ class ValueBackend(TrainedModel):
     def _to_rows(self, values: Tensor, packing: Packing | None) -> Tensor:
         """Return values as rows [b, s]. The right shift, after unpacking, stays within a sequence."""
         values = packing.unpack(packing.to_full(values)) if packing else values
-        return right_shifted(values) if self.right_shift else values
+        return shift_right(values) if self.right_shift else values

@@ -220,7 +220,7 @@ def _open_store(timeout: timedelta) -> Store:
 
     Rank 0 serves its store on the listening socket that its agent passed to it, if any.
     """
-    listening_fd = os.environ.pop(progress.LISTENING, None)
+    listening_fd = os.environ.pop(progress.LISTENING_FD_VARIABLE, None)
     if listening_fd is not None:
         os.set_inheritable(int(listening_fd), False)  # child processes must not keep the port
     is_torchrun_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -252,4 +252,4 @@ def explain_lost_ranks(error: RuntimeError, timeout: timedelta) -> Reason | None
     if not re.search(LOST_RANK_PATTERN, message):
         return None
     waited_s = timeout.total_seconds() if "imed out" in message else None
-    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.doing(), error=message[:300])
+    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.current_activity(), error=message[:300])

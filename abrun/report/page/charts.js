@@ -137,7 +137,7 @@ class Figure {
   }
 
   panel(panel) {
-    const claims = (content.primaries || []).filter(
+    const claims = (content.claims || []).filter(
       (one) =>
         one.metric === this.metric &&
         arms.indexOf(one.arm) === panel.arm &&
@@ -559,7 +559,7 @@ class Figure {
     );
     if (window && window.interval)
       lines.push(
-        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${interval(window.interval)}`),
+        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outward(window.interval)}`),
       );
     return lines;
   }
