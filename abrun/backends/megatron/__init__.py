@@ -1,8 +1,8 @@
 """The megatron backend: megatron-core's layers, pipeline and optimizer, without Transformer Engine.
 
-A package of its own reasons to change: `library` (which megatron-core), `cpu` (where no CUDA is), `groups`,
-`network` (architecture), `names` (weights), `sharded` (gradients and optimizer), `stages` (a pass over
-microbatches), `decoding`, `backend` and `value_model`.
+Modules: `library` (supported versions), `cpu` (running without CUDA), `groups` (process groups), `network`
+(architecture), `names` (weights), `parameters` (gradients and optimizer), `routing` (experts), `stages`
+(passes over microbatches), `decoding`, `backend` (the policy) and `value_model`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A policy on megatron-core: rows in and out, whatever is cut in between. See abrun.backends.megatron."""
+"""A policy on megatron-core. See abrun.backends.megatron."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
-        """A copy with whole weights on every rank; no collective runs inside."""
+        """Open a decoder with full weights on every rank; decoding needs no collective."""
         dtype = dtype_of(self.settings.dtype)
         network = self._skeleton.fill(self._full_weights(), dtype, self.ranks.device)
         with open_decoder(network, self._full_head) as decoder:
@@ -97,7 +97,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         return MegatronValueModel(*arguments, self._make_module(network, head=False), network, seed=seed)
 
     def _make_module(self, network: Any, *, head: bool) -> GPTModel:
-        """This rank's part of a transformers network, without its weights."""
+        """Make this rank's shard of a transformers network, without its weights."""
         assert isinstance(self.settings.backend, Megatron)
         on_cpu = self.ranks.device.type == "cpu"
         with emulate_cuda(self.ranks.device), suppress_warnings():
@@ -106,7 +106,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
             )
 
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under the network's own names, whole, one after the other. Collective."""
+        """Yield each full parameter under the network's own name. Collective."""
         return self._stages.broadcast_weights(self._weight_names.full_weights(self._parameters.gather_master))
 
     @property
@@ -149,7 +149,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         return self._routers.record_routes(records)
 
     def _weight(self) -> Tensor:
-        """This rank's rows of the head's weight, on the last stage."""
+        """Return this rank's rows of the head's weight, on the last stage."""
         model: Any = self.model
         if model.share_embeddings_and_output_weights:
             return model.shared_embedding_or_output_weight()

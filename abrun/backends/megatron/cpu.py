@@ -1,6 +1,6 @@
-"""megatron-core without CUDA: while `standing_in` is entered, what it asks of CUDA is answered by the CPU.
+"""megatron-core without CUDA: inside `emulate_cuda`, its calls to CUDA run on the CPU.
 
-megatron-core names the CUDA device outright. Where a run trains on GPUs nothing here does anything.
+megatron-core hard-codes the CUDA device. For runs on GPUs this module does nothing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def emulate_cuda(device: torch.device) -> Iterator[None]:
-    """Around whatever calls megatron-core for a rank on `device`. May be entered inside itself."""
+    """Redirect CUDA calls to the CPU while the context is open, unless `device` is a GPU. Reentrant."""
     if device.type == "cuda":
         yield
         return
@@ -28,14 +28,14 @@ def emulate_cuda(device: torch.device) -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Calls that name a CUDA device are made with the CPU, and a tensor's type is called that of CUDA's."""
+    """Replaces CUDA devices by the CPU in torch calls, and reports CPU tensor types as CUDA types."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # which optimizers sort parameters by
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # optimizers group parameters by type
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
         if func is Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
@@ -44,7 +44,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoOpStream:
-    """A stream or an event on which nothing ever waits."""
+    """A CUDA stream or event that does nothing."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None: ...
 
@@ -70,7 +70,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
     from megatron.core.tensor_parallel import random
 
-    # Models have no dropout, so no random number is drawn between these.
+    # Models have no dropout, so the CUDA generators are never used.
     yield random, "_get_cuda_rng_state", lambda *arguments, **settings: torch.get_rng_state()
     yield random, "_set_cuda_rng_state", do_nothing
     yield random.CudaRNGStatesTracker, "fork", make_null_context
@@ -81,7 +81,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's own moves, and converts, tensors of a GPU alone."""
+    """Return token counts as the dispatcher needs them; megatron-core's version handles GPU tensors only."""
     return tensor.detach().numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 

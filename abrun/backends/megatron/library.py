@@ -1,4 +1,4 @@
-"""megatron-core: which versions this backend was built against, and what it calls of them."""
+"""The supported versions of megatron-core, and the functions that this backend calls."""
 
 import contextlib
 import importlib
@@ -13,7 +13,7 @@ import torch
 from abrun.errors import RecipeError
 from abrun.recipe.packages import MEGATRON_VERSIONS, megatron_refusal
 
-# What is called by keyword, or replaced: a version that renamed one of them would be called wrongly.
+# Arguments passed by keyword, and functions that are replaced. A version without them is refused.
 REQUIRED_ARGUMENTS = {
     "megatron.core.parallel_state:initialize_model_parallel": (
         "tensor_model_parallel_size",
@@ -62,7 +62,7 @@ REQUIRED_ARGUMENTS = {
 
 
 def check() -> None:
-    """Raises RecipeError where megatron-core is missing, or is a version that this backend does not know."""
+    """Raise RecipeError if megatron-core is missing or its version is not supported."""
     refusal = megatron_refusal()
     if refusal:
         raise RecipeError(refusal)
@@ -80,7 +80,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def suppress_warnings() -> Iterator[None]:
-    """Without warnings: of what megatron-core calls that torch will rename, and of packages it misses."""
+    """Suppress megatron-core's warnings about deprecated torch functions and missing optional packages."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -100,7 +100,7 @@ def _parameter_names(name: str) -> set[str]:
 
 
 def _define_missing_gemm() -> None:
-    """0.16 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
+    """Define a name that 0.16 reads in a router's forward but only defines with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -108,5 +108,5 @@ def _define_missing_gemm() -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a recipe names."""
+    """Return the dtype that a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

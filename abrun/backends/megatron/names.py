@@ -1,4 +1,4 @@
-"""Weights under their Hugging Face names, and as megatron-core's parameters hold them: both ways, to the bit.
+"""The conversion of weights between Hugging Face's tensors and megatron-core's parameters, bit for bit.
 
 Letters: G groups of query heads that share keys, Q query heads in each, D width of a head, H hidden size, I
 width of an MLP, E experts, V vocabulary.
@@ -17,21 +17,21 @@ from abrun.backends.megatron.network import head_dim
 from abrun.backends.shards import Piece, ShardSpec
 from abrun.models import part_of
 
-VALUE_HEAD = "value_head"  # of a critic, which no Hugging Face network has
+VALUE_HEAD = "value_head"  # module of a value model, without a counterpart in Hugging Face's networks
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """What a parameter of megatron-core is made of, and how tensor-parallel ranks share it."""
+    """The Hugging Face tensors of a megatron-core parameter, and its tensor-parallel sharding."""
 
     hf_names: tuple[str, ...]
     sharding: Literal["rows", "columns", "rows_of_halves", "not"] = "not"
-    expert: int | None = None  # of the E that are one tensor in Hugging Face's networks
+    expert: int | None = None  # index into the E experts that one Hugging Face tensor holds
 
 
 class WeightNames:
-    """Of one model on this rank, by its Hugging Face configuration."""
+    """The mapping between one model's parameters on this rank and Hugging Face's tensors."""
 
     def __init__(self, model: Any, network: Any) -> None:
         self._model: Any = model
@@ -45,7 +45,7 @@ class WeightNames:
 
     @torch.no_grad()
     def load(self, network: Any, assign: Callable[[str, Tensor], None]) -> None:
-        """Assign this rank's part of each parameter by its name; nothing else of the `network` is read."""
+        """Assign this rank's shard of each parameter, reading nothing else of the `network`."""
         for name in self._parameters:
             spec = self.shard_spec(name)
             assign(
@@ -54,7 +54,7 @@ class WeightNames:
             )
 
     def shard_spec(self, name: str) -> ShardSpec:
-        """Of what this rank's part of a parameter is made."""
+        """Return the spec of this rank's shard of a parameter."""
         source = self._find_source(name)
         return ShardSpec(
             pieces=tuple(
@@ -66,7 +66,10 @@ class WeightNames:
 
     @torch.no_grad()
     def full_weights(self, read_local: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights, from this rank's part of each. Collective over the stage's ranks."""
+        """Yield this stage's full weights under Hugging Face's names. Collective over the stage's ranks.
+
+        `read_local` returns this rank's shard of a parameter.
+        """
         for name in self._parameters:
             source = self._find_source(name)
             if EXPERT in name:
@@ -81,11 +84,11 @@ class WeightNames:
                 yield from zip(source.hf_names, spec.split(full_weight), strict=True)
 
     def _qkv_head_dim(self, name: str) -> int | None:
-        """Of a head, where queries, keys and values are one parameter."""
+        """Return the head size if the parameter combines query, key and value projections, else None."""
         return self._head_dim if "linear_qkv" in name else None
 
     def _is_embedding_copy(self, name: str) -> bool:
-        """Whether this is the last stage's copy of the embedding, which the first stage gives."""
+        """Return whether this is the last stage's copy of a tied embedding, which the first stage exports."""
         return name == "output_layer.weight" and self._config.tie_word_embeddings
 
     def _all_experts(self, first_name: str, read_local: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
@@ -115,7 +118,7 @@ class WeightNames:
                 "output_layer.weight": ParameterSource((head,), "rows"),
             }[name]
         index, _, inside = name.removeprefix(LAYER).partition(".")
-        number = self._model.decoder.layers[int(index)].layer_number - 1  # counted over all stages
+        number = self._model.decoder.layers[int(index)].layer_number - 1  # index over all stages
         prefix = f"model.layers.{number}."
         if inside.startswith(EXPERT):
             local, kind = inside.removeprefix(EXPERT).split(".")[:2]
@@ -157,7 +160,7 @@ def _unshard(shards: Sequence[Tensor], source: ParameterSource) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's, in their order. Collective."""
+    """Return the tensor of every rank of the group, in rank order. Collective."""
     tensor = tensor.detach().contiguous()
     if group.size() == 1:
         return [tensor]

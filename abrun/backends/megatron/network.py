@@ -29,10 +29,10 @@ from abrun.recipe.policy import Megatron, Policy
 
 
 def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
-    """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
+    """Return the last hidden states unchanged: replaces GPTModel's LM head, because abrun has its own.
 
-    See megatron.core.tensor_parallel.ColumnParallelLinear. The versions that have an argument for it
-    (`output_processor`) hand over what this gets, and 0.16 and 0.17 have none: so there is one way for all.
+    The signature is that of ColumnParallelLinear.forward. Newer versions have an argument for this,
+    `output_processor`, but 0.16 and 0.17 do not, so all versions are treated alike.
     """
     unexpected = [name for name, value in unused.items() if value is not None]
     assert not unexpected, f"this megatron-core asks its output layer for {unexpected}"
@@ -40,13 +40,13 @@ def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -
 
 
 class IdentityHead(nn.Module):
-    """In place of the LM head of a network that has none."""
+    """A placeholder for the LM head of a network without one."""
 
     forward = staticmethod(return_hidden_states)
 
 
 class DetachPaddingRows:
-    """A hook of the embedding: like torch's own, it gives the row of the padding token no gradient."""
+    """An embedding hook that blocks the padding token's gradient, as torch's `padding_idx` does."""
 
     def __init__(self, padding: int, settings: Megatron) -> None:
         self._padding, self._sequence_parallel = padding, settings.sequence_parallel
@@ -60,29 +60,29 @@ class DetachPaddingRows:
 
 
 class RMSNorm(nn.RMSNorm):
-    """megatron-core's own, without Transformer Engine or apex, refuses sequence parallelism."""
+    """RMSNorm with sequence parallelism, which megatron-core's refuses without Transformer Engine or apex."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # Each rank sees some of the tokens, so gradients are added up over the tensor-parallel ranks.
+        # Each rank sees some of the tokens, so gradients are summed over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(kw_only=True)
 class MicrobatchParams(PackedSeqParams):
-    """What of a microbatch goes with its hidden states to every layer, in recomputation, too.
+    """A microbatch's data for every layer, also when layers are recomputed.
 
-    megatron-core hands it on as it is, and reads nothing of it: our rotary embedding and attention do.
+    megatron-core passes it on without reading it. RotaryEmbedding, CausalAttention and the routers read it.
     """
 
-    positions: Tensor  # [S] int64, each token's place in its sequence
-    packing: Packing | None = None  # of a stream; what follows its own tokens is padding
-    routing: MicrobatchRouting | None = None  # what routers are told; None: nothing
+    positions: Tensor  # [S] int64, each token's position in its sequence
+    packing: Packing | None = None  # of a stream; tokens after its local ones are padding
+    routing: MicrobatchRouting | None = None  # input and output of the routers; None: not recorded
 
 
 class RotaryEmbedding(nn.Module):
-    """The family's own frequencies, however it stretches them, at each token's own position."""
+    """Rotary embeddings with the model family's (scaled) frequencies, at each token's own position."""
 
     def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
         super().__init__()
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
     def get_rotary_seq_len(
         self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: MicrobatchParams
     ) -> Tensor:
-        """What megatron-core asks before `forward`, and then calls it with: positions, not their number."""
+        """Return the positions: megatron-core calls `forward` with this result, usually a length."""
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:  # [S] -> [S, 1, 1, D]
@@ -101,7 +101,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Attention through torch's kernels; megatron-core's own holds all S x S scores."""
+    """Causal attention with torch's kernels; megatron-core's own materialises all S x S scores."""
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -109,14 +109,14 @@ class CausalAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [S, B, heads, D]; of a stream B is 1
+        query: Tensor,  # [S, B, heads, D]; for a stream B is 1
         key: Tensor,  # [S, B, key heads, D]
         value: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: MicrobatchParams,
         **_: Any,
     ) -> Tensor:  # [S, B, heads * D]
-        """Rows are padded right, so no real token sees padding and no mask is needed."""
+        """Compute attention. Rows are right-padded, so no real token sees padding and no mask is needed."""
         assert attention_mask is None
         packing = packed_seq_params.packing
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
@@ -138,12 +138,11 @@ class CausalAttention(MegatronModule):
 def make_network(
     network: Any, facts: Facts, policy: Policy, settings: Megatron, *, on_cpu: bool, head: bool = True
 ) -> GPTModel:
-    """This rank's part of the architecture of a transformers network; its weights are anyone's yet.
+    """Build this rank's shard of a transformers network, with uninitialised weights.
 
-    Without its LM head where `head` is False.
-
-    Its output is hidden states, on the last stage [B, S, H] (with sequence parallelism [B, S / tensor ranks,
-    H]). Raises RecipeError for what cannot be built or cut so.
+    With `head` False it has no LM head. Its output is hidden states: on the last stage [B, S, H], or, with
+    sequence parallelism, [B, S / tensor ranks, H]. Raises RecipeError if the network is not supported or does
+    not fit the layout.
     """
     misfit = megatron_misfit(network.config.to_dict(), settings)
     if misfit:
@@ -192,7 +191,7 @@ def _rotary_embedding(facts: Facts) -> Any:
 
 
 def padded_vocab_size(size: int, settings: Megatron) -> int:
-    """Rows of the embedding: the vocabulary, up to a multiple of the ranks that share it."""
+    """Return the vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
     return -size // settings.tensor_parallel * -settings.tensor_parallel
 
 
@@ -221,18 +220,18 @@ def _transformer_config(
         "pipeline_model_parallel_size": settings.pipeline_parallel,
         "expert_model_parallel_size": settings.expert_parallel,
         "sequence_parallel": settings.sequence_parallel,
-        "variable_seq_lengths": True,  # each microbatch is as long as its own longest sequence
-        "moe_token_dispatcher_type": "alltoall",  # the one that takes them
+        "variable_seq_lengths": True,  # microbatches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the one that supports variable lengths
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        # Without it parameters are not marked as cut over ranks, and the norm counts some of them only.
+        # Otherwise parameters are not marked as sharded, and the gradient norm misses some of them.
         "perform_initialization": True,
         "init_method": _uninitialised,
         "output_layer_init_method": _uninitialised,
         "embedding_init_method": _uninitialised,
-        # A sum over tokens, ranks and microbatches is left as it is: nothing divides, and nothing cancels.
+        # Keeps the sum over tokens, ranks and microbatches: megatron-core then divides by nothing.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
@@ -254,7 +253,7 @@ def _expert_config(config: Any) -> dict[str, Any]:
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
-        # The softmax of the chosen scores is that of all of them, scaled to the sum 1.
+        # The softmax of the chosen scores equals their softmax over all experts, renormalised to the sum 1.
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -269,12 +268,12 @@ def head_dim(config: Any) -> int:
 
 
 def _uninitialised(weight: Tensor) -> Tensor:
-    """Whatever memory held: every weight is loaded."""
+    """Leave the weight uninitialised, because every weight is loaded."""
     return weight
 
 
 def _check_supported(network: Any, facts: Facts) -> None:
-    """Raises RecipeError for a model that GPTModel, as it is set up here, does not compute."""
+    """Raise RecipeError for a model that GPTModel, as configured here, would compute differently."""
     config, kind = network.config, type(network).__name__
     layers = config.num_hidden_layers
     differences = {

@@ -1,7 +1,7 @@
-"""Modules whose gradients megatron-core reduces, and their AdamW: of policy and critic alike.
+"""Gradient reduction by megatron-core, and its AdamW, for policies and value models.
 
 Gradients are sums over tokens, microbatches and ranks, divided by nothing (`calculate_per_token_loss`). They
-are reduced once an optimizer step, however many passes came before.
+are reduced once per optimizer step, regardless of the number of passes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ from abrun.recipe.policy import Optimizer
 
 
 class MegatronParameters:
-    """A megatron module with its optimizer, if it has one; without, it is frozen.
+    """The parameters of a megatron-core module with their optimizer; without an optimizer they are frozen.
 
-    `held_of` says of a parameter, by its name in the module, which pieces of whole tensors it is.
-    `replicated`: every rank of a replica has all of the module and all of its gradients.
+    `shard_spec_of` returns the spec of a parameter, given its name in the module. `replicated`: every rank of
+    a replica has the full module and its full gradients.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class MegatronParameters:
         replicated: bool = False,
     ) -> None:
         self._replicated, self._distributed, self._shard_spec_of = replicated, distributed, shard_spec_of
-        self.module: Any = module  # what the schedule calls
+        self.module: Any = module  # the pipeline schedule calls it
         self._device, self._parameters = device, dict(module.named_parameters())
         self._optimizer: Any = None
         if optimizer is None:
             module.requires_grad_(False)
             return
         with emulate_cuda(device), suppress_warnings():
-            # Parameters are never prefetched: that follows the calls of modules, and the head is not called.
+            # No parameter prefetch: it is triggered by calls of modules, and the head is never called.
             reduction = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=False,
@@ -62,7 +62,7 @@ class MegatronParameters:
 
     @torch.no_grad()
     def assign(self, name: str, value: Tensor) -> None:
-        """Set this rank's part of a parameter, and where that is not float32, of its master."""
+        """Set this rank's shard of a parameter and, if it is not float32, of its master weight."""
         parameter: Any = self._parameters[name]
         parameter.copy_(value)
         main = getattr(parameter, "main_param", None)
@@ -71,19 +71,19 @@ class MegatronParameters:
 
     @torch.no_grad()
     def gather_master(self, name: str) -> Tensor:
-        """This rank's part of a parameter as it is trained, in float32. Collective over replicas."""
+        """Return this rank's shard of a parameter's float32 master weight. Collective over replicas."""
         parameter: Any = self._parameters[name]
         if not hasattr(parameter, "main_param"):
             return parameter.detach()
         full = torch.zeros(parameter.numel(), device=parameter.device)
         if parameter.main_param is not None:
             full[self._master_range(parameter)] = parameter.main_param.detach().flatten()
-        if self._distributed:  # each rank has some, and adding up bits keeps every one of them
+        if self._distributed:  # each rank has some elements and 0 elsewhere: an integer sum merges the bits
             dist.all_reduce(full.view(torch.int32), group=self._find_optimizer(parameter).data_parallel_group)
         return full.view_as(parameter)
 
     def _master_range(self, parameter: Tensor) -> slice:
-        """The elements whose master this rank has; maybe none."""
+        """Return the range of elements whose master weights this rank holds; may be empty."""
         if not self._distributed:
             return slice(None)
         try:
@@ -93,7 +93,7 @@ class MegatronParameters:
         return slice(span.start, span.end)
 
     def _find_optimizer(self, parameter: Tensor) -> Any:
-        """Of the experts', or of all others."""
+        """Return the parameter's optimizer: there is one for experts and one for all other parameters."""
         is_expert = not getattr(parameter, "allreduce", True)
         return next(
             optimizer
@@ -102,7 +102,7 @@ class MegatronParameters:
         )
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """See abrun.backends.Trainable. Reduces the gradients first."""
+        """Reduce the gradients, then see abrun.backends.Trainable."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         with emulate_cuda(self._device), suppress_warnings():
@@ -126,7 +126,7 @@ class MegatronParameters:
             inner.state.pop(parameter, None)
             if f"optimizer/step/{index}" in state:
                 inner.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),  # where the fused AdamW wants it
+                    "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
@@ -155,7 +155,7 @@ class MegatronParameters:
         return specs
 
     def _optimized_tensor(self, parameter: Any) -> Tensor:
-        """What the optimizer has of a parameter: its master, or some of its own elements."""
+        """Return the tensor that the optimizer updates: the master weight, or a view of the parameter."""
         if getattr(parameter, "main_param", None) is not None:
             return parameter.main_param
         return parameter.detach().flatten()[self._master_range(parameter)]
@@ -166,7 +166,7 @@ class MegatronParameters:
         return [*self.local_state().values(), *gradients]
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """By the parameter's place in the optimizer, which has a part of it, or a copy in float32."""
+        """Yield the optimizer's state, named by the parameter's index in the optimizer."""
         weights = {_storage(parameter) for parameter in self._parameters.values()}
         for index, (inner, parameter) in enumerate(self._optimized_parameters()):
             if _storage(parameter) not in weights:
@@ -195,7 +195,7 @@ def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
         params_dtype=module.config.params_dtype,
         use_distributed_optimizer=distributed,
     )
-    # torch's own, as on the other backend, whatever else is installed.
+    # Use torch's AdamW, as the dtensor backend does, even if Transformer Engine or apex is installed.
     original = megatron_optimizer.USING_PYTORCH_OPTIMIZER
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     try:
@@ -203,7 +203,7 @@ def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
     finally:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = original
     for group in optimizer.param_groups:
-        group["weight_decay"] *= group["wd_mult"]  # 0 for norms and biases; only its scheduler would do it
+        group["weight_decay"] *= group["wd_mult"]  # 0 for norms and biases; normally its scheduler applies it
         group |= {"fused": True, "foreach": False}
     return optimizer
 

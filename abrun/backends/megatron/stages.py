@@ -1,6 +1,6 @@
-"""A pass over microbatches: through this rank's stage of the pipeline, in megatron-core's order (1F1B).
+"""Passes over microbatches through this rank's pipeline stage, on megatron-core's 1F1B schedule.
 
-Every rank of a replica has the same rows, so each stage reads its own; hidden states alone travel.
+Every rank of a replica has the same rows, so only hidden states are sent between stages.
 Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
 """
 
@@ -34,7 +34,7 @@ from abrun.rl.metrics import MetricParts
 
 
 class Stages:
-    """Of one module on this rank."""
+    """Passes of modules through this rank's pipeline stage, and broadcasts between stages."""
 
     def __init__(self, settings: Megatron, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
@@ -47,9 +47,9 @@ class Stages:
         *,
         backward: bool,
     ) -> None:
-        """Call `forward` on each microbatch; with `backward`, go back from what it returned. Collective.
+        """Call `forward` on each microbatch; with `backward`, backpropagate from its output. Collective.
 
-        On the last stage that is a loss [], on others what the stage computed for the next.
+        The output is a loss [] on the last stage, and on others the hidden states for the next stage.
         """
 
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
@@ -61,7 +61,7 @@ class Stages:
                 data_iterator=iter(microbatches),
                 model=[module],
                 num_microbatches=len(microbatches),
-                seq_length=1,  # each microbatch says its own
+                seq_length=1,  # unused, since lengths vary
                 micro_batch_size=1,
                 forward_only=not backward,
             )
@@ -73,10 +73,11 @@ class Stages:
         packing: Packing | None,
         routing: MicrobatchRouting | None = None,
     ) -> Tensor:
-        """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of own tokens [1, T/P].
+        """Return the stage's output for right-padded rows [B, S], or for a stream's local tokens [1, T/P].
 
         With sequence parallelism the rows are padded to a multiple of the tensor-parallel ranks, and the
-        states are this rank's part of the tokens; `for_vocabulary` and `for_everyone` make them whole.
+        states are sharded by position; `gather_for_sharded_head` and `gather_for_replicated_head` gather
+        them.
         """
         if packing is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)
@@ -86,12 +87,12 @@ class Stages:
         extra = self._num_padding(token_ids.shape[1])
         params = MicrobatchParams(positions=pad(positions, (0, extra)), packing=packing, routing=routing)
         hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=params)
-        return hidden.contiguous()  # which sending it to the next stage needs
+        return hidden.contiguous()  # required to send it to the next stage
 
     def token_positions(
         self, token_mask: Tensor, packing: Packing | None
     ) -> Tensor:  # [B, S] bool -> [T] int64
-        """Where the tokens of this rank's layers stand in the flattened rows; -1: padding."""
+        """Return the index in the flattened rows of each token of this rank's layers; -1 for padding."""
         if packing is None:
             rows = torch.arange(token_mask.numel(), device=token_mask.device).view(token_mask.shape)
             positions = torch.arange(token_mask.shape[1], device=token_mask.device)
@@ -109,25 +110,25 @@ class Stages:
         return token_positions.flatten()
 
     def gather_for_sharded_head(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
-        """The last stage's states for a head whose vocabulary is cut over the tensor-parallel ranks.
+        """Return the last stage's full states for a head with a sharded vocabulary.
 
-        Each rank's gradient of them is a part, of its own vocabulary: the parts are added up.
+        Each rank's gradient of them is a partial sum, from its vocabulary shard; the backward pass sums them.
         """
         if not self._settings.sequence_parallel:
             return copy_to_tensor_model_parallel_region(hidden, group=tensor_group())
         return self._gather_sequence(hidden, length, partial_gradients=True)
 
     def gather_for_replicated_head(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
-        """The last stage's states for a head that every tensor-parallel rank has whole.
+        """Return the last stage's full states for a head that is replicated over tensor-parallel ranks.
 
-        Each rank's gradient of them is all of it.
+        Each rank has their full gradient.
         """
         if not self._settings.sequence_parallel:
             return hidden
         return self._gather_sequence(hidden, length, partial_gradients=False)
 
     def broadcast_metrics(self, metrics: MetricParts | None) -> MetricParts:
-        """The last stage's contributions, on every stage; others have None. Collective over the pipeline."""
+        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
         if self._ranks.pipeline is None:
             assert metrics is not None
             return metrics
@@ -142,7 +143,7 @@ class Stages:
         return MetricParts(sums=sums, maxima=maxima, minima=minima)
 
     def broadcast_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of every stage, in their order, on every stage. Collective over the pipeline."""
+        """Yield the tensors of all stages, in stage order, on every stage. Collective over the pipeline."""
         pipeline = self._ranks.pipeline
         if pipeline is None:
             yield from weights
@@ -163,13 +164,13 @@ class Stages:
                 yield name, tensor
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """The last stage's, in place on every stage. Collective over the pipeline."""
+        """Copy the last stage's tensor into `tensor` on every stage. Collective over the pipeline."""
         if self._ranks.pipeline is not None:
             dist.broadcast(tensor, src=self._last_rank(), group=self._ranks.pipeline)
         return tensor
 
     def _num_padding(self, length: int) -> int:
-        """Tokens that pad so many to a multiple of the ranks that cut them."""
+        """Return the number of padding tokens that sequence parallelism needs."""
         return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
 
     def _to_tensor(self, value: float) -> Tensor:
@@ -187,7 +188,7 @@ class Stages:
 
 
 class StagedModel(TrainedModel):
-    """Passes of this rank's stage of `_module`."""
+    """A model whose passes run through this rank's stage of `_module`."""
 
     _stages: Stages
     _module: Any
@@ -210,7 +211,7 @@ class StagedModel(TrainedModel):
 
 
 def _return_undivided(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
-    """A loss in the form that the schedule divides by nothing."""
+    """Return the loss in the form that the schedule does not divide: with a token count of 0."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), None
 
 

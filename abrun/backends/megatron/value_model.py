@@ -1,4 +1,4 @@
-"""PPO's value model on megatron-core: a scalar head on a backbone, its own or the policy's."""
+"""PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,9 +24,9 @@ from abrun.rl.batch import Sequences
 
 
 class StageValueHead(MegatronModule):
-    """A number for each hidden state, float32, whole on every rank of the last stage.
+    """A float32 linear head that maps each hidden state to a scalar, replicated on the last stage's ranks.
 
-    Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank.
+    Its weight is drawn with standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), the same on every rank.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, *, seed: int) -> None:
@@ -43,8 +43,8 @@ class StageValueHead(MegatronModule):
 class MegatronValueModel(StagedModel, ValueBackend):
     """See abrun.backends.ValueModel.
 
-    `backbone`: one of its own, with the weights of the transformers `network`; or the policy's module, on
-    whose hidden states the head then stands, without a `network`.
+    `backbone` is either its own module, loaded from the transformers `network`, or the policy's module. In
+    the second case `network` is None.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MegatronValueModel(StagedModel, ValueBackend):
         self._coefficient = 1.0
         has_own_backbone = network is not None
         if has_own_backbone:
-            backbone.add_module(VALUE_HEAD, self.head)  # one module, so that one norm is clipped
+            backbone.add_module(VALUE_HEAD, self.head)  # in one module, so that one gradient norm covers both
         else:
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
         self._names = WeightNames(backbone, network) if has_own_backbone else None
@@ -80,11 +80,11 @@ class MegatronValueModel(StagedModel, ValueBackend):
         if self._names is not None:
             self._names.load(network, self._parameters.assign)
         self._module = self._parameters.module if has_own_backbone else backbone
-        # A pipeline's stages wait for each other's gradients, so there these are 0.
+        # Pipeline stages wait for each other's gradients, so with a pipeline the gradients are 0 instead.
         self._detached = self._coefficient == 0 and ranks.pipeline is None
 
     def _shard_spec(self, name: str) -> ShardSpec:
-        """Of a parameter, by names as the other backend's value model has them."""
+        """Return a parameter's spec, with the same tensor names as the dtensor backend's value model."""
         inside = name.removeprefix(f"{VALUE_HEAD}.")
         if inside in ("weight", "bias"):
             return ShardSpec.from_piece(f"head.{inside}", Piece.full(getattr(self.head, inside).shape))
