@@ -61,15 +61,15 @@ def enable_streams(network: Any, policy: Policy) -> None:
     except Exception as error:  # about 200 third-party forward passes, which can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise RecipeError(
-            f"{key} with {type(network).__name__}, which cannot compute a stream of sequences: {reason}; "
+            f"{key} with {type(network).__name__}, which fails on packed sequences: {reason}; "
             f"use {alternative}"
         ) from error
     if deviation is not None:
         module = deviation.module or "head"
         raise RecipeError(
-            f"{key} with {type(network).__name__}, whose {module} computes something else in a stream of "
-            f"sequences than in padded rows: log-probs differ by up to {deviation.nats:.2g} nats on a few "
-            f"tokens; use {alternative}"
+            f"{key} with {type(network).__name__}, whose {module} gives different results for packed "
+            f"sequences than for padded rows: log-probs differ by up to {deviation.nats:.2g} nats in a "
+            f"self-check on a few tokens; use {alternative}"
         )
 
 
@@ -141,7 +141,7 @@ def _eager_attention(
     """Compute attention uncompiled: span bounds differ by microbatch, and each would be compiled for."""
     if packing is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise ValueError(f"{type(module).__name__} does not pass on where sequences begin")
+            raise ValueError(f"{type(module).__name__} does not pass on the argument `packing`")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
 
     def attend_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

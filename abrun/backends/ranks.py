@@ -189,9 +189,7 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
     """
     on_gpu = cluster["gpus_per_node"] > 0
     if on_gpu and not torch.cuda.is_available():
-        raise LaunchError(
-            "cluster.gpus_per_node: no CUDA device is visible here; use 0 to train on CPU cores"
-        )
+        raise LaunchError("cluster.gpus_per_node: no CUDA device is visible; use 0 to train on CPU cores")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -211,7 +209,7 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     expected = cluster["nodes"] * (cluster["gpus_per_node"] or cluster["cpu_ranks"])
     if dist.get_world_size() != expected:
-        raise LaunchError(f"cluster: asks for {expected} ranks and {dist.get_world_size()} were started")
+        raise LaunchError(f"cluster: needs {expected} ranks, but {dist.get_world_size()} were started")
     return device
 
 

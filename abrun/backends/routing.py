@@ -126,6 +126,6 @@ def check_routing(policy: Policy, network: nn.Module, num_routers: int) -> None:
         if value and not num_routers:
             got = setting.format(str(value).lower())
             raise RecipeError(
-                f"policy.{got} with {type(network).__name__}, which has no routers that choose among "
-                f"probabilities of all experts; use {setting.split(':')[0]}: {off_value}"
+                f"policy.{got} with {type(network).__name__}, which has no routers with a top-k of "
+                f"probabilities over all experts; use {setting.split(':')[0]}: {off_value}"
             )

@@ -143,12 +143,12 @@ def specs_from_metadata(metadata: Mapping[str, str] | None) -> dict[str, ShardSp
     Raises ValueError if it has no specs, or specs of another version of abrun.
     """
     if not metadata or METADATA not in metadata:
-        raise ValueError("its files do not say which part of each tensor they hold")
+        raise ValueError("its files have no metadata about shards")
     try:
         return _parse(metadata[METADATA])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            "its files do not say which part of each tensor they hold as this version of abrun does"
+            "its files have metadata about shards that this version of abrun cannot read"
         ) from error
 
 

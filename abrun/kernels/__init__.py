@@ -66,7 +66,7 @@ def linear_logprobs(
     Raises ValueError for an unavailable impl and for shapes, dtypes or settings that do not fit.
     """
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}; it is at least 1, or None to choose by memory")
+        raise ValueError(f"chunk_size: got {chunk_size}; need at least 1, or None to fit the memory budget")
     head = resolve_head(hidden, weight, target, **options)
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
@@ -154,13 +154,13 @@ def _logprobs(
 def _tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
     """Return the tile implementation of `impl`, or None if it computes dense logits."""
     if memory_budget_bytes < 1:
-        raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; it is at least 1")
+        raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; need at least 1")
     if impl == "logits":
         return None
     if impl == "chunked":
         return TorchTiles(head)
     if impl != "triton":
-        raise ValueError(f"impl: {impl!r} is unknown; available are {', '.join(map(repr, _IMPLS))}")
+        raise ValueError(f"impl: got {impl!r}; use one of {', '.join(map(repr, _IMPLS))}")
     try:
         from . import triton_tiles
     except ImportError as error:

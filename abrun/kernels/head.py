@@ -100,20 +100,22 @@ def resolve_head(
             f"target: got shape {list(target.shape)}; need {list(hidden.shape[:-1])}, hidden's without H"
         )
     if target.dtype != torch.int64:
-        raise ValueError(f"target: got {target.dtype}; token ids are torch.int64")
+        raise ValueError(f"target: got {target.dtype}; need torch.int64")
     if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}; it is greater than 0")
+        raise ValueError(f"temperature: got {temperature}; need a value greater than 0")
     if not logit_scale > 0:
-        raise ValueError(f"logit_scale: got {logit_scale}; it is greater than 0")
+        raise ValueError(f"logit_scale: got {logit_scale}; need a value greater than 0")
     if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap: got {logit_softcap}; it is greater than 0, or None for no cap")
+        raise ValueError(
+            f"logit_softcap: got {logit_softcap}; need a value greater than 0, or None for no cap"
+        )
     shard = 0 if group is None else dist.get_rank(group)
     shard_rows = weight.shape[0]
     total_rows = num_shards * shard_rows
     true_size = total_rows if vocab_size is None else vocab_size
     if not 0 < true_size <= total_rows:
         raise ValueError(
-            f"vocab_size: got {true_size}; it is from 1 to the weight's {total_rows} rows over all shards"
+            f"vocab_size: got {true_size}; need 1 to {total_rows}, the weight's rows over all shards"
         )
     first_row = shard * shard_rows
     return ResolvedHead(
@@ -143,7 +145,7 @@ def _resolve_dtypes(projection: torch.dtype, logits_dtype: torch.dtype | None) -
 
 
 _SAME_ON_RANKS = (  # argument, unit, requirement
-    ("weight", " rows", "equal, consecutive shards in rank order: pad the last and give vocab_size"),
+    ("weight", " rows", "equal, consecutive shards in rank order: pad the last and pass vocab_size"),
     ("weight", " as hidden size", "the same on every rank"),
     ("target", " tokens", "the same tokens on every rank"),
     ("vocab_size", "", "the same on every rank (0 stands for None)"),

@@ -187,7 +187,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         _refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError(
-                "linear_policy_loss: its gradients were handed out by an earlier backward pass"
+                "linear_policy_loss: its backward pass can run only once, and it has run before"
             )
         scaled = [
             None if gradient is None else ctx.tiles.scale(gradient, grad_loss) for gradient in ctx.gradients

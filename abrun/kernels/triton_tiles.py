@@ -45,12 +45,12 @@ class TritonTiles:
     def __init__(self, head: ResolvedHead, weight: Tensor) -> None:
         if not weight.is_cuda and not knobs.runtime.interpret:
             raise ValueError(
-                f"impl: 'triton' runs on a CUDA device, not on {weight.device.type!r} (there only in "
-                "Triton's interpreter, with TRITON_INTERPRET=1 in the environment); use impl 'chunked'"
+                f"impl: 'triton' needs a CUDA device, got {weight.device.type!r}; use impl 'chunked', or set "
+                "TRITON_INTERPRET=1 in the environment to use Triton's interpreter"
             )
         if head.projection_dtype not in DTYPES:
             raise ValueError(
-                f"impl: 'triton' projects in bfloat16, float16 or float32, not in {head.projection_dtype}"
+                f"impl: 'triton' supports bfloat16, float16 and float32, got {head.projection_dtype}"
             )
         self._head = head
         self._num_processors, shared_memory_bytes = _device_limits(weight.device)

@@ -390,7 +390,7 @@ REFUSED = [
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         2,
         True,
-        r"no full attention",
+        r"layers without full attention",
     ),
 ]
 

@@ -149,8 +149,8 @@ def fsdp_shard_dim(experts: Any, copies: int) -> int:
     if any(size % copies for size in sizes):
         raise RecipeError(
             f"policy.backend.expert_parallel: the {experts.num_experts} experts of a rank, matrices of "
-            f"{' and '.join(map(str, sizes))} rows, cannot be cut over {copies} copies; use a larger "
-            "expert_parallel, or other cluster sizes"
+            f"{' and '.join(map(str, sizes))} rows, cannot be sharded over {copies} ranks; use a larger "
+            "expert_parallel, or another number of ranks"
         )
     return 1
 
@@ -159,7 +159,7 @@ def check_expert_counts(network: nn.Module, expert_counts: list[int], size: int)
     """Raise RecipeError if layers with these numbers of experts cannot be distributed over `size` ranks."""
     got = f"policy.backend.expert_parallel: got {size} with {type(network).__name__}"
     if not expert_counts:
-        raise RecipeError(f"{got}, which has no experts that can be spread; use expert_parallel: 1")
+        raise RecipeError(f"{got}, which has no experts to distribute; use expert_parallel: 1")
     for count in expert_counts:
         if count % size:
             raise RecipeError(f"{got}, whose layers have {count} experts; use a divisor of {count}")

@@ -244,13 +244,13 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
     if config.model_type not in PLAIN_DECODERS:
         families = ", ".join(PLAIN_DECODERS)
         raise RecipeError(
-            f"{KEY}: got {size} with {kind}, which there is no plan for; use 1, or a model of {families}"
+            f"{KEY}: got {size} with {kind}, which is not supported; use 1, or a model of {families}"
         )
     if misfit := heads_misfit(config.to_dict(), size):
         raise RecipeError(misfit)
     if sequence_parallel and {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise RecipeError(
-            f"policy.backend.sequence_parallel: got true with {kind}, some layers of which have no full "
+            f"policy.backend.sequence_parallel: got true with {kind}, which has layers without full "
             "attention; use sequence_parallel: false"
         )
 

@@ -33,7 +33,9 @@ def join_groups(ranks: Ranks, settings: Megatron) -> None:
     if ranks.device.type == "cuda":  # megatron-core swaps CUDA generators around dropout
         model_parallel_cuda_manual_seed(0)
     replica = ranks.weight_mesh.get_local_rank()
-    assert parallel_state.get_data_parallel_rank() == replica, "samples are shared otherwise"
+    assert parallel_state.get_data_parallel_rank() == replica, (
+        "megatron-core numbers data-parallel ranks differently"
+    )
     assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
     assert parallel_state.get_pipeline_model_parallel_rank() == (
         ranks.pipeline.rank() if ranks.pipeline else 0

@@ -35,7 +35,7 @@ def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -
     `output_processor`, but 0.16 and 0.17 do not, so all versions are treated alike.
     """
     unexpected = [name for name, value in unused.items() if value is not None]
-    assert not unexpected, f"this megatron-core asks its output layer for {unexpected}"
+    assert not unexpected, f"megatron-core called its output layer with unsupported arguments: {unexpected}"
     return hidden, None
 
 
@@ -178,7 +178,7 @@ def make_network(
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
         model.embedding.word_embeddings.register_forward_hook(DetachPaddingRows(padding, settings))
-    assert not getattr(config, "use_mup", False), "logits are scaled by the head, not here"
+    assert not getattr(config, "use_mup", False), "use_mup scales logits, which abrun's head would do again"
     if is_last_stage() and head:
         model.output_layer.forward = return_hidden_states
     elif is_last_stage():
@@ -290,6 +290,6 @@ def _check_supported(network: Any, facts: Facts) -> None:
     for feature, differs in differences.items():
         if differs:
             raise RecipeError(
-                f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({feature}); use "
-                f"type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
+                f"policy.backend.type: got 'megatron' with {kind}, which it does not support ({feature}); "
+                f"use type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
             )
