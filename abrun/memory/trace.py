@@ -77,7 +77,7 @@ def trace(
         setup, phases = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
         # A resumed run has the optimizer's state before its first step
-        setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
+        setup.learner.load_local_state(dict.fromkeys(setup.learner.shard_specs(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
         reference = getattr(algorithm, "reference", None)

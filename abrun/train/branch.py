@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import Piece, ShardSpec, specs_from_metadata
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.runs.files import find_damage, fingerprint
@@ -48,7 +48,7 @@ def start_from(
     Raises RecipeError, on every rank alike, where there is none, or one that does not fit.
     """
     path, wrong, found = Path(folder).expanduser(), None, None
-    wanted = trained.pieces()
+    wanted = trained.shard_specs()
     shapes = ranks.all_gather_world(
         {name: piece.shape for held in wanted.values() for name, piece in held.pieces}
     )
@@ -81,7 +81,9 @@ def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, Origi
     return state, Origin(run=state.run, step=state.step, sha256=digest)
 
 
-def _tensors_of(saved: "_Saved", wanted: Mapping[str, Held], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_of(
+    saved: "_Saved", wanted: Mapping[str, ShardSpec], own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """What `load_local_state` takes. Raises ValueError."""
     return {
         name: saved.read_held(held, own[name].dtype if name in own else None)
@@ -99,13 +101,13 @@ class _Saved:
         joined: dict[str, _Joined] = {}
         latest: dict[str, list[Tensor]] = {}
         for file in files:
-            for name, held in held_in(file.metadata()).items():
-                if not held.is_piece:
+            for name, held in specs_from_metadata(file.metadata()).items():
+                if not held.is_single_piece:
                     one = joined.setdefault(repr(held.pieces), _Joined(held, latest))
-                    one.spans[held.span] = partial(file.get_tensor, name)
+                    one.spans[held.flat_range] = partial(file.get_tensor, name)
                 for index, (whole, piece) in enumerate(held.pieces):
                     read = partial(_part_of_file, file, name)
-                    if not held.is_piece:
+                    if not held.is_single_piece:
                         read = partial(joined[repr(held.pieces)].read, index)
                     self._places.setdefault(whole, {}).setdefault(repr(piece.slices), (piece, read))
 
@@ -115,10 +117,10 @@ class _Saved:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: next(iter(there.values()))[0].shape for name, there in self._places.items()}
 
-    def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
+    def read_held(self, held: ShardSpec, dtype: torch.dtype | None) -> Tensor:
         """`dtype`: which it has to be in; None: as saved."""
-        exact = None if held.rounded else dtype
-        found = held.joined([self._read(name, piece, exact) for name, piece in held.pieces])
+        exact = None if held.is_rounded_copy else dtype
+        found = held.assemble([self._read(name, piece, exact) for name, piece in held.pieces])
         return found if dtype is None else found.to(dtype)
 
     def _read(self, name: str, wanted: Piece, dtype: torch.dtype | None) -> Tensor:
@@ -126,17 +128,17 @@ class _Saved:
         own: Tensor | None = None
         num_read = 0
         for piece, read in self._places[name].values():
-            part = piece.common(wanted)
+            part = piece.intersect(wanted)
             if part is None:
                 continue
-            there = read(piece.inside(part))
+            there = read(piece.relative_to(part))
             if dtype is not None and there.dtype != dtype:
                 raise ValueError(f"{name} is {there.dtype}, and {dtype} in this run")
-            own = torch.zeros(wanted.size, dtype=there.dtype) if own is None else own
-            own[wanted.inside(part)] = there
+            own = torch.zeros(wanted.local_shape, dtype=there.dtype) if own is None else own
+            own[wanted.relative_to(part)] = there
             num_read += there.numel()
         if own is None:
-            own = torch.zeros(wanted.size, dtype=dtype or torch.float32)
+            own = torch.zeros(wanted.local_shape, dtype=dtype or torch.float32)
         if num_read != own.numel():
             raise ValueError(f"{name} is not whole")
         return own
@@ -148,7 +150,7 @@ class _Joined:
     `latest` is shared by all of them: what one was split into last. Its pieces are mostly asked for together.
     """
 
-    def __init__(self, held: Held, latest: dict[str, list[Tensor]]) -> None:
+    def __init__(self, held: ShardSpec, latest: dict[str, list[Tensor]]) -> None:
         self._held, self._latest = held, latest
         self.spans: dict[tuple[int, int] | None, Callable[[], Tensor]] = {}
 

@@ -128,7 +128,7 @@ def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str
     """
     ranks, own = policy.ranks, 0
     sketches: dict[str, Tensor] = {}
-    for number, (name, weight) in enumerate(policy.weights()):
+    for number, (name, weight) in enumerate(policy.gather_weights()):
         if number % ranks.size == ranks.rank:
             own += content_of(name, weight)
             if sketch is not None:

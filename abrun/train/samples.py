@@ -29,7 +29,7 @@ def samples_of(setup: Setup, batch: RolloutBatch, group_size: int) -> list[Sampl
     rows = torch.arange(0, len(batch), group_size, device=batch.token_ids.device)[: settings.prompts]
     chosen = batch[rows]
     with torch.compiler.set_stance("force_eager"):
-        logprobs = setup.policy.logprobs(chosen)
+        logprobs = setup.policy.compute_logprobs(chosen)
     error = (logprobs - chosen.inference_logprobs).abs()
     return [
         _sample(setup, *row)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from abrun.backends import Backend
-from abrun.backends.ranks import gathered
+from abrun.backends.ranks import all_gather_lists
 from abrun.models import Text
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
@@ -48,7 +48,7 @@ class Colocated:
         group = self._vllm.group
         if group is None:
             return self._vllm.generate(requests, temperature)
-        of_ranks = gathered([requests], group)
+        of_ranks = all_gather_lists([requests], group)
         completions = self._vllm.generate([one for of_rank in of_ranks for one in of_rank], temperature)
         first = sum(map(len, of_ranks[: group.rank()]))
         return completions[first : first + len(requests)]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from abrun.backends.context import Span, spans_of
+from abrun.backends.context import Span, make_spans
 from abrun.rl.batch import TrainBatch
 from abrun.train.faults.site import Site, around, partly_detached
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
@@ -57,7 +57,7 @@ def attention_across_packed(site: Site) -> None:
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *tokens, packing, support = args
         whole = Span(0, packing.starts[-1], 0, packing.starts[-1])
-        return *tokens, replace(packing, spans=spans_of([whole], tokens[0].device)), support
+        return *tokens, replace(packing, spans=make_spans([whole], tokens[0].device)), support
 
     _module(site.setup.policy).register_forward_pre_hook(before)
 
@@ -72,7 +72,7 @@ def labels_off_by_one(site: Site) -> None:
     def logprobs(inner, hidden: Tensor, weight: Tensor, target: Tensor, *more: Any) -> tuple[Any, ...]:
         return inner(hidden, weight, target.roll(1, -1), *more)
 
-    around(_module(site.setup.policy).head, "logprobs", logprobs)
+    around(_module(site.setup.policy).head, "compute_logprobs", logprobs)
 
 
 def rope_bf16(site: Site) -> None:

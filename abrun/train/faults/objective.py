@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.batch import TrainBatch
 from abrun.rl.losses import PolicyLoss, TokenLosses
 from abrun.rl.metrics import MetricParts
@@ -23,7 +23,7 @@ def microbatch_mean(site: Site) -> None:
         mean = sum(sums) / len(sums)
         factors = [1 + site.size * (mean / one - 1) if one else 1.0 for one in sums]
         scaled = [part.loss_weights * factor for (part, _), factor in zip(parts, factors, strict=True)]
-        return inner(replace(batch, loss_weights=parts.in_rows(scaled)), objective)
+        return inner(replace(batch, loss_weights=parts.gather_rows(scaled)), objective)
 
     around(site.setup.policy, "forward_backward", forward_backward)
 
@@ -58,7 +58,7 @@ class _LastOnly:
         self._inner, self._left, self._share = inner, num_microbatches, share
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return self._inner.entropies
 
     def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> "_Scaled":

@@ -22,7 +22,7 @@ def critic_mask_of_other_rows(site: Site) -> None:
     def values(inner, batch: Sequences) -> Tensor:  # [B, S]
         return inner(batch) * batch.token_mask.roll(int(site.size), 0)
 
-    around(site.setup.value_model, "values", values)
+    around(site.setup.value_model, "compute_values", values)
 
 
 def dropout_on(site: Site) -> None:
@@ -45,7 +45,7 @@ def one_ulp(site: Site) -> None:
     A piece of a weight has its own signs, the same on every rank that has the piece.
     """
     setup = site.setup
-    pieces, state = setup.policy.pieces(), setup.policy.local_state()
+    pieces, state = setup.policy.shard_specs(), setup.policy.local_state()
     bits = MANTISSA_BITS[setup.config.policy.dtype]
     for name, weight in list(state.items()):
         if name.startswith("weights/"):
