@@ -19,32 +19,32 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import owner_of
 from abrun.runs.records import RunState
 
-AGENTS_FIRST_S = (
+AGENT_HEAD_START_S = (
     10.0  # agents kill ranks that save too slowly before the supervisor, or an engine, kills agents
 )
-AT_WORK = ("running", "stalled", "pending")
-COMPARED = "compare.log"  # what the job that compares has printed, in the folder of the cluster
+ACTIVE_STATUSES = ("running", "stalled", "pending")
+COMPARE_LOG = "compare.log"  # what the job that compares has printed, in the folder of the cluster
 
 
 class LeftInQueueError(LaunchError):
     """A submission failed, and what had been submitted before could not be taken back."""
 
 
-class Cluster(ABC):
+class BatchCluster(ABC):
     """The jobs of one experiment on a cluster: hands runs over, and knows what became of them.
 
     It asks its cluster every few seconds at most.
     """
 
-    ask_every_s: ClassVar[float]
+    query_interval_s: ClassVar[float]
     folder: ClassVar[str]  # of an experiment; no arm can be called so
-    forgotten: ClassVar[Mapping[str, Any]]  # what a record says once others take the place of its jobs
+    cleared_fields: ClassVar[Mapping[str, Any]]  # what a record says once others take the place of its jobs
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         """`settings` of the launcher and `num_jobs` at once are those of a launch, which hands over."""
         self._experiment_dir, self._settings, self._num_jobs = experiment_dir, settings, num_jobs
         self._record: dict[str, Any] = {}
-        self._asked_s: float | None = None
+        self._queried_s: float | None = None
         self._answer: Any = None
         self._error: LaunchError | None = None  # what was said when the cluster did not answer
 
@@ -53,12 +53,12 @@ class Cluster(ABC):
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: Plan) -> list[Reason]:
         """Return why the plan could never run there; nothing where it could."""
 
     @abstractmethod
-    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
-        """What would be handed over, by name. After `refusals`."""
+    def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+        """What would be handed over, by name. After `find_problems`."""
 
     @abstractmethod
     def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
@@ -79,11 +79,11 @@ class Cluster(ABC):
 
     @property
     @abstractmethod
-    def busy(self) -> list[str]:
+    def active_job_ids(self) -> list[str]:
         """The ids of those that wait or work."""
 
     @property
-    def compares(self) -> bool:
+    def has_compare_job(self) -> bool:
         """Whether a job compares the runs once they have ended."""
         return bool(self._record.get("compare"))
 
@@ -92,11 +92,11 @@ class Cluster(ABC):
         """A run's state, where the cluster knows better than the run's directory."""
 
     @abstractmethod
-    def ask(self) -> Any:
+    def query_jobs(self) -> Any:
         """What the cluster knows of the jobs now. Raises LaunchError where it does not answer."""
 
     @abstractmethod
-    def end(self) -> None:
+    def stop_jobs(self) -> None:
         """Take back what waits, and let what runs save a checkpoint and end."""
 
     @property
@@ -108,38 +108,38 @@ class Cluster(ABC):
         """End the jobs, and keep in mind that this was asked for."""
         self._record = {**self.read(self._experiment_dir), "cancelled": True}
         self.write(self._experiment_dir, self._record)
-        self.end()
-        self._asked_s = None
+        self.stop_jobs()
+        self._queried_s = None
 
-    def forget(self) -> None:
+    def clear_jobs(self) -> None:
         """Let others take the place of jobs that have ended."""
-        self.write(self._experiment_dir, {**self._record, **self.forgotten})
+        self.write(self._experiment_dir, {**self._record, **self.cleared_fields})
 
-    def compared(self) -> str | None:
+    def read_compare_log(self) -> str | None:
         """What the job that compares has printed; None where there is none."""
-        if not self.compares:
+        if not self.has_compare_job:
             return None
         with contextlib.suppress(OSError):
-            return read_tail(self._experiment_dir / self.folder / COMPARED).decode(errors="replace")
+            return read_tail(self._experiment_dir / self.folder / COMPARE_LOG).decode(errors="replace")
         return ""
 
-    def _known(self) -> Any:
+    def _query_cached(self) -> Any:
         """The last answer of `ask`. Raises LaunchError, at once where there was none just now."""
-        if self._asked_s is None or time.monotonic() - self._asked_s > self.ask_every_s:
+        if self._queried_s is None or time.monotonic() - self._queried_s > self.query_interval_s:
             try:
-                self._answer, self._error = self.ask(), None
+                self._answer, self._error = self.query_jobs(), None
             except LaunchError as error:
                 self._error = error
-            self._asked_s = time.monotonic()
+            self._queried_s = time.monotonic()
         if self._error:
             raise self._error
         return self._answer
 
 
-def queued_jobs(experiment_dir: Path) -> Cluster | None:
+def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
     """The jobs of an experiment, whichever cluster has them; None where none was asked."""
-    for cluster in SCHEDULERS.values():
-        jobs: Cluster = load(cluster)(experiment_dir)
+    for class_path in SCHEDULERS.values():
+        jobs: BatchCluster = load(class_path)(experiment_dir)
         jobs.load()
         if jobs.is_handed_over:
             return jobs
@@ -148,7 +148,7 @@ def queued_jobs(experiment_dir: Path) -> Cluster | None:
 
 def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
-) -> Cluster | None:
+) -> BatchCluster | None:
     """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
     if isinstance(settings, Exported):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
@@ -157,28 +157,28 @@ def make_cluster(
     return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
 
 
-def agents_grace_s(save_s: float) -> float:
+def agent_grace_s(save_s: float) -> float:
     """Seconds that the agents of a run give its ranks to save a checkpoint, of `save_s` in all."""
-    return max(1.0, save_s - AGENTS_FIRST_S)
+    return max(1.0, save_s - AGENT_HEAD_START_S)
 
 
-def network(interface: str | None) -> dict[str, str]:
+def network_variables(interface: str | None) -> dict[str, str]:
     """The variables by which ranks find each other over a network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
-def cancel(experiment_dir: Path) -> str:
+def cancel_experiment(experiment_dir: Path) -> str:
     """Ask whatever runs an experiment to save checkpoints and end; returns what was done, for people.
 
     Raises LaunchError where only another machine can, StoreError where there is no experiment.
     """
     open_experiment(experiment_dir)
-    queued = queued_jobs(experiment_dir)
-    busy = queued.busy if queued else []
-    if queued and busy:
-        queued.cancel()
-        count = "1 job" if len(busy) == 1 else f"{len(busy)} jobs"
-        return f"cancelled: {count} ({', '.join(busy)}); what runs saves a checkpoint first"
+    cluster_jobs = find_cluster_jobs(experiment_dir)
+    active = cluster_jobs.active_job_ids if cluster_jobs else []
+    if cluster_jobs and active:
+        cluster_jobs.cancel()
+        count = "1 job" if len(active) == 1 else f"{len(active)} jobs"
+        return f"cancelled: {count} ({', '.join(active)}); what runs saves a checkpoint first"
     owner = owner_of(experiment_dir)
     if owner is None:
         return f"{experiment_dir.name}: nothing of it runs or waits"

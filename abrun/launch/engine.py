@@ -14,10 +14,10 @@ from abrun.recipe.implementations import LAUNCHERS, SCHEDULERS, load
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 
-Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
+Devices = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
 
 
-class Started(Protocol):
+class StartedRun(Protocol):
     """A run that an engine has started."""
 
     @property
@@ -26,7 +26,7 @@ class Started(Protocol):
         ...
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether it has ended because a machine is gone, and may begin again on another."""
         ...
 
@@ -42,19 +42,19 @@ class Started(Protocol):
 class Engine(Protocol):
     """One class a launcher, made with the most runs at once that `--jobs` allows, or None."""
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: Plan) -> list[Reason]:
         """Return why the plan cannot run here; nothing where it can."""
         ...
 
-    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
         """While these are started and end: what it prepares for so many, a null context where nothing."""
         ...
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Where a run could start now; None where it has to wait for others to end."""
         ...
 
-    def start(self, run: RunDir, config: RunConfig, place: Place) -> Started:
+    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> StartedRun:
         """Start a run, which prints into its log; it holds its place until `poll` has seen its end."""
         ...
 

@@ -17,12 +17,12 @@ from typing import Any
 from abrun.redaction import redacted
 from abrun.runs.experiment import write_diff
 
-MAX_CONFIGURATION = 1 << 20  # bytes
-MOST_DIFF = 1 << 18  # bytes that are kept
-MOST_HASHED = 1 << 26  # bytes
-MOST_FILES = 20  # names that are kept
-MOST_NAMES = 1 << 16  # bytes
-LIMIT_S = 20.0
+MAX_CONFIGURATION_BYTES = 1 << 20  # bytes
+MAX_DIFF_BYTES = 1 << 18  # bytes that are kept
+MAX_HASHED_BYTES = 1 << 26  # bytes
+MAX_FILES = 20  # names that are kept
+MAX_NAMES_BYTES = 1 << 16  # bytes
+TIMEOUT_S = 20.0
 GIT = ("git", "--no-pager")
 STATUS = ("status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
 DIFF = (
@@ -52,27 +52,27 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     environment = git_environment(Path.cwd())
     if environment is None:
         return None
-    sha, _ = _first_bytes(100, environment, "rev-parse", "HEAD")
-    status, cut = _first_bytes(MOST_NAMES, environment, *STATUS)
+    sha, _ = _read_output(100, environment, "rev-parse", "HEAD")
+    status, status_cut_reason = _read_output(MAX_NAMES_BYTES, environment, *STATUS)
     if not sha or status is None:
         return None
-    dirty = None if cut and not status else bool(status)
+    dirty = None if status_cut_reason and not status else bool(status)
     # Of `-z`: two letters, a blank and a name each; the last may be cut
     names = [redacted(entry[3:]) for entry in status.decode(errors="replace").split("\0")[:-1]]
-    content, late = _first_bytes(MOST_HASHED, environment, *DIFF) if status else (None, None)
+    content, cut_reason = _read_output(MAX_HASHED_BYTES, environment, *DIFF) if status else (None, None)
     # What git had no time to print has no hash; of a larger diff all launches hash the same start
-    known = content if late is None or len(content or b"") == MOST_HASHED else None
-    changes = hashlib.sha256(known).hexdigest()[:8] if known else None
-    files = names[:MOST_FILES] + [f"and {len(names) - MOST_FILES} more"] * (len(names) > MOST_FILES)
-    file = _write_diff(experiment_dir, changes, content, late) if diff and changes and content else None
+    hashed_content = content if cut_reason is None or len(content or b"") == MAX_HASHED_BYTES else None
+    changes = hashlib.sha256(hashed_content).hexdigest()[:8] if hashed_content else None
+    files = names[:MAX_FILES] + [f"and {len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
+    file = _write_diff(experiment_dir, changes, content, cut_reason) if diff and changes and content else None
     return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
 
 
-def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | None) -> str:
+def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut_reason: str | None) -> str:
     """Write the start of a diff in whole lines, without tokens of a known shape; return the file's name."""
-    text = redacted(content[:MOST_DIFF].decode(errors="replace"))
-    if len(content) > MOST_DIFF or cut:
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
+    text = redacted(content[:MAX_DIFF_BYTES].decode(errors="replace"))
+    if len(content) > MAX_DIFF_BYTES or cut_reason:
+        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MAX_DIFF_BYTES} bytes of it]\n"
     return write_diff(experiment_dir, changes, text)
 
 
@@ -81,23 +81,28 @@ def git_environment(repo: Path) -> dict[str, str] | None:
 
     A filter that the repository's configuration defines is off, or as the user's own configuration has it.
     """
-    environment = {**os.environ, **VARIABLES, **_configuration(PROGRAMS_OFF)}
-    question = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
-    answer, cut = _first_bytes(MAX_CONFIGURATION, environment, "-C", str(repo), *question)
-    fields = os.fsdecode(answer or b"").split("\0")
+    environment = {**os.environ, **VARIABLES, **_configuration_variables(PROGRAMS_OFF)}
+    query = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
+    output, cut_reason = _read_output(MAX_CONFIGURATION_BYTES, environment, "-C", str(repo), *query)
+    fields = os.fsdecode(output or b"").split("\0")
     settings = [
         (scope, *text.partition("\n")) for scope, text in zip(fields[::2], fields[1::2], strict=False)
     ]
-    if cut or ("command", "core.hookspath", "\n", "/dev/null") not in settings:  # nor does git before 2.31
+    if (
+        cut_reason or ("command", "core.hookspath", "\n", "/dev/null") not in settings
+    ):  # nor does git before 2.31
         return None
-    users, changed = dict[str, str](), set[str]()
+    user_settings, repository_keys = dict[str, str](), set[str]()
     for scope, key, equals, value in settings:
         if scope not in REPOSITORY_SCOPES:
-            users[key] = value if equals else "true"
+            user_settings[key] = value if equals else "true"
         elif key not in PROGRAMS_OFF:
-            changed.add(key)
-    filters = {key: users.get(key, "false" if key.endswith(".required") else "") for key in sorted(changed)}
-    return {**environment, **_configuration({**PROGRAMS_OFF, **filters})}
+            repository_keys.add(key)
+    filters = {
+        key: user_settings.get(key, "false" if key.endswith(".required") else "")
+        for key in sorted(repository_keys)
+    }
+    return {**environment, **_configuration_variables({**PROGRAMS_OFF, **filters})}
 
 
 def git_output(repo: Path, *arguments: str) -> str | None:
@@ -110,18 +115,18 @@ def git_output(repo: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _configuration(settings: Mapping[str, str]) -> dict[str, str]:
+def _configuration_variables(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which git takes settings, after those that the environment has already."""
     count = os.environ.get("GIT_CONFIG_COUNT", "")
-    first = int(count) if count.isdecimal() else 0
-    variables = {"GIT_CONFIG_COUNT": str(first + len(settings))}
-    for index, (key, value) in enumerate(settings.items(), first):
+    first_index = int(count) if count.isdecimal() else 0
+    variables = {"GIT_CONFIG_COUNT": str(first_index + len(settings))}
+    for index, (key, value) in enumerate(settings.items(), first_index):
         variables |= {f"GIT_CONFIG_KEY_{index}": key, f"GIT_CONFIG_VALUE_{index}": value}
     return variables
 
 
-def _first_bytes(
-    most: int, environment: Mapping[str, str], *arguments: str
+def _read_output(
+    max_bytes: int, environment: Mapping[str, str], *arguments: str
 ) -> tuple[bytes | None, str | None]:
     """The start of what git prints, and why it is not all; None where git fails, or is not here.
 
@@ -138,27 +143,27 @@ def _first_bytes(
         )
     except OSError:
         return None, None
-    late = threading.Event()
+    timed_out = threading.Event()
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # filters that it has started among them
 
     def give_up() -> None:
-        late.set()
+        timed_out.set()
         end()
 
-    timer = threading.Timer(LIMIT_S, give_up)
+    timer = threading.Timer(TIMEOUT_S, give_up)
     timer.start()
     with process:
         assert process.stdout is not None
-        content = process.stdout.read(most + 1)
-        if len(content) > most:
+        content = process.stdout.read(max_bytes + 1)
+        if len(content) > max_bytes:
             end()
     timer.cancel()
     timer.join()  # who forks later must be alone
-    if len(content) > most:
-        return content[:most], f"the first {most} bytes of it"
-    if late.is_set():
-        return content, f"git took over {LIMIT_S:.0f} s"
+    if len(content) > max_bytes:
+        return content[:max_bytes], f"the first {max_bytes} bytes of it"
+    if timed_out.is_set():
+        return content, f"git took over {TIMEOUT_S:.0f} s"
     return (content, None) if process.returncode == 0 else (None, None)

@@ -7,10 +7,10 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from abrun.launch.node import free_port
+from abrun.launch.node import find_free_port
 from abrun.processes import Popen, find_descendants, kill_all, start_process
 
-MOST_TOLD = 1 << 16  # bytes
+MAX_OUTPUT_BYTES = 1 << 16  # bytes
 
 
 class NodeAgent:
@@ -20,11 +20,11 @@ class NodeAgent:
         self._process: Popen | None = None
         self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115
 
-    def where(self) -> tuple[str, str, int]:
+    def get_address(self) -> tuple[str, str, int]:
         """Host name, address in the cluster, and a port for the ranks to meet at."""
         from ray.util import get_node_ip_address  # pyright: ignore[reportMissingImports]
 
-        return socket.gethostname(), get_node_ip_address(), free_port()
+        return socket.gethostname(), get_node_ip_address(), find_free_port()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         self._process = start_process(
@@ -41,7 +41,7 @@ class NodeAgent:
         """The exit status once it has ended, and what it has printed from a position on."""
         status = self._process.poll() if self._process else None
         self._output.seek(position)
-        return status, self._output.read(MOST_TOLD)
+        return status, self._output.read(MAX_OUTPUT_BYTES)
 
     def stop(self, kill: bool) -> None:
         if self._process is None or self._process.poll() is not None:

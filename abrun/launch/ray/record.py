@@ -20,7 +20,7 @@ JOB, DRIVER, LOG = "job.json", "driver.json", "driver.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LastName:
+class _WithdrawnJobRecord:
     """The fields of a job that was taken back, after which others are called."""
 
     job: str = ""
@@ -29,20 +29,20 @@ class _LastName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _SettingsRecord:
     restarts: Count
     save_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _JobRecord:
     """The fields of a job that was submitted."""
 
     job: str
     name: str
     attempt: Count
     url: str
-    settings: _Settings
+    settings: _SettingsRecord
     cwd: str
     python: str
     env: Mapping[str, str]
@@ -53,7 +53,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Driver:
+class _DriverRecord:
     """The fields of the driver's word."""
 
     job: str = ""
@@ -69,7 +69,7 @@ def read_job(experiment_dir: Path) -> dict[str, Any]:
     """Empty where nothing was submitted. Raises StoreError where it does not read."""
     path = experiment_dir / FOLDER / JOB
     content = read_json_or_empty(path)
-    checked(_Job if content.get("job") else _LastName, content, path)
+    checked(_JobRecord if content.get("job") else _WithdrawnJobRecord, content, path)
     return content
 
 
@@ -82,5 +82,5 @@ def read_driver(experiment_dir: Path, job: str) -> dict[str, Any]:
     """What the driver of a job says; empty where it has said nothing yet."""
     path = experiment_dir / FOLDER / DRIVER
     content = read_json_or_empty(path)
-    checked(_Driver, content, path)
+    checked(_DriverRecord, content, path)
     return content if content.get("job") == job else {}

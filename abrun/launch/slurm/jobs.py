@@ -24,7 +24,7 @@ WARM_START = "warm-start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class AllocationRequest:
     """What the runs of one allocation take: the same nodes, on each of which every run has its share."""
 
     nodes: int
@@ -38,79 +38,83 @@ class Need:
         return [f"--nodes={self.nodes}", *tasks, *gpus]
 
 
-def need_of(configs: Sequence[RunConfig], settings: Slurm) -> Need | None:
+def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> AllocationRequest | None:
     """What runs take together; None where they do not take the same number of nodes."""
     nodes = {config.cluster.nodes for config in configs}
     if len(nodes) > 1:
         return None
     cpus = max(config.devices_per_node for config in configs) * settings.cpus_per_rank
-    gpus = sum(gpus_of(config) for config in configs)
-    return Need(nodes=nodes.pop(), runs=len(configs), cpus=cpus, gpus=gpus)
+    gpus = sum(gpus_per_node(config) for config in configs)
+    return AllocationRequest(nodes=nodes.pop(), runs=len(configs), cpus=cpus, gpus=gpus)
 
 
-def gpus_of(config: RunConfig) -> int:
+def gpus_per_node(config: RunConfig) -> int:
     """The GPUs of a run on each of its nodes."""
     return config.devices_per_node if config.cluster.gpus_per_node else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class JobScript:
     """One script, submitted as an array: of each task the names of the runs that it trains."""
 
     name: str
-    need: Need
+    need: AllocationRequest
     tasks: tuple[tuple[str, ...], ...]
     warm_start: bool = False
 
 
-def grouped(runs: Sequence[PlannedRun], settings: Slurm, fits: "Mapping[Need, bool]") -> list[Script]:
+def group_into_scripts(
+    runs: Sequence[PlannedRun], settings: Slurm, fits: Mapping[AllocationRequest, bool]
+) -> list[JobScript]:
     """The arms of each seed in one task where `fits` says so, else each run in its own; reruns alone."""
-    by_need: dict[Need, list[tuple[str, ...]]] = {}
+    tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
     for group in pairs(runs):
-        need = need_of([run.config for run in group], settings)
-        together = need is not None and fits.get(need, True)
-        for part in [group] if together else [[run] for run in group]:
-            need = need_of([run.config for run in part], settings)
-            assert need is not None
-            by_need.setdefault(need, []).append(tuple(str(run.name) for run in part))
+        request = combine_requests([run.config for run in group], settings)
+        fits_together = request is not None and fits.get(request, True)
+        for task_runs in [group] if fits_together else [[run] for run in group]:
+            request = combine_requests([run.config for run in task_runs], settings)
+            assert request is not None
+            tasks_by_request.setdefault(request, []).append(tuple(str(run.name) for run in task_runs))
     scripts = []
-    for need, tasks in by_need.items():
-        kind = "pairs" if need.runs > 1 else "runs"
-        same = sum(script.name.startswith(kind) for script in scripts)
-        name = f"{kind}-{same + 1}" if same else kind
-        scripts.append(Script(name=name, need=need, tasks=tuple(tasks)))
+    for request, tasks in tasks_by_request.items():
+        kind = "pairs" if request.runs > 1 else "runs"
+        num_same_kind = sum(script.name.startswith(kind) for script in scripts)
+        name = f"{kind}-{num_same_kind + 1}" if num_same_kind else kind
+        scripts.append(JobScript(name=name, need=request, tasks=tuple(tasks)))
     return scripts
 
 
-def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: int | None = None) -> str:
+def render_script(
+    script: JobScript, experiment_dir: Path, settings: Slurm, *, max_parallel: int | None = None
+) -> str:
     """The text of a job script, for sbatch and for people."""
     options = [
         *script.need.options(),
         "--requeue",
         "--open-mode=append",
         f"--signal=B:USR1@{settings.save_s}",
-        f"--output={_log(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
+        f"--output={_log_pattern(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
     ]
     argv = [settings.python if settings.python and not settings.container else sys.executable]
     argv += [*MODULE_OPTIONS, "abrun.launch.slurm.allocation", str(experiment_dir)]
     if script.warm_start:
-        return _script(
+        return _render_lines(
             experiment_dir, script.name, options, settings, [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
         )
-    options.insert(0, f"--array=0-{len(script.tasks) - 1}{f'%{at_once}' if at_once else ''}")
+    options.insert(0, f"--array=0-{len(script.tasks) - 1}{f'%{max_parallel}' if max_parallel else ''}")
     lines = ["# The runs of each task of the array: side by side, on the same nodes", "tasks=("]
     lines += [f"  {shlex.quote(' '.join(task))}  # {index}" for index, task in enumerate(script.tasks)]
     lines += [")", 'read -ra runs <<< "${tasks[$SLURM_ARRAY_TASK_ID]}"']
     lines += [f'exec {shlex.join(argv)} "${{runs[@]}}"']
-    return _script(experiment_dir, script.name, options, settings, lines)
+    return _render_lines(experiment_dir, script.name, options, settings, lines)
 
 
 def render_compare(experiment_dir: Path, settings: Slurm) -> str:
     """The text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
-    options.append(f"--output={_log(experiment_dir, 'compare')}.log")
+    options.append(f"--output={_log_pattern(experiment_dir, 'compare')}.log")
     argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
-    return _script(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
+    return _render_lines(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
 
 
 def cluster_options(settings: Slurm) -> list[str]:
@@ -123,23 +127,23 @@ def cluster_options(settings: Slurm) -> list[str]:
     return options
 
 
-def _script(
+def _render_lines(
     experiment_dir: Path, name: str, options: Sequence[str], settings: Slurm, lines: Sequence[str]
 ) -> str:
     named = f"--job-name={experiment_dir.name}-{name}"
-    header = [f"#SBATCH {_quoted(each)}" for each in (named, *cluster_options(settings), *options)]
+    header = [f"#SBATCH {_quote_option(option)}" for option in (named, *cluster_options(settings), *options)]
     path = os.environ.get("PYTHONPATH")
     setup = [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
     body = [f"cd {shlex.quote(os.getcwd())} || exit", *setup, *settings.setup, *lines]
     return "\n".join(["#!/bin/bash", *header, "", *body, ""])
 
 
-def _log(experiment_dir: Path, name: str) -> str:
+def _log_pattern(experiment_dir: Path, name: str) -> str:
     """A log without its ending, for --output, where Slurm replaces what follows a '%'."""
     return str(experiment_dir / FOLDER / name).replace("%", "%%")
 
 
-def _quoted(option: str) -> str:
+def _quote_option(option: str) -> str:
     """For a line of #SBATCH, which takes double quotes."""
     name, equals, value = option.partition("=")
     return option if shlex.quote(value) in (value, "''") or not equals else f'{name}="{value}"'
@@ -158,7 +162,7 @@ Tasks = Items[Texts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Submitted:
+class _JobsRecord:
     """The fields of the record."""
 
     jobs: Mapping[JobId, Tasks] = field(default_factory=dict)
@@ -182,5 +186,5 @@ def read_record(experiment_dir: Path) -> dict[str, Any]:
     """
     path = experiment_dir / FOLDER / RECORD
     content = read_json_or_empty(path)
-    checked(_Submitted, content, path)
+    checked(_JobsRecord, content, path)
     return content

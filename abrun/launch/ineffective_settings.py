@@ -12,7 +12,7 @@ RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
-def notes(plan: Plan) -> list[Reason]:
+def find_ineffective_settings(plan: Plan) -> list[Reason]:
     """Return a reason for each setting without effect, with the arms that have it.
 
     With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
@@ -22,14 +22,14 @@ def notes(plan: Plan) -> list[Reason]:
     a sequence have the same advantage and weight.
     """
     arms_of: dict[Reason, list[str]] = {}
-    for arm, settings in _with_one_update(plan).items():
-        for reason in _without_effect(settings):
+    for arm, settings in _select_one_update(plan).items():
+        for reason in _find_ineffective_clipping(settings):
             arms_of.setdefault(reason, []).append(arm)
     inert = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
-    return [*inert, *_equal_arms(plan), *_commands_without_a_seed(plan)]
+    return [*inert, *_find_equal_arms(plan), *_find_commands_without_seed(plan)]
 
 
-def _commands_without_a_seed(plan: Plan) -> Iterator[Reason]:
+def _find_commands_without_seed(plan: Plan) -> Iterator[Reason]:
     """Yield a reason for the arms whose command line is the same for every seed."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms = [
@@ -41,7 +41,7 @@ def _commands_without_a_seed(plan: Plan) -> Iterator[Reason]:
         yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
 
 
-def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
+def _select_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
     algorithms = {
         run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
     }
@@ -52,22 +52,26 @@ def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
     }
 
 
-def _without_effect(settings: PolicyGradientSettings) -> Iterator[Reason]:
+def _find_ineffective_clipping(settings: PolicyGradientSettings) -> Iterator[Reason]:
     loss, fields = getattr(settings, "loss", None), type(settings).model_fields
-    stated = [name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default]
+    changed_fields = [
+        name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default
+    ]
     if loss in RATIO_LOSSES:
         yield Code.LOSS_NEVER_CLIPS(loss=loss)
-    elif stated:
-        yield Code.CLIPPING_WITHOUT_EFFECT(settings={name: getattr(settings, name) for name in stated})
+    elif changed_fields:
+        yield Code.CLIPPING_WITHOUT_EFFECT(
+            settings={name: getattr(settings, name) for name in changed_fields}
+        )
 
 
-def _equal_arms(plan: Plan) -> Iterator[Reason]:
-    one_update = _with_one_update(plan)
+def _find_equal_arms(plan: Plan) -> Iterator[Reason]:
+    one_update = _select_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():
             continue
-        inert = {f"algorithm.{name}" for name in CLIPPING}
+        clipping_keys = {f"algorithm.{name}" for name in CLIPPING}
         baseline = one_update[BASELINE]
-        of_tokens = baseline.importance_correction or baseline.kl_in == "reward_to_go"
-        if changes.keys() <= (inert if of_tokens else inert | {"algorithm.loss"}):
+        is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
+        if changes.keys() <= (clipping_keys if is_per_token else clipping_keys | {"algorithm.loss"}):
             yield Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes])

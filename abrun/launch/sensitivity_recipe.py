@@ -9,7 +9,7 @@ from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
 
 
-def with_faults_alone(
+def make_sensitivity_recipe(
     recipe: Recipe | CommandRecipe, names: str | None
 ) -> tuple[Recipe | CommandRecipe, dict[str, str]]:
     """The recipe without its treatments; and what it lacks for the faults that it cannot inject.
@@ -21,24 +21,24 @@ def with_faults_alone(
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
     not_injected: dict[str, str] = {}
-    wanted = recipe.controls.faults
+    faults = recipe.controls.faults
     if names is not None:
-        wanted = [_parsed(text) for text in names.split(",")]
-        for one in wanted:
-            lacks = lacking(LIBRARY[one.name], baseline)
-            if lacks:
-                raise RecipeError(Code.FAULT_NEEDS(fault=one.name, needs=lacks))
-    elif not wanted:
-        found = {fault.name: lacking(fault, baseline) for fault in FAULTS}
-        not_injected = {name: lacks for name, lacks in found.items() if lacks}
-        wanted = [InjectedFault(name=name) for name in found if name not in not_injected]
-    if not wanted:
+        faults = [_parse_fault(text) for text in names.split(",")]
+        for one in faults:
+            needs = lacking(LIBRARY[one.name], baseline)
+            if needs:
+                raise RecipeError(Code.FAULT_NEEDS(fault=one.name, depends_on=needs))
+    elif not faults:
+        needs_by_fault = {library_fault.name: lacking(library_fault, baseline) for library_fault in FAULTS}
+        not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
+        faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
+    if not faults:
         raise RecipeError(Code.NO_FAULT_FITS(recipe=recipe.name))
     controls = validated(
         Controls,
         {
             "aa_reruns": recipe.controls.aa_reruns,
-            "faults": [one.model_dump() for one in wanted],
+            "faults": [one.model_dump() for one in faults],
         },
         "--faults",
     )
@@ -53,7 +53,7 @@ def with_faults_alone(
     return stored_recipe(content, recipe.name), not_injected
 
 
-def _parsed(text: str) -> InjectedFault:
+def _parse_fault(text: str) -> InjectedFault:
     name, colon, size = text.strip().partition(":")
     try:
         amount = float(size) if colon else None
