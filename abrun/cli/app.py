@@ -57,10 +57,10 @@ def finish_help() -> None:
 
 def print_json(content: Any) -> None:
     """For machines, on the standard output: NaN and Inf as text, as all files of abrun have them."""
-    from abrun.runs.files import encode
+    from abrun.runs.files import encode_non_finite
 
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(encode(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
+    print(json.dumps(encode_non_finite(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
 
 
 def complain(message: str) -> int:

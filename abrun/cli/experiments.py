@@ -174,7 +174,7 @@ def status(
         print_json(live.status_json(runs_dir, asked, find_cluster_jobs))
         return
     if experiment is None:
-        screen.print(live.status_of_experiments(runs_dir, find_cluster_jobs))
+        screen.print(live.render_experiments(runs_dir, find_cluster_jobs))
         return
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, find_cluster_jobs).read()
@@ -212,7 +212,7 @@ def logs(
     from abrun.launch.cluster import find_cluster_jobs
 
     path = runs_dir / run
-    for part in live.log_of(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
+    for part in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
 

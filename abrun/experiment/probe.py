@@ -22,8 +22,8 @@ from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import MODULE_OPTIONS, end_group, find_run_processes, kill_all, start_process
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.files import explained, open_log, read_json, write_json
-from abrun.runs.lines import LineWriter, read_lines
+from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
+from abrun.runs.lines import LineWriter, read_json_lines
 
 GRACE_S = 5.0
 JOB, ROWS, LOG = "job.json", "rows", "output.log"
@@ -79,7 +79,7 @@ def _rows(
             Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
         )
     log = directory / LOG
-    with explained(directory):
+    with wrap_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for rows in _row_files(directory):
             rows.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def refuse_other_machines(config: OwnRunConfig) -> Machine:
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
     """What ranks have written, also where they could not go on."""
-    return [row for rows in _row_files(directory) for row in read_lines(rows)]
+    return [row for rows in _row_files(directory) for row in read_json_lines(rows)]
 
 
 def _row_files(directory: Path) -> list[Path]:
@@ -119,7 +119,7 @@ def _row_files(directory: Path) -> list[Path]:
 def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
-    with explained(log), open_log(log) as output:
+    with wrap_write_errors(log), open_log(log) as output:
         output.truncate(0)
         process = start_process(
             argv,

@@ -15,7 +15,7 @@ from abrun.logs.aliases import FRAMEWORKS, apply
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import MetricsLog
 from abrun.regular_files import is_file
-from abrun.runs.lines import NOT_METRICS
+from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import TextValues
 from abrun.runs.rundir import RunDir
 
@@ -56,7 +56,7 @@ class MetricsFollower:
     def mark_written(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Mark rows of the run directory as written, so that they are not returned again."""
         for row in rows:
-            values = {key: value for key, value in row.items() if key not in NOT_METRICS}
+            values = {key: value for key, value in row.items() if key not in NON_METRIC_KEYS}
             self._written.setdefault(row["step"], {}).update(values)
 
     @property
@@ -109,7 +109,7 @@ class MetricsFollower:
         self._last_fingerprint = fingerprint
         try:
             # The recipe's path does not name a run file, but a link may lead to one.
-            if self._run.is_own(self._path):
+            if self._run.is_run_file(self._path):
                 target = os.path.realpath(self._path)
                 raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
             rows = self._read()
@@ -138,13 +138,13 @@ class MetricsFollower:
         self.text_values = {
             name: TextValues(at=log.unread[theirs], steps=log.dropped[theirs])
             for name, theirs in _map_names(log.dropped, self._aliases).items()
-            if theirs in log.unread and name not in NOT_METRICS
+            if theirs in log.unread and name not in NON_METRIC_KEYS
         }
         self._logged = sorted(log.metrics)
         self.never_logged = sorted(set(self._declared_aliases.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
         for name, series in apply(log.metrics, self._aliases).items():
-            if name in NOT_METRICS:
+            if name in NON_METRIC_KEYS:
                 continue
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 rows.setdefault(step, {})[name] = value

@@ -113,7 +113,7 @@ class _Run:
 
     def run(self) -> int:
         call, trainer, writer = self._call, self._config.trainer, self._writer
-        self._follower.mark_written(self._run_dir.rows().read())
+        self._follower.mark_written(self._run_dir.metrics_reader().read())
         cores = self._config.cluster.cpu_ranks
         writer.environment(
             describe_environment(call.argv, trainer.python, trainer.versions_of, self._env, cores)
@@ -185,7 +185,7 @@ class _Run:
     def _copy_metrics(self, *, has_ended: bool = False) -> None:
         self._writer.check_fence()
         if self._writer.has_lost_rows:
-            self._writer.metrics_anew(self._follower.rows)
+            self._writer.rewrite_metrics(self._follower.rows)
         for step, row in self._follower.new_rows(has_ended=has_ended):
             self._writer.metrics(step, row)
         step = self._follower.last_step
@@ -219,7 +219,7 @@ class _Run:
     def _find_problem(self, status: int) -> Reason | None:
         """Return why a command that has ended did not produce a complete run, or None."""
         if status:
-            printed = self._run_dir.printed(self._log_start)
+            printed = self._run_dir.read_log(self._log_start)
             ending = ending_reason(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
         if not self._follower.has_metrics:

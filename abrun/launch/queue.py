@@ -17,8 +17,8 @@ from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_STARTS, run_dir
-from abrun.runs.files import readable
-from abrun.runs.lock import Lease, Locked
+from abrun.runs.files import wrap_read_errors
+from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
@@ -73,7 +73,7 @@ class LaunchJob:
         Raises StoreError for a run whose record cannot be read: it has failed, the others go on.
         """
         if not self.is_warm_start:
-            with readable(self.run.path):
+            with wrap_read_errors(self.run.path):
                 self.run.record()
             if self._has_orphans(say):
                 return False
@@ -82,7 +82,7 @@ class LaunchJob:
             return True
         try:
             note = self.lock.acquire()
-        except Locked as error:
+        except LockedError as error:
             if not self.has_reported_waiting:
                 say(f"{self.label}: another launcher makes it now; waiting for that ({error})")
             self.has_reported_waiting = True
@@ -124,7 +124,7 @@ class LaunchJob:
         """Whether the warm start is there, whole; what is not, is trained again."""
         if not self.run.finished:
             return False
-        damage = describe_missing(self) or self.run.final_weights_damage()
+        damage = describe_missing(self) or self.run.describe_weights_damage()
         if damage:
             say(f"{self.label}: trained again: {damage}")
             self.run.reopen(damage)
@@ -139,8 +139,8 @@ def describe_missing(job: LaunchJob) -> str | None:
     """Return what a finished run lacks of its metrics; of a command, which may log any steps, the end."""
     with contextlib.suppress(StoreError):  # a damaged file, which the comparison names
         if isinstance(job.config, OwnRunConfig):
-            return job.run.missing_steps(job.config.steps)
-        return job.run.missing_last_step()
+            return job.run.describe_missing_steps(job.config.steps)
+        return job.run.describe_missing_last_step()
 
 
 class LaunchQueue:

@@ -10,7 +10,7 @@ from abrun.experiment.plan import Plan, RunName
 from abrun.launch.cluster import BatchCluster, LeftInQueueError
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.supervisor import LaunchOutcome, Observer
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.records import Status
 
 POLL_S = 0.5
@@ -44,7 +44,7 @@ def wait_for_jobs(
         time.sleep(POLL_S)
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
-        states = [run_state(experiment_dir, run.name) for run in plan.runs]
+        states = [read_run_state(experiment_dir, run.name) for run in plan.runs]
         if time.monotonic() > deadline or not any(state.status == "running" for state in states):
             break
         time.sleep(POLL_S)

@@ -34,8 +34,8 @@ from abrun.processes import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import values_of
 from abrun.redaction import hide_secrets_of, hide_values, redacted
-from abrun.runs.endings import endings
-from abrun.runs.experiment import run_state
+from abrun.runs.endings import read_endings
+from abrun.runs.experiment import read_run_state
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 
@@ -112,7 +112,7 @@ def run_plan(
         queue = LaunchQueue(replace(plan, runs=tuple(selected_runs)), experiment_dir)
         arguments = queue, engine, prepared.lease, grace_s, prepared.git
         stopped_by = Supervisor(*arguments, say=observer.say, tick=observer.tick).run()
-    states = [run_state(experiment_dir, run.name) for run in selected_runs]
+    states = [read_run_state(experiment_dir, run.name) for run in selected_runs]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed_paths = {job.run.path for job in queue.jobs if job.status == "failed"}
     for state in states:
@@ -291,10 +291,10 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
         return "finished", None
     attempt, launch = job.run.attempt(), job.run.launches()[-1]
     recorded_status = attempt.status if attempt.number > launch.attempts else None
-    printed = job.run.printed(job.log_start)
+    printed = job.run.read_log(job.log_start)
     # A node that is not the first prints what it has to say; so does one on which no attempt has begun
     reads_output = recorded_status is None or job.config.cluster.nodes > 1
-    errors = _list_errors(printed, endings(job.run, launch.attempts, printed)) if reads_output else []
+    errors = _list_errors(printed, read_endings(job.run, launch.attempts, printed)) if reads_output else []
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.asked_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()

@@ -17,7 +17,7 @@ from abrun.models import Places, Text, has_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.sampling import filtered_logprobs, keep, most_likely, packed, sample
+from abrun.rl.sampling import filtered_logprobs, keep, packed, sample, sample_greedily
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.replay import Replays, Step, as_it_is
@@ -235,7 +235,7 @@ class _Rows:
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._temperature == 0:
-            return most_likely(logits)
+            return sample_greedily(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
         logits = keep((logits / self._temperature).float(), self._filters)
         if self._with_support:

@@ -48,7 +48,13 @@ from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.runs.endings import write_ending
-from abrun.runs.records import NODE_EVERY_S, NODE_LOST_S, Node, SilentRank, ranks_silent
+from abrun.runs.records import (
+    NODE_LOST_AFTER_S,
+    NODE_REPORT_EVERY_S,
+    NodeStatus,
+    SilentRank,
+    silent_ranks_reason,
+)
 from abrun.runs.rundir import RunDir
 from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
@@ -195,7 +201,7 @@ def _run_ranks(
         rank=failure.rank,
         num_ranks=asked.nodes * asked.ranks,
         host=socket.gethostname() if asked.meet else None,
-        cause=cause_of(failure, RunDir(asked.directory).printed(log_start), oom_kills_before),
+        cause=cause_of(failure, RunDir(asked.directory).read_log(log_start), oom_kills_before),
     )
     return failure.status, reason
 
@@ -274,7 +280,7 @@ def _conclude(
     if node > 0:
         return
     try:
-        writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
+        writer = run.resume_abandoned_attempt(known, interrupted=status == TIMED_OUT)
         if writer and asked:
             writer.interrupt(exit_code=shell_exit_code(status), signal=asked)
         elif writer and reason:
@@ -293,23 +299,25 @@ class _Notes:
         self._written_s = -math.inf
         self._where: list[SilentRank] | None = None
         self._looked_s = -math.inf
-        self._others: dict[int, tuple[Node, float]] = {}  # with when this one saw that, by its own clock
+        self._others: dict[
+            int, tuple[NodeStatus, float]
+        ] = {}  # with when this one saw that, by its own clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """To be asked often; `ranks` says where they are, None while they give signs."""
         now = time.time()  # which jumps where a machine has slept: the note is old, then
         changed = (self._where is None) != (ranks is None)
-        if abs(now - self._written_s) < NODE_EVERY_S and not changed:
+        if abs(now - self._written_s) < NODE_REPORT_EVERY_S and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
         if self._attempt <= self._known:
             self._attempt = 0
-            self._written_s -= NODE_EVERY_S - LOOK_S
+            self._written_s -= NODE_REPORT_EVERY_S - LOOK_S
             return
         if changed:
             self._where = ranks() if ranks else None
-        note = Node(
+        note = NodeStatus(
             attempt=self._attempt,
             node=self._node,
             host=socket.gethostname(),
@@ -321,7 +329,7 @@ class _Notes:
         with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
             self._run.write_node(note)
 
-    def others(self) -> list[Node]:
+    def others(self) -> list[NodeStatus]:
         """What the nodes say that still do, but for this one: clocks need not agree."""
         now = time.monotonic()
         if self._num_nodes > 1 and now - self._looked_s > LOOK_S:
@@ -330,7 +338,7 @@ class _Notes:
                 seen, _ = self._others.get(note.node, (None, now))
                 if note.node != self._node and note != seen:
                     self._others[note.node] = note, now
-        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_S]
+        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_AFTER_S]
 
 
 class _Watch(threading.Thread):
@@ -401,7 +409,7 @@ class _Watch(threading.Thread):
         found: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._where(signs)]
         found += [(rank, note.host) for note in others for rank in note.ranks]
         found.sort(key=lambda each: each[0].waits)
-        silence = ranks_silent(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
+        silence = silent_ranks_reason(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
     def _where(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:

@@ -10,7 +10,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
-from abrun.runs.files import readable
+from abrun.runs.files import wrap_read_errors
 from abrun.runs.rundir import RunDir
 from abrun.wandb_sync import timed_process
 
@@ -43,6 +43,6 @@ def _describe_problem(reason: Reason) -> str:
 
 
 def _is_mirrored(run: RunDir) -> bool:
-    with readable(run.path):
+    with wrap_read_errors(run.path):
         config = stored_run(run.record().config)
     return isinstance(config, OwnRunConfig) and config.wandb is not None

@@ -69,7 +69,7 @@ class WandbRun:
         try:
             import wandb
 
-            recorded, name = self._directory.wandb(), run_name(record)
+            recorded, name = self._directory.wandb_location(), run_name(record)
             run = wandb.init(
                 project=recorded.get("project") or settings.project,
                 entity=recorded.get("entity") or settings.entity,
@@ -90,7 +90,9 @@ class WandbRun:
                 last_offline_step(self._directory, run.id) if offline else run.starting_step - 1
             )
             location = {"id": run.id, "project": run.project, "entity": run.entity, "url": run.url}
-            self._directory.note_wandb(recorded | {key: text for key, text in location.items() if text})
+            self._directory.write_wandb_location(
+                recorded | {key: text for key, text in location.items() if text}
+            )
             return run
         except Exception as error:
             self._say(Code.MIRROR_NOT_BEGUN(error=error_line(error), offline=not mode))
@@ -126,7 +128,7 @@ class AttemptRows:
     """A run's rows by step as they arrive; of several attempts, the newest row of a step wins."""
 
     def __init__(self, run: RunDir) -> None:
-        self._rows, self._attempt = run.rows(), run.last_attempt
+        self._rows, self._attempt = run.metrics_reader(), run.last_attempt
         # Metrics of older attempts by step, until the newest attempt has passed that step.
         self._older_rows: dict[int, dict[str, float]] = {}
 

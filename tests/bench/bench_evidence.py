@@ -31,7 +31,7 @@ from abrun.processes import start_process
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.run import RunConfig
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.rundir import RunDir
 from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
 from tests.bench.common import PrintedLines, make_parser
@@ -144,7 +144,7 @@ class Evidence:
     def progress(self) -> str:
         try:
             plan = make_plan(load_recipe(self.recipe, self._overrides))
-            states = [run_state(self.directory, run.name).status for run in plan.runs]
+            states = [read_run_state(self.directory, run.name).status for run in plan.runs]
         except AbrunError as error:  # such as none that was begun
             return str(error)
         return f"{states.count('finished')} of {len(states)} runs have finished"

@@ -88,7 +88,7 @@ def main() -> None:
             for planned in plan.runs:
                 run = RunDir(work / "runs" / name / str(planned.name))
                 (launched,) = run.launches()
-                first = next(row for row in run.rows().read() if row["step"] == 1)
+                first = next(row for row in run.metrics_reader().read() if row["step"] == 1)
                 how = "a copy" if launched.pid in copies else "a process of its own"
                 seconds = first["time_s"] - launched.started_s
                 print(f"{name} {planned.name}: {how}, first step ended after {seconds:.1f} s", flush=True)

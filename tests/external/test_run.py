@@ -33,9 +33,9 @@ from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.reading import Loader
 from abrun.recorded.sources import Reading, open_sources
 from abrun.recorded.stored import load_experiment
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.files import read_json, write_json
-from abrun.runs.lines import read_lines
+from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.verdict.validity import invalid_reasons
@@ -82,7 +82,7 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
-    return read_lines(directory / "metrics.jsonl")
+    return read_json_lines(directory / "metrics.jsonl")
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
@@ -201,7 +201,7 @@ def test_memory_profile_refuses_a_command() -> None:
 
 def test_a_log_in_another_format_is_said_to_be_unreadable(tmp_path: Path) -> None:
     launch(tmp_path, "trainer.metrics.format=parquet", "seeds=[0, 1]")
-    reason = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
+    reason = read_run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0)).reason
     assert reason and (reason.code, reason["format"]) == (Code.NO_METRICS, "parquet")
     assert reason["problem"] and len(sentence(reason).splitlines()) == 1
 
@@ -250,7 +250,7 @@ def test_a_failure_says_why_in_one_line(
 ) -> None:
     outcome = launch(tmp_path, f"trainer.parameters.behaviour={behaviour}", "seeds=[0, 1]")
     assert outcome.exit_code == 1 and set(outcome.statuses.values()) == {"failed"}
-    state = run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
+    state = read_run_state(tmp_path / "foreign", RunName(arm="baseline", seed=0))
     if ending:
         assert state.reason == Code.SEE_LOG(ending=ending, log=state.directory / "stdout.log")
     else:
@@ -458,7 +458,7 @@ def test_a_log_that_loses_rows_while_a_command_runs_leaves_a_way_on(
     until(lambda: rows(directory))
     spoil(directory / "logs" / "metrics.jsonl")
     assert command.wait(timeout=60) == 1
-    reason = run_state(tmp_path, RunName(arm=BASELINE, seed=0)).reason
+    reason = read_run_state(tmp_path, RunName(arm=BASELINE, seed=0)).reason
     assert reason and reason.code in (Code.METRICS_UNREADABLE, Code.NO_METRICS)
     message = sentence(reason)
     assert len(message.splitlines()) == 1 and "logs/metrics.jsonl" in message

@@ -26,8 +26,8 @@ from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import find_children, find_descendants, find_run_processes
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
-from abrun.runs.experiment import is_experiment, planned_runs, run_state
-from abrun.runs.lock import LOCK, owner_of
+from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
+from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE_UNDER_AGENT, run_to_end
@@ -173,7 +173,7 @@ def others() -> frozenset[Process]:
 
 
 def states(experiment: Path) -> dict[str, RunState]:
-    return {str(name): run_state(experiment, name) for name in planned_runs(experiment)}
+    return {str(name): read_run_state(experiment, name) for name in planned_runs(experiment)}
 
 
 def left_in(folder: Path) -> list[str]:
@@ -202,13 +202,13 @@ def check_killed(runs_dir: Path, experiment: Path, by: str, others: frozenset[Pr
         over |= set() if by.startswith("launcher") else {"failed"}
         found = states(experiment)
         assert {state.status for state in found.values()} <= over, f"{by}: {found}"
-        assert owner_of(experiment) is None, by
+        assert find_owner(experiment) is None, by
 
 
 def check_whole(experiment: Path, by: str) -> None:
     """Check that a resumed experiment is as one that nothing disturbed, and holds nothing else."""
     assert {state.status for state in states(experiment).values()} == {"finished"}, by
-    assert left_in(experiment) == [] and owner_of(experiment) is None, by
+    assert left_in(experiment) == [] and find_owner(experiment) is None, by
     assert (experiment / LOCK).read_bytes() == b"", by
 
 
@@ -289,7 +289,7 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
         while find_run_processes(run.path):
             assert time.monotonic() < deadline, f"call {last}: something lives on"
             time.sleep(0.02)
-        before_end += len(run.rows().read()) == 3 and not run.finished
+        before_end += len(run.metrics_reader().read()) == 3 and not run.finished
         began = bool(run.attempts())
         expected = "finished" if run.finished else "failed" if began else "pending"
         assert run.state(planned.name).status == expected, f"call {last}"

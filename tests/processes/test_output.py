@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import pytest
 
 from abrun.processes.output import MAX_PENDING_BYTES, UnfailingOutput
-from abrun.runs.experiment import planned_runs, run_dir, run_state
+from abrun.runs.experiment import planned_runs, read_run_state, run_dir
 from tests.snapshot import Snapshot
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and /proc")
@@ -69,7 +69,7 @@ def abrun(*words: str | Path, **options: Any) -> "subprocess.Popen[str]":
 
 def statuses(experiment_dir: Path) -> list[str]:
     names = planned_runs(experiment_dir)
-    return [run_state(experiment_dir, name).status for name in names]
+    return [read_run_state(experiment_dir, name).status for name in names]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:

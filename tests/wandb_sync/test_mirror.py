@@ -89,7 +89,7 @@ def test_offline_attempts_are_one_run_with_every_step_once(
     assert mirrored(run) == []
     assert offline(run) == [*((step, float(step)) for step in range(1, 6)), (6, 6.5), (7, 7.5)]
     ids = {path.name.rpartition("-")[2] for path in (run.path / "wandb").glob("offline-run-*")}
-    assert ids == {run.wandb()["id"]} == {wandb_run.new_id(run.record(), run.path)}
+    assert ids == {run.wandb_location()["id"]} == {wandb_run.new_id(run.record(), run.path)}
     for path in run.path.rglob("*"):  # wandb's files hold the configuration
         is_ours = path.is_dir() and not path.is_relative_to(run.path / "wandb")
         assert path.is_symlink() or is_ours or not path.stat().st_mode & 0o077, path
@@ -107,7 +107,7 @@ def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, server: Server) -
     assert [row["_step"] for row in kept.history] == [row["step"] for row in kept.history] == [*range(1, 8)]
     assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4, 5, 6.5, 7.5]
     assert (kept.settings["groupName"], kept.settings["jobType"]) == ("x", "baseline")
-    assert run.wandb() == {
+    assert run.wandb_location() == {
         "id": name,
         "project": "test",
         "entity": "team",
@@ -134,8 +134,8 @@ def test_sync_sends_what_was_recorded_offline_and_nothing_twice(
         said: list[str] = []
         sync_experiment(experiment, said.append)
         sync_experiment(experiment, said.append)
-        kept = server.runs[run.wandb()["id"]]
-        url = run.wandb()["url"]
+        kept = server.runs[run.wandb_location()["id"]]
+        url = run.wandb_location()["url"]
         assert said == [f"baseline/seed-0: 9 steps sent, {url}", f"baseline/seed-0: 0 steps sent, {url}"]
         assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
     monkeypatch.setattr(wandb_run, "INIT_TIMEOUT_S", 1.0)

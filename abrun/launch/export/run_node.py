@@ -22,7 +22,7 @@ from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
 from abrun.runs import experiment
 from abrun.runs.experiment import WARM_STARTS, is_experiment
-from abrun.runs.lock import Locked
+from abrun.runs.lock import LockedError
 from abrun.runs.rundir import RunDir
 
 WAIT_TIMEOUT_S = 300.0  # for another run that makes the directory, and for the file system to show it
@@ -86,9 +86,9 @@ def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
         try:
             with own_experiment(plan, experiment_dir, resume=exists, say=print):
                 return
-        except (LaunchError, Locked) as error:
+        except (LaunchError, LockedError) as error:
             was_just_made = not exists and is_experiment(experiment_dir)
-            if not (was_just_made or isinstance(error, Locked)) or time.monotonic() > deadline:
+            if not (was_just_made or isinstance(error, LockedError)) or time.monotonic() > deadline:
                 raise
             time.sleep(POLL_S)
 

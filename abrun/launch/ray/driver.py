@@ -33,7 +33,7 @@ from abrun.recipe.refusals import validated
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import open_log
-from abrun.runs.lock import Lease, Locked
+from abrun.runs.lock import Lease, LockedError
 
 LEASE_TIMEOUT_S = 60.0  # that a job before this one may take to end
 
@@ -114,7 +114,7 @@ def _acquire_lease(experiment_dir: Path) -> Lease:
         try:
             lease.acquire(take_over=True)
             return lease
-        except Locked:
+        except LockedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1.0)

@@ -43,7 +43,7 @@ from abrun.rollout.vllm.server import ALIVE, FAILED, Setup
 from abrun.rollout.vllm.starting import MOST_LINES, quoted
 from abrun.rollout.vllm.transfer import Transfer, chunks, described
 from abrun.runs.files import open_log
-from abrun.runs.layout import engine_log
+from abrun.runs.layout import engine_log_name
 
 POLL_S = 1.0
 PATIENCE = 0.9  # of the time after which the run would count as hanging itself
@@ -199,7 +199,7 @@ class Process:
 
     def __init__(self, number: int, rank: int, size: int, gpus: Sequence[str], folder: Path) -> None:
         self.number = number
-        self._log = Path(os.environ.get(RUN_DIR_VARIABLE, folder)) / engine_log(number)
+        self._log = Path(os.environ.get(RUN_DIR_VARIABLE, folder)) / engine_log_name(number)
         self._oom_kills = count_oom_kills()
         self.channel, theirs = Pipe()
         variables = {
