@@ -78,7 +78,7 @@ def resolve_auto(
         refuse_impossible(draft, find_problems(draft))
         refuse_existing(experiment_dir)
     decided = decide_values(recipe, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
-    plan = make_plan(recipe.closed({key: one["value"] for key, one in decided.items()}))
+    plan = make_plan(recipe.closed({key: decision["value"] for key, decision in decided.items()}))
     return replace(plan, decided=decided)
 
 

@@ -179,10 +179,10 @@ def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None
     alone, once it is its turn. `Job.claim` goes on with all others from their newest checkpoints.
     """
     reference = plan.recipe.compare.reference
-    here = experiment_dir / REFERENCE
-    if reference and not (is_experiment(experiment_dir) and is_file(here)):
+    stored_reference = experiment_dir / REFERENCE
+    if reference and not (is_experiment(experiment_dir) and is_file(stored_reference)):
         with wrap_write_errors(here):  # once: a later change of the file is none here
-            write_file(here, Path(reference).expanduser().read_bytes())
+            write_file(stored_reference, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),
         "launched_pairs": len(plan.recipe.seeds),
@@ -206,12 +206,12 @@ def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None
         directory = run_dir(experiment_dir, run.name)
         try:
             with wrap_read_errors(directory):
-                here = RunDir(directory)
-                if not here.exists:
+                stored_run_dir = RunDir(directory)
+                if not stored_run_dir.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
                     write_run_record(directory, experiment_dir.name, run.name, run.config, warm_start)
-                elif not here.finished:
-                    _update_record(here, run.config)
+                elif not stored_run_dir.finished:
+                    _update_record(stored_run_dir, run.config)
         except StoreError:
             if not resume:
                 raise

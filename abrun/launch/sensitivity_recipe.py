@@ -15,7 +15,7 @@ def make_sensitivity_recipe(
     """The recipe without its treatments; and what it lacks for the faults that it cannot inject.
 
     `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can inject. Raises
-    RecipeError for one that was asked for and cannot be injected.
+    RecipeError for fault that was asked for and cannot be injected.
     """
     baseline = recipe.closed().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
@@ -24,12 +24,12 @@ def make_sensitivity_recipe(
     faults = recipe.controls.faults
     if names is not None:
         faults = [_parse_fault(text) for text in names.split(",")]
-        for one in faults:
-            needs = lacking(LIBRARY[one.name], baseline)
+        for fault in faults:
+            needs = lacking(LIBRARY[fault.name], baseline)
             if needs:
-                raise RecipeError(Code.FAULT_NEEDS(fault=one.name, depends_on=needs))
+                raise RecipeError(Code.FAULT_NEEDS(fault=fault.name, needs=needs))
     elif not faults:
-        needs_by_fault = {library_fault.name: lacking(library_fault, baseline) for library_fault in FAULTS}
+        needs_by_fault = {fault.name: lacking(fault, baseline) for fault in FAULTS}
         not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
         faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
     if not faults:
@@ -38,7 +38,7 @@ def make_sensitivity_recipe(
         Controls,
         {
             "aa_reruns": recipe.controls.aa_reruns,
-            "faults": [one.model_dump() for one in faults],
+            "faults": [fault.model_dump() for fault in faults],
         },
         "--faults",
     )
