@@ -1,9 +1,8 @@
-"""What a recipe leaves open by `auto`: the values that take the least time with which every arm fits.
+"""Resolves `auto` values of a recipe to the fastest values with which every arm fits into memory.
 
-Decided once and together, before anything is stored, and the same for all arms that do not state values of
-their own: by predicted peaks, and where the launch's GPUs are this machine's, by one step that is measured.
-What a launch hands on, a plan and what is stored of it, has the values in their places. docs/training.md has
-the order of preference.
+They are decided once, before anything is stored, and are the same for all arms without own values. The
+decision uses predicted peaks, and one measured step if the launch uses this machine's GPUs. The plan and
+what is stored hold the decided values. docs/training.md has the order of preference.
 """
 
 import itertools
@@ -35,11 +34,13 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
 
-SLEEPING_ENGINE_BYTES = GIB // 4  # of vLLM on the same device, while the trainer works (docs/measured.md)
-MIN_TOKENS = 1024  # of a microbatch: below, weights and their optimizer take what there is
-# Of a device: what a measured peak leaves free, to fragmentation and to what is not torch's.
+# Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
+SLEEPING_ENGINE_BYTES = GIB // 4
+# Smallest micro-batch: below it, weights and optimizer state take nearly all memory.
+MIN_TOKENS = 1024
+# Share of device memory kept free above a measured peak, for fragmentation and memory outside of torch.
 MEASURED_MARGIN = 0.05
-MAX_LISTED = 3  # candidates of a line
+MAX_LISTED = 3  # candidates in a message
 
 Say = Callable[[str], object]
 Values = dict[str, Any]  # by dotted key
@@ -56,17 +57,15 @@ def resolve_auto(
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Plan:
-    """Return a recipe's plan with what it leaves open decided: its `draft`, if that is nothing.
+    """Return a recipe's plan with its `auto` values decided, or `draft` if there are none.
 
-    `here`: it runs on this machine.
-
-    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where nothing can be
-    decided or fits; but for a dry run also, before that takes minutes, by `refusals` and for what is in the
-    experiment's place, which a launch asks of the plan in any case.
+    `is_local`: the plan runs on this machine. With options.resume, the values of the first launch are used.
+    Raises RecipeError or LaunchError if nothing can be decided or nothing fits. Except in a dry run, it first
+    raises for `find_problems` and for an existing experiment, before predictions take minutes.
     """
     requested_memory = options.device_memory
     if requested_memory is not None:
-        device_memory(requested_memory)  # refused at once, also where it decides nothing
+        device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
     if not recipe.open_keys:
         if requested_memory is not None and not dry_run:
             raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
@@ -90,12 +89,14 @@ def decide_values(
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Decisions:
-    """What an open recipe's values become, and why; `here`: its devices are this machine's."""
+    """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine's
+    devices.
+    """
     keys, configs = recipe.open_keys, _open_arm_configs(recipe, {})
     request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
         values = {key: OPEN[key].values[0] for key in keys}
-        explanation = f"auto is {_format_values(values)}: no arm that leaves it open trains on GPUs, whose memory could run out"
+        explanation = f"auto is {_format_values(values)}: no arm with an open value trains on GPUs"
         return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
     _refuse_unpredictable(request, keys, configs)
     own_bytes = device_memory(None) if is_local else None
@@ -120,7 +121,8 @@ def decide_values(
         margin_text = f": nothing leaves {choice.margin:.0%} of it free, and runs may run out of memory"
     return _make_decisions(
         choice.values,
-        why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}, {memory_text}{margin_text}"
+        why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}"
+        + f", {memory_text}{margin_text}"
         + (f"; predicted alone: {why_not_measured}" if why_not_measured else ""),
         device_bytes=device_bytes,
         margin=choice.margin,
@@ -134,7 +136,7 @@ def _make_decisions(values: Values, **fields: Any) -> Decisions:
 
 
 def _open_arm_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
-    """Of the arms on GPUs that have a value of the recipe's, and not all of their own."""
+    """Return configurations of arms on GPUs that use an open value of the recipe."""
     closed, configs = recipe.closed(values), dict[str, OwnRunConfig]()
     for arm, change in recipe.arms.items():
         config = closed.run_config(arm)
@@ -154,14 +156,14 @@ def _refuse_unpredictable(request: Reason, keys: Iterable[str], configs: Mapping
                 )
             )
         problem = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
-        if problem:  # said here, before another arm has been predicted
+        if problem:  # reported before predictions take time
             raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=request, arm=arm, problem=problem))
 
 
 def _reason_not_to_measure(
     own_bytes: int | None, device_bytes: int, *, is_local: bool, dry_run: bool
 ) -> str | None:
-    """Why no step is measured; None: one is."""
+    """Return why no step is measured, or None if one is."""
     if dry_run:
         return "a dry run measures nothing"
     if not is_local:
@@ -177,7 +179,7 @@ def _reason_not_to_measure(
 def _group_candidates(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[list[Values]]:
-    """The candidates, the preferred first; in a group the last one takes the least memory."""
+    """Return the candidates in order of preference; the last one of each group needs the least memory."""
     closed = recipe.closed()
     arm_configs = (
         closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm])
@@ -207,8 +209,10 @@ def _group_candidates(
 def _list_token_budgets(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[int]:
-    """Tokens of a microbatch, from what is fast downwards by halves: the longest sequence of all arms at the
-    least, and at most a rank's share of an update."""
+    """Return micro-batch sizes in tokens, from the fastest downwards by halves.
+
+    The minimum is the longest sequence of all arms, the maximum a rank's share of an update.
+    """
     unsplit_configs = {
         arm: config.model_copy(
             update={"policy": config.policy.model_copy(update={"micro_batch_tokens": None})}
@@ -234,23 +238,23 @@ def _list_token_budgets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Values, and what is known of the arms' peaks with them."""
+    """Candidate values and what is known about the arms' memory peaks with them."""
 
     values: Values
     device_bytes: int
     peaks: dict[str, dict[str, Any]]  # predicted, by arm
-    error: float  # of these: by how much they may be too low
-    measured: dict[str, Any] | None = None  # of the arm with the highest
+    error: float  # relative error by which a prediction may be too low
+    measured: dict[str, Any] | None = None  # for the arm with the highest prediction
 
     @property
     def highest_peak(self) -> tuple[str, int]:
-        """The arm with the highest peak predicted, and bytes, those of an engine that sleeps included."""
+        """Arm with the highest predicted peak, and its bytes, including a sleeping engine."""
         total_bytes = {arm: peak["peak_bytes"] + peak["asleep_bytes"] for arm, peak in self.peaks.items()}
         return max(total_bytes.items(), key=lambda item: item[1])
 
     @property
     def margin(self) -> float:
-        """What of a device is to be left free."""
+        """Share of device memory to keep free."""
         return MEASURED_MARGIN if self.measured else self.error
 
     @property
@@ -266,7 +270,7 @@ class _Trial:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether memory ran out, or would even if the prediction is too high."""
+        """True if memory ran out, or would even if the prediction is too high."""
         return self.ran_out or (not self.measured and self.highest_peak[1] * (1 - ERROR) > self.device_bytes)
 
     def as_json(self) -> dict[str, Any]:
@@ -280,24 +284,24 @@ class _Trial:
 
 
 class _CandidateSearch:
-    """What was tried of a recipe's candidates."""
+    """Search for the preferred candidate that fits, with all trials so far."""
 
     def __init__(
         self, recipe: Recipe | CommandRecipe, request: Reason, device_bytes: int, say: Say, *, measures: bool
     ) -> None:
         self._recipe, self._request, self._say, self._can_measure = recipe, request, say, measures
         self._device_bytes = device_bytes
-        self._tried: dict[str, _Trial] = {}  # by the values, as they are shown
+        self._tried: dict[str, _Trial] = {}  # by formatted values
 
     @property
     def tried(self) -> list[_Trial]:
-        """In their order."""
+        """Trials in order."""
         return list(self._tried.values())
 
     def choose(self, groups: Sequence[Sequence[Values]]) -> _Trial:
-        """The first that fits, measured where that is possible; where none does, the one of the least memory.
+        """Return the first candidate that fits, or else the one with the least memory; measured if possible.
 
-        Where a group's least does not fit, the others of it are not asked.
+        If the last candidate of a group does not fit, the rest of the group is skipped.
         """
         for group in groups:
             if (preferred := self._try_values(group[0])).fits:
@@ -327,7 +331,7 @@ class _CandidateSearch:
         return self._tried[name]
 
     def _measure(self, trial: _Trial) -> _Trial:
-        """With one step of the arm with the highest peak, in processes of its own."""
+        """Measure one step of the arm with the highest peak, in separate processes."""
         if trial.measured:
             return trial
         arm, name = trial.highest_peak[0], _format_values(trial.values)
@@ -375,11 +379,11 @@ def _peaks_as_json(predictions: Iterable[Predicted]) -> dict[str, dict[str, Any]
     }
 
 
-# --- in words ---
+# --- messages ---
 
 
 def _format_values(values: Values) -> str:
-    """As a recipe would have them, in the order of its open keys."""
+    """Format values as in a recipe, in the order of its open keys."""
     return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values.values())
 
 
@@ -388,7 +392,10 @@ def _format_alternatives(keys: Iterable[str]) -> str:
 
 
 def _describe_trials(trials: Sequence[_Trial]) -> str:
-    """`predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`, of the last ones."""
+    """Return the predicted peaks of the last trials.
+
+    For example `predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`.
+    """
     count_text = f" of the last {MAX_LISTED} of {len(trials)} tried:" if len(trials) > MAX_LISTED else ""
     return f"predicted peaks{count_text} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
 
@@ -403,7 +410,7 @@ def _describe_trial(trial: _Trial) -> str:
 
 
 def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
-    """What an experiment was launched with."""
+    """Return the values that an experiment was launched with."""
     recipe = open_experiment(experiment_dir).get("recipe", {})
     stored, values = dotted({"policy": recipe.get("policy") or {}}), Values()
     for key in keys:

@@ -1,4 +1,4 @@
-"""Clusters that queue jobs, which then run without a launcher: how runs are handed over."""
+"""Clusters that queue jobs: submission, state and cancellation of an experiment's jobs."""
 
 import contextlib
 import os
@@ -19,55 +19,54 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
 from abrun.runs.records import RunState
 
-AGENT_HEAD_START_S = (
-    10.0  # agents kill ranks that save too slowly before the supervisor, or an engine, kills agents
-)
+# Agents kill ranks that save too slowly, this long before the supervisor or an engine kills the agents.
+AGENT_HEAD_START_S = 10.0
 ACTIVE_STATUSES = ("running", "stalled", "pending")
-COMPARE_LOG = "compare.log"  # what the job that compares has printed, in the folder of the cluster
+COMPARE_LOG = "compare.log"  # output of the compare job, in the cluster's folder
 
 
 class LeftInQueueError(LaunchError):
-    """A submission failed, and what had been submitted before could not be taken back."""
+    """A submission failed, and jobs that were already submitted could not be withdrawn."""
 
 
 class BatchCluster(ABC):
-    """The jobs of one experiment on a cluster: hands runs over, and knows what became of them.
+    """The jobs of one experiment on a cluster: submits runs and tracks their jobs.
 
-    It asks its cluster every few seconds at most.
+    Queries its cluster at most once every few seconds.
     """
 
     query_interval_s: ClassVar[float]
-    folder: ClassVar[str]  # of an experiment; no arm can be called so
-    cleared_fields: ClassVar[Mapping[str, Any]]  # what a record says once others take the place of its jobs
+    folder: ClassVar[str]  # folder in an experiment; no arm can have this name
+    cleared_fields: ClassVar[Mapping[str, Any]]  # record fields that `clear_jobs` writes
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
-        """`settings` of the launcher and `num_jobs` at once are those of a launch, which hands over."""
+        """Take the launcher's `settings` and `num_jobs` (parallel runs), which only a launch has."""
         self._experiment_dir, self._settings, self._num_jobs = experiment_dir, settings, num_jobs
         self._record: dict[str, Any] = {}
         self._queried_s: float | None = None
         self._answer: Any = None
-        self._error: LaunchError | None = None  # what was said when the cluster did not answer
+        self._error: LaunchError | None = None  # of the last query, if the cluster did not answer
 
     def load(self) -> None:
-        """Take the experiment's jobs from its record."""
+        """Load the experiment's jobs from its record."""
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
     def find_problems(self, plan: Plan) -> list[Reason]:
-        """Return why the plan could never run there; nothing where it could."""
+        """Return the reasons why the plan could never run there."""
 
     @abstractmethod
     def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
-        """What would be handed over, by name. After `find_problems`."""
+        """Return the scripts that would be submitted, by name. Call `find_problems` first."""
 
     @abstractmethod
     def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
+        """Submit all unfinished runs, or none; return the job ids."""
 
     @staticmethod
     @abstractmethod
     def read(experiment_dir: Path) -> dict[str, Any]:
-        """The record of an experiment; empty where there is none."""
+        """Return the record of an experiment, or an empty one."""
 
     @staticmethod
     @abstractmethod
@@ -80,43 +79,43 @@ class BatchCluster(ABC):
     @property
     @abstractmethod
     def active_job_ids(self) -> list[str]:
-        """The ids of those that wait or work."""
+        """Ids of the jobs that are queued or running."""
 
     @property
     def has_compare_job(self) -> bool:
-        """Whether a job compares the runs once they have ended."""
+        """True if a job compares the runs once they have ended."""
         return bool(self._record.get("compare"))
 
     @abstractmethod
     def state_of(self, state: RunState) -> RunState:
-        """A run's state, where the cluster knows better than the run's directory."""
+        """Return a run's state, corrected if the cluster knows more than the run's directory."""
 
     @abstractmethod
     def query_jobs(self) -> Any:
-        """What the cluster knows of the jobs now. Raises LaunchError where it does not answer."""
+        """Return what the cluster knows about the jobs. Raises LaunchError if it does not answer."""
 
     @abstractmethod
     def stop_jobs(self) -> None:
-        """Take back what waits, and let what runs save a checkpoint and end."""
+        """Withdraw queued jobs, and let running ones save a checkpoint and end."""
 
     @property
     def silent(self) -> str | None:
-        """What went wrong where the cluster did not answer when it was last asked."""
+        """Error of the last query, if the cluster did not answer."""
         return str(self._error) if self._error else None
 
     def cancel(self) -> None:
-        """End the jobs, and keep in mind that this was asked for."""
+        """End the jobs and record that they were cancelled."""
         self._record = {**self.read(self._experiment_dir), "cancelled": True}
         self.write(self._experiment_dir, self._record)
         self.stop_jobs()
         self._queried_s = None
 
     def clear_jobs(self) -> None:
-        """Let others take the place of jobs that have ended."""
+        """Clear ended jobs from the record, so that new ones can be submitted."""
         self.write(self._experiment_dir, {**self._record, **self.cleared_fields})
 
     def read_compare_log(self) -> str | None:
-        """What the job that compares has printed; None where there is none."""
+        """Return the output of the compare job, or None if there is no such job."""
         if not self.has_compare_job:
             return None
         with contextlib.suppress(OSError):
@@ -124,7 +123,7 @@ class BatchCluster(ABC):
         return ""
 
     def _query_cached(self) -> Any:
-        """The last answer of `ask`. Raises LaunchError, at once where there was none just now."""
+        """Return the last answer of `query_jobs`. Raises LaunchError at once if there was none just now."""
         if self._queried_s is None or time.monotonic() - self._queried_s > self.query_interval_s:
             try:
                 self._answer, self._error = self.query_jobs(), None
@@ -137,7 +136,7 @@ class BatchCluster(ABC):
 
 
 def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
-    """The jobs of an experiment, whichever cluster has them; None where none was asked."""
+    """Return the experiment's jobs on whichever cluster has them, or None."""
     for class_path in SCHEDULERS.values():
         jobs: BatchCluster = load(class_path)(experiment_dir)
         jobs.load()
@@ -149,7 +148,7 @@ def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
 def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> BatchCluster | None:
-    """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
+    """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
     if isinstance(settings, Exported):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
@@ -158,19 +157,19 @@ def make_cluster(
 
 
 def agent_grace_s(save_s: float) -> float:
-    """Seconds that the agents of a run give its ranks to save a checkpoint, of `save_s` in all."""
+    """Return how many of `save_s` seconds agents give their ranks to save a checkpoint."""
     return max(1.0, save_s - AGENT_HEAD_START_S)
 
 
 def network_variables(interface: str | None) -> dict[str, str]:
-    """The variables by which ranks find each other over a network interface."""
+    """Return the environment variables that make ranks use a network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
 def cancel_experiment(experiment_dir: Path) -> str:
-    """Ask whatever runs an experiment to save checkpoints and end; returns what was done, for people.
+    """Ask whatever runs an experiment to save checkpoints and end; return a sentence about it.
 
-    Raises LaunchError where only another machine can, StoreError where there is no experiment.
+    Raises LaunchError if only another machine can do that, StoreError if there is no experiment.
     """
     open_experiment(experiment_dir)
     cluster_jobs = find_cluster_jobs(experiment_dir)
@@ -178,10 +177,10 @@ def cancel_experiment(experiment_dir: Path) -> str:
     if cluster_jobs and active:
         cluster_jobs.cancel()
         count = "1 job" if len(active) == 1 else f"{len(active)} jobs"
-        return f"cancelled: {count} ({', '.join(active)}); what runs saves a checkpoint first"
+        return f"cancelled: {count} ({', '.join(active)}); running jobs save a checkpoint first"
     owner = find_owner(experiment_dir)
     if owner is None:
-        return f"{experiment_dir.name}: nothing of it runs or waits"
+        return f"{experiment_dir.name}: no run is active or queued"
     if not owner.is_visible or owner.pid is None:
         raise LaunchError(Code.LAUNCHED_ELSEWHERE(directory=experiment_dir, owner=str(owner)))
     try:

@@ -1,4 +1,4 @@
-"""Notes on a plan: settings that are allowed and have no effect, commands that are the same in every seed."""
+"""Settings of a plan that are allowed but have no effect, and commands that are the same for every seed."""
 
 from collections.abc import Iterator
 
@@ -8,18 +8,18 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE
 
-RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their importance ratio alone
+RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their importance ratio
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
 def find_ineffective_settings(plan: Plan) -> list[Reason]:
     """Return a reason for each setting without effect, with the arms that have it.
 
-    With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
-    That is common and right for the default loss at its default clip range, so nothing is said of it. It is
-    said of a loss that is chosen for its ratio, of clip ranges that a recipe states, and of arms that differ
-    in nothing else: up to rounding, all losses of GRPO's family then have the same gradient, if the tokens of
-    a sequence have the same advantage and weight.
+    With one update per step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
+    For the default loss and clip range that is common and not reported. It is reported for a loss that is
+    chosen for its ratio, for clip ranges that a recipe states, and for arms that differ in nothing else: up
+    to rounding, all losses of the GRPO family then have the same gradient, if the tokens of a sequence share
+    one advantage and weight.
     """
     arms_of: dict[Reason, list[str]] = {}
     for arm, settings in _select_one_update(plan).items():

@@ -1,4 +1,4 @@
-"""The local engine: runs as processes on this machine, as many as fit its devices at once."""
+"""Local engine: runs as processes on this machine, as many in parallel as fit its devices."""
 
 import contextlib
 import math
@@ -32,14 +32,16 @@ from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 
 FORK_MODULE = "abrun.train.forked"
-MIN_WAITING_RUNS = 2  # runs of a kind that wait for others' places, for which imports once more are worth it
-# With it torch asks for GPUs, as its compiler does when imported, without the driver, which no fork survives:
+# A fork server pays off if at least this many runs of a kind have to wait for devices.
+MIN_WAITING_RUNS = 2
+# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
+# compiler looks for GPUs:
 # docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
 NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:
-    """The machine's devices, free or taken. `num_jobs` caps the runs at once and may oversubscribe cores."""
+    """The machine's free devices. `num_jobs` limits the parallel runs, and allows them to share CPU cores."""
 
     def __init__(self, machine: Machine, num_jobs: int | None = None) -> None:
         self._gpus = list(machine.gpus)
@@ -48,7 +50,7 @@ class Slots:
         self._cores_limit = num_jobs is None
 
     def find_devices(self, config: RunConfig) -> Devices | None:
-        """Devices for one run; None where it has to wait."""
+        """Return devices for one run, or None if it must wait."""
         if self._num_free == 0:
             return None
         count = config.devices_per_node
@@ -72,7 +74,7 @@ class Slots:
 
 
 def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterable[RunConfig]) -> int:
-    """Count the first of these runs that fit on a machine side by side."""
+    """Return how many of these runs, in order, fit on a machine at the same time."""
     slots, count = Slots(machine, num_jobs), 0
     for config in configs:
         if (devices := slots.find_devices(config)) is None:
@@ -82,12 +84,12 @@ def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterabl
     return count
 
 
-# What runs have in common that begin as copies of one process: its imports, and its environment
+# Imports and environment: the same for all runs that are forked from one server.
 ForkKey = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
 
 class LocalEngine:
-    """Runs in sessions of their own, on devices that they do not share."""
+    """Starts each run in its own session, on devices that no other run uses."""
 
     def __init__(self, num_jobs: int | None = None) -> None:
         self._machine = this_machine()
@@ -100,9 +102,9 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
-        """A process for each kind of runs of which many wait for places, for them to begin as its copies.
+        """Start a fork server for each kind of run of which several have to wait for devices.
 
-        It does its imports beside the first runs.
+        The server does its imports while the first runs train.
         """
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
         counts = Counter(key for key, _ in keyed_configs)
@@ -113,7 +115,7 @@ class LocalEngine:
                     and counts[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
                     >= MIN_WAITING_RUNS
                 ):
-                    with contextlib.suppress(OSError):  # what hinders it the runs will say
+                    with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
             yield
         finally:
@@ -139,7 +141,7 @@ class LocalEngine:
                 process = start_process(
                     command,
                     env,
-                    death_signal=signal.SIGTERM,  # with the launcher, but after a checkpoint
+                    death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
@@ -154,7 +156,10 @@ class LocalEngine:
         return environment(run.path, devices, config)
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
-        """None of runs that are not our own trainer's, started as it is started here."""
+        """Return a run's imports and environment, or None if it cannot be forked.
+
+        Only runs of abrun's own trainer, started as usual on this machine, can be forked.
+        """
         on_gpus = bool(config.cluster.gpus_per_node)
         devices = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
         if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
@@ -168,13 +173,13 @@ class LocalEngine:
 
 @dataclass(slots=True, eq=False)
 class LocalRun:
-    """A run's first process, which passes SIGTERM on, and all that came of it."""
+    """First process of a run, which passes SIGTERM on to the run's other processes."""
 
     run: RunDir
     process: Child
     devices: Devices
     slots: Slots
-    is_lost: bool = False  # what can get lost here takes this launcher along
+    is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
     @property
@@ -185,7 +190,8 @@ class LocalRun:
         status = self.process.poll()
         if status is not None and not self.ended:
             self.ended = True
-            kill_all(lambda: find_run_processes(self.run.path))  # what a killed first process could not end
+            # A first process that was killed could not end the others.
+            kill_all(lambda: find_run_processes(self.run.path))
             self.slots.release(self.devices)
         return status
 
@@ -195,6 +201,6 @@ class LocalRun:
             return
         if self.process.poll() is None:
             kill_all(lambda: find_descendants(self.pid) | find_run_processes(self.run.path))
-            self.process.kill()  # should its environment not be readable
+            self.process.kill()  # in case its environment was unreadable
         wait_for_exit(self.process, math.inf, lambda: False)
         self.poll()

@@ -1,6 +1,6 @@
-"""An experiment's directory before its first process: new, or taken up again, never half-written.
+"""Prepares an experiment's directory before the first process: new or resumed, never half-written.
 
-Independent of what runs it afterwards. What `--resume` does is the same for every fault: see `_write`.
+The same for every engine and cluster. `--resume` does the same after every fault: see `_write_experiment`.
 """
 
 import contextlib
@@ -53,18 +53,18 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedExperiment:
-    """An experiment that this process owns, with every run's `config.json` in it."""
+    """An experiment that this process owns, with every run's `config.json` written."""
 
     experiment_dir: Path
     lease: Lease
-    git: dict[str, Any] | None  # the checkout that its runs are made from
+    git: dict[str, Any] | None  # the code checkout
 
 
 @contextlib.contextmanager
 def prepare_experiment(
     plan: Plan, options: LaunchOptions, problems: list[Reason], say: Say
 ) -> Iterator[PreparedExperiment]:
-    """Own the directory of a plan that nothing refuses. Raises what `owned_experiment` raises."""
+    """Own the directory of a plan without problems. Raises the same errors as `own_experiment`."""
     experiment_dir = resolve_experiment_dir(plan.recipe.name, options)
     refuse_impossible(plan, problems)
     with own_experiment(
@@ -75,7 +75,7 @@ def prepare_experiment(
 
 
 def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
-    """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
+    """Return the directory of an experiment. Raises LaunchError if its name cannot be a folder name."""
     name = recipe_name if options.name is None else options.name
     if not re.fullmatch(NAME_PATTERN, name) or name == WARM_STARTS:
         raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
@@ -83,7 +83,7 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
 
 
 def refuse_impossible(plan: Plan, problems: list[Reason], *, shown_by_dry_run: bool = True) -> None:
-    """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
+    """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
         name = plan.recipe.name
         raise LaunchError(
@@ -92,7 +92,7 @@ def refuse_impossible(plan: Plan, problems: list[Reason], *, shown_by_dry_run: b
 
 
 def refuse_existing(experiment_dir: Path) -> None:
-    """Raises LaunchError where a new experiment cannot be made, as something is there."""
+    """Raise LaunchError if something else already exists in the experiment's place."""
     if is_experiment(experiment_dir):
         names = planned_runs(experiment_dir)
         finished = sum(read_run_state(experiment_dir, name).status == "finished" for name in names)
@@ -112,10 +112,10 @@ def own_experiment(
     take_over: bool = False,
     say: Say = lambda line: None,
 ) -> Iterator[Lease]:
-    """Own a plan's directory, with every run's `config.json` in it; `say` hears of another launcher's lock.
+    """Own a plan's directory, with every run's `config.json` written; `say` reports stale locks.
 
-    A new experiment that cannot be written whole leaves nothing behind. Raises LaunchError or StoreError
-    where it exists already (or, to resume, does not), holds other configurations, or is somebody's at work.
+    A new experiment that cannot be written completely leaves nothing behind. Raises LaunchError or StoreError
+    if the experiment exists already (with `resume`: does not exist), has other configurations, or is in use.
     """
     refuse = _refuse_queued if resume else refuse_existing
     if resume:
@@ -128,7 +128,8 @@ def own_experiment(
     try:
         with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
             remove_partial_files(experiment_dir)
-            refuse(experiment_dir)  # again: a faster launcher may have handed it over, or made it, meanwhile
+            # Check again: a faster launcher may have submitted or created it meanwhile.
+            refuse(experiment_dir)
             if resume:
                 _refuse_other_recipe(plan, experiment_dir)
                 if cluster_jobs := find_cluster_jobs(experiment_dir):  # they have ended
@@ -156,7 +157,7 @@ def own_experiment(
 def write_run_record(
     directory: Path, experiment: str, name: RunName, config: RunConfig, warm_start: Path | None = None
 ) -> None:
-    """Tell a job what to do, in its run directory."""
+    """Write a run's record, which tells its process what to do."""
     weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
     RunDir(directory).write_record(
         RunRecord(
@@ -173,15 +174,15 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
 
 
 def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
-    """Write what is not there: to resume, a run that was removed, and the limits that a recipe has now.
+    """Write what is missing. To resume, that includes removed runs and the recipe's current limits.
 
-    A finished run keeps its result, and its damaged records are mended. A run that cannot be read fails
-    alone, once it is its turn. `Job.claim` goes on with all others from their newest checkpoints.
+    Finished runs keep their results, and damaged records are repaired. A run that cannot be read fails by
+    itself, when it is its turn. `LaunchJob.claim` resumes all others from their newest checkpoints.
     """
     reference = plan.recipe.compare.reference
     stored_reference = experiment_dir / REFERENCE
     if reference and not (is_experiment(experiment_dir) and is_file(stored_reference)):
-        with wrap_write_errors(here):  # once: a later change of the file is none here
+        with wrap_write_errors(stored_reference):  # once: a later change of the file is none here
             write_file(stored_reference, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),
@@ -218,7 +219,7 @@ def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None
 
 
 def _update_record(run: RunDir, config: RunConfig) -> None:
-    """Give an unfinished run the limits and aliases of the recipe: those that it has may have ended it."""
+    """Give an unfinished run the recipe's current limits and aliases: the old ones may have ended it."""
     record, content = run.record(), config.model_dump(mode="json")
     changed = {"limits": content["limits"]}
     if isinstance(config, CommandRunConfig):
@@ -236,17 +237,17 @@ def _refuse_queued(experiment_dir: Path) -> None:
 
 
 def _is_just_begun(experiment_dir: Path) -> bool:
-    """Whether nothing is in a folder but what a launcher leaves that is killed before experiment.json."""
+    """Return True if the folder holds only what a launcher leaves that was killed before experiment.json."""
     names = {path.name for path in experiment_dir.iterdir()}
     expected_names = {LOCK, REFERENCE} if LOCK in names else set()
     return names <= {*expected_names, *partial_files(names)}
 
 
 def _refuse_other_recipe(plan: Plan, experiment_dir: Path) -> None:
-    """Refuse to mix experiments: every run that is here must be planned, with the configuration it has.
+    """Refuse to mix experiments: every stored run must be planned with its stored configuration.
 
-    One that is to be added has to start from the weights that its arm has started from. One that cannot be
-    read is let be: `Job.claim` refuses that run alone.
+    A run to be added must start from the same weights as the stored runs of its arm. Unreadable runs are
+    skipped here; `LaunchJob.claim` refuses them one by one.
     """
     planned = {run.name: run for run in plan.runs}
     recorded: dict[RunName, RunDir] = {}
@@ -284,14 +285,15 @@ def _refuse_other_recipe(plan: Plan, experiment_dir: Path) -> None:
 
 
 def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: bool) -> str | None:
-    """The first value in which a run directory's configuration is not the planned one.
+    """Return the first difference between a run's stored and planned configuration, or None.
 
-    Limits may change; `may_rename`: aliases too, as long as no run has finished with the old ones.
+    Limits may differ, and with `can_rename_aliases` aliases too, as long as no run has finished with the old
+    ones.
     """
     try:
         recorded = stored_run(run.record().config)
     except RecipeError:
-        return "its record does not hold a configuration of this abrun"
+        return "its record has no configuration that this version of abrun can read"
     recorded = recorded.model_copy(update={"limits": config.limits})
     if can_rename_aliases and isinstance(recorded, CommandRunConfig) and isinstance(config, CommandRunConfig):
         trainer = recorded.trainer.model_copy(update={"aliases": config.trainer.aliases})

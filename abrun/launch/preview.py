@@ -1,4 +1,4 @@
-"""What a launch would do, as tables: `abrun launch --dry-run`. Writes nothing."""
+"""Preview of a launch as tables (`abrun launch --dry-run`). Writes nothing."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,23 +25,23 @@ from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
 from abrun.redaction import REFERENCE, in_yaml, printable
 
-MAX_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
+MAX_ROWS = 200  # per table: the layout of more takes minutes
 MAX_COMMANDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feasibility:
-    """What a launch would be refused for, on this machine or by a scheduler."""
+    """Problems that would stop a launch on this machine or on a cluster."""
 
-    machine: Machine | None  # None: a scheduler's
+    machine: Machine | None  # None on a cluster
     problems: list[Reason]
-    is_refused: bool  # for good: no other machine would run the plan, or the scheduler does not take it
+    is_refused: bool  # no other machine could run the plan, or the cluster's scheduler refuses it
 
 
 def check_feasibility(
     plan: Plan, num_jobs: int | None = None, cluster: BatchCluster | None = None
 ) -> Feasibility:
-    """Check a plan as its launch would. Raises LaunchError for an unset variable of a run's `env`."""
+    """Check a plan as a launch would. Raises LaunchError for an unset variable in a run's `env`."""
     refuse_unset_variables(plan.runs)
     if cluster:
         reasons = cluster.find_problems(plan)
@@ -54,18 +54,21 @@ def check_feasibility(
 
 
 def render_preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
-    """Runs in launch order, the exact treatment diff, the expected power, and what this machine can do of it.
+    """Return runs in launch order, the exact treatment differences, expected power and this machine's
+    capacity.
 
-    The last line says which: a plan for other machines is a plan, but must not look like one for this.
+    The last line says whether this machine can run the plan.
     """
     return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
 
 
 def render_jobs_preview(plan: Plan, feasible: Feasibility, cluster: BatchCluster) -> RenderableType:
-    """The same, with the jobs that a cluster would get in place of this machine."""
+    """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(
-            *_render_plan(plan), _heading("Why it cannot run there"), *_bullet_list(sentences(reasons))
+            *_render_plan(plan),
+            _heading("Why it cannot run on the cluster"),
+            *_bullet_list(sentences(reasons)),
         )
     texts = cluster.render_scripts(plan, compare=True)
     jobs = [
@@ -75,7 +78,7 @@ def render_jobs_preview(plan: Plan, feasible: Feasibility, cluster: BatchCluster
 
 
 def preview_as_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
-    """The same for machines. `refusals` are the reasons why it cannot run here, or by the scheduler."""
+    """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
     inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
         "recipe": plan.recipe.name,
@@ -112,15 +115,15 @@ def _render_plan(plan: Plan) -> list[RenderableType]:
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
     num_controls, inert = sum(run.is_control for run in plan.runs), find_ineffective_settings(plan)
-    title += f" + {num_controls} of controls" if num_controls else ""
+    title += f" + {num_controls} control runs" if num_controls else ""
     return [
         Text(title, style="bold"),
         *_render_runs(plan),
         *_render_commands(plan),
-        _heading("What differs from the baseline, resolved"),
+        _heading("Resolved differences from the baseline"),
         *_render_diff(plan),
         *([_heading("Settings without effect"), *_bullet_list(sentences(inert))] if inert else []),
-        *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
+        *([_heading("Values chosen for auto"), *map(Text, decisions(plan.decided))] if plan.decided else []),
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
         *_render_interim(recipe.compare),
@@ -150,7 +153,7 @@ def _describe_start(config: RunConfig, warm_start: str | None = None) -> str:
 
 
 def _render_commands(plan: Plan) -> list[RenderableType]:
-    """The command line of each foreign arm, at its first seed."""
+    """Return the command line of each foreign arm at its first seed."""
     renderables: list[RenderableType] = []
     shown_arms: set[str] = set()
     for run in plan.runs:
@@ -173,7 +176,7 @@ def _render_commands(plan: Plan) -> list[RenderableType]:
 
 
 def _quote_value(value: str) -> str:
-    """For a shell, in which `${NAME}` stays a reference."""
+    """Quote a value for a shell, in which `${NAME}` stays a reference."""
     return f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
 
 
@@ -190,7 +193,7 @@ def _render_machine(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> 
     assert machine is not None, "a scheduler's jobs are shown instead"
     if reasons:
         return [
-            _heading(f"What this machine ({machine}) lacks"),
+            _heading(f"Problems on this machine ({machine})"),
             *_bullet_list(sentences(reasons)),
             Text(
                 f"This machine cannot run {plan.recipe.name}: {_count_noun(reasons, 'reason')}, listed above."
@@ -216,7 +219,7 @@ def _render_diff(plan: Plan) -> list[RenderableType]:
 
 
 def precision_differences(plan: Plan) -> list[Reason]:
-    """Return each arm whose LM head or logits have another precision than the baseline's."""
+    """Return a reason for each arm whose LM head or logits have another precision than the baseline's."""
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
@@ -226,7 +229,7 @@ def precision_differences(plan: Plan) -> list[Reason]:
 
 
 def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
-    """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
+    """Return P(MATCH) of each claim if the arms are truly equal. The verdict needs all of them."""
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
     from abrun.experiment.power import assumed_spread, claim_power
@@ -274,7 +277,7 @@ def _render_interim(compare: Compare) -> list[RenderableType]:
 def _render_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int
 ) -> list[RenderableType]:
-    """The first of `num_rows` rows, with a line on the rest."""
+    """Return the first MAX_ROWS rows of a table, and a line with the number of other rows."""
     table = Table(columns(*headings, fold=True), rows[:MAX_ROWS])
     num_hidden = num_rows - MAX_ROWS
     return [table, Text(f"... and {num_hidden} more")] if num_hidden > 0 else [table]

@@ -1,4 +1,4 @@
-"""The runs of a launch on their way from pending to done: in which order, and which are ready to start."""
+"""Queue of a launch: the order of its runs, and which of them are ready to start."""
 
 import contextlib
 import time
@@ -22,33 +22,34 @@ from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
-ORPHAN_GRACE_S = 40.0  # a run that has lost its launcher takes up to 30 s to save a checkpoint
+# A run that has lost its launcher takes up to 30 s to save a checkpoint.
+ORPHAN_GRACE_S = 40.0
 WARM_START = RunName(arm="warm-start", seed=0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LaunchJob:
-    """One run directory on its way from pending to done."""
+    """One run or warm start of a launch, from pending to finished, failed or interrupted."""
 
     label: str
     run: RunDir
     config: RunConfig
-    depends_on: "LaunchJob | None" = None  # the warm start to wait for
+    depends_on: "LaunchJob | None" = None  # a warm start
     seed: int = 0
-    arm: str | None = None  # None: of a control, whose own arm is the baseline
-    is_warm_start: bool = False  # a warm start: other experiments may want it, too
+    arm: str | None = None  # None for a control run, which counts for no arm
+    is_warm_start: bool = False  # other experiments may share it
     has_reported_waiting: bool = False
-    kill_orphans_at_s: float | None = None  # when processes of an earlier launcher are killed
+    kill_orphans_at_s: float | None = None  # deadline for processes of an earlier launcher
     started: StartedRun | None = None
     log_start: int = 0
-    oom_kills: int | None = None  # as counted when it was started
-    first_step: int = 0  # that it had reached when it was started
+    oom_kills: int | None = None  # counter when the job was started
+    first_step: int = 0  # step reached when the job was started
     num_retries: int = 0
     is_stopping: bool = False
-    asked_s: float = 0.0  # when it was asked to stop
+    asked_s: float = 0.0  # time of the request to stop
     status: Status = "pending"
-    failure: Reason | None = None  # why it failed before its first step; an exit code alone is no reason
-    lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
+    failure: Reason | None = None  # explained failure before the first step; not a bare exit code
+    lock: Lease = field(init=False)  # used by warm starts; the experiment's lock covers its runs
 
     def __post_init__(self) -> None:
         self.lock = Lease(self.run.path)
@@ -59,18 +60,19 @@ class LaunchJob:
 
     @property
     def can_retry(self) -> bool:
-        """Whether another start may help: not where this one came no further than the one before."""
+        """True if a retry may help: this start got further than the one before."""
         made_progress = self.run.heartbeat().step > self.first_step
         return made_progress and self.num_retries < self.config.limits.retries and not self.is_stopping
 
     def restart(self, *, is_retry: bool) -> None:
-        """Wait for a place again; the run goes on from its newest checkpoint."""
+        """Queue the job again; its run resumes from the newest checkpoint."""
         self.started, self.status, self.num_retries = None, "pending", self.num_retries + is_retry
 
     def claim(self, say: Callable[[str], object]) -> bool:
-        """Own the run directory, where nobody else works, nor makes this warm start for others.
+        """Take ownership of the run directory. Return False if it is busy or needs no run.
 
-        Raises StoreError for a run whose record cannot be read: it has failed, the others go on.
+        It is busy while orphan processes work there or another launcher trains the warm start. Raises
+        StoreError if the run's record is unreadable: that run has failed, other runs continue.
         """
         if not self.is_warm_start:
             with wrap_read_errors(self.run.path):
@@ -84,7 +86,7 @@ class LaunchJob:
             note = self.lock.acquire()
         except LockedError as error:
             if not self.has_reported_waiting:
-                say(f"{self.label}: another launcher makes it now; waiting for that ({error})")
+                say(f"{self.label}: another launcher is training it; waiting ({error})")
             self.has_reported_waiting = True
             return False
         try:
@@ -102,7 +104,7 @@ class LaunchJob:
         return True
 
     def _has_orphans(self, say: Callable[[str], object]) -> bool:
-        """Whether processes of a launcher that is gone still work there: they have a while to end."""
+        """Return True while processes of a dead launcher work there. They are killed after a grace period."""
         orphans = find_run_processes(self.run.path)
         if not orphans:
             return False
@@ -110,18 +112,18 @@ class LaunchJob:
         if self.kill_orphans_at_s is None:
             self.kill_orphans_at_s = now + ORPHAN_GRACE_S
             say(
-                f"{self.label}: processes of a launcher that is gone work there ({_format_pids(orphans)}); "
-                "waiting for them"
+                f"{self.label}: processes of a dead launcher still work there "
+                f"({_format_pids(orphans)}); waiting for them to end"
             )
         survivors = (
             kill_all(lambda: find_run_processes(self.run.path)) if now > self.kill_orphans_at_s else None
         )
-        if survivors:  # another user's, or in the hands of a driver
+        if survivors:  # another user's processes, or processes stuck in a driver
             raise LaunchError(Code.PROCESSES_SURVIVE(pids=_format_pids(survivors)))
         return True
 
     def _is_complete(self, say: Callable[[str], object]) -> bool:
-        """Whether the warm start is there, whole; what is not, is trained again."""
+        """Return True if the warm start is complete. A damaged one is marked to be trained again."""
         if not self.run.finished:
             return False
         damage = describe_missing(self) or self.run.describe_weights_damage()
@@ -136,8 +138,8 @@ def _format_pids(processes: set[psutil.Process]) -> str:
 
 
 def describe_missing(job: LaunchJob) -> str | None:
-    """Return what a finished run lacks of its metrics; of a command, which may log any steps, the end."""
-    with contextlib.suppress(StoreError):  # a damaged file, which the comparison names
+    """Return which metrics a finished run lacks, or None. Of a command, only its last step is checked."""
+    with contextlib.suppress(StoreError):  # the comparison reports damaged files
         if isinstance(job.config, OwnRunConfig):
             return job.run.describe_missing_steps(job.config.steps)
         return job.run.describe_missing_last_step()
@@ -182,9 +184,9 @@ class LaunchQueue:
         return [job for job in self.jobs if job.started and not job.done]
 
     def ready_jobs(self) -> Iterator[LaunchJob]:
-        """What waits for a place alone, in order: a later run that would fit must not starve an earlier.
+        """Yield jobs that only wait for devices, in order, so that later runs cannot starve earlier ones.
 
-        Nothing while `failed_alike` waits for the runs at work.
+        Yields nothing while `find_common_failure` waits for the outcome of active runs.
         """
         if self.running and self.find_common_failure():
             return
@@ -195,7 +197,7 @@ class LaunchQueue:
                 yield job
 
     def find_unstartable(self) -> Iterator[tuple[list[LaunchJob], Reason, Reason | None]]:
-        """What shall not start any more; because of what, and why that failed."""
+        """Yield jobs that will not be started, with the reason and the failure behind it."""
         waiting: dict[LaunchJob, list[LaunchJob]] = {}
         for job in self.jobs:
             if (
@@ -216,9 +218,10 @@ class LaunchQueue:
             yield unfinished, cause, first_job.run.state(WARM_START).reason
 
     def find_common_failure(self) -> list[LaunchJob]:
-        """All runs that have ended, where they failed by the same reason before their first step, whatever
-        their seed, at least one of every arm, and no other has ever taken one or waits for a warm start: what
-        fails them is no single run's, nor a single arm's.
+        """Return all ended runs if a common cause makes further runs pointless, or else an empty list.
+
+        All of them failed for the same reason before their first step, with at least two seeds and at least
+        one run of every arm. No other run has ever taken a step or waits for a warm start.
         """
         ended = [job for job in self.jobs if job.done and not job.is_warm_start]
         unfinished = [job for job in self.jobs if not job.done]

@@ -1,4 +1,4 @@
-"""An experiment of a recipe's baseline and injected faults alone: what its comparison would have caught."""
+"""Recipe of a sensitivity analysis: a recipe's baseline with injected faults, and no treatments."""
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
@@ -12,10 +12,10 @@ from abrun.recipe.run import OwnRunConfig
 def make_sensitivity_recipe(
     recipe: Recipe | CommandRecipe, names: str | None
 ) -> tuple[Recipe | CommandRecipe, dict[str, str]]:
-    """The recipe without its treatments; and what it lacks for the faults that it cannot inject.
+    """Return the recipe without treatments, and for each fault that it cannot inject, what it lacks.
 
-    `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can inject. Raises
-    RecipeError for fault that was asked for and cannot be injected.
+    `names`: NAME or NAME:SIZE, separated by commas. None: the recipe's `controls.faults`, or else all faults
+    that it can inject. Raises RecipeError if a named fault cannot be injected.
     """
     baseline = recipe.closed().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):

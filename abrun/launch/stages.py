@@ -1,7 +1,7 @@
-"""A launch in stages: the interim analyses at which it may stop, declared before its first run.
+"""Launches in stages: interim analyses, declared before the first run, at which a launch may stop.
 
-A pair is the unit: all arms of a seed run in one stage. Every pair has the same arms, so that none is cheaper
-than another, and seeds go in their order.
+The unit is a pair: all arms of a seed run in one stage. All pairs have the same arms and so the same cost.
+Seeds are run in their order.
 """
 
 from pathlib import Path
@@ -20,11 +20,11 @@ DEFAULT_FIRST_PAIRS = 4
 
 
 def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Recipe | CommandRecipe:
-    """The recipe with interim analyses declared, and with as many seeds as the last of them takes.
+    """Return the recipe with interim analyses, and with as many seeds as the last of them needs.
 
-    Its own interim analyses; or three, evenly spaced, from its number of seeds (4, where that is below 3) on.
-    Its seeds are continued by the smallest numbers that it does not use. Raises RecipeError where nothing
-    could be decided, or where both declare the last analysis.
+    Uses the recipe's own interim analyses, or else three, evenly spaced, the first at its number of seeds (4,
+    if that is below 3). New seeds are the smallest unused numbers. Raises RecipeError if nothing could be
+    decided, or if recipe and `max_seeds` name different last analyses.
     """
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:
@@ -59,7 +59,8 @@ def refuse_other_interim(recipe: Declared, experiment_dir: Path) -> None:
     """Raise LaunchError if the experiment was launched with other interim analyses."""
     content = open_experiment(experiment_dir)
     launched_interim = (content.get("recipe", {}).get("compare") or {}).get("interim") or []
-    launched_hash = content.get("compare_sha256")  # the recipe is that of the last --resume
+    # The stored recipe is that of the last --resume; the hash is that of the first launch.
+    launched_hash = content.get("compare_sha256")
     if launched_interim != recipe.compare.interim and launched_hash != compare_hash(recipe.compare):
         description = (
             f"with interim analyses at {launched_interim} pairs"

@@ -1,4 +1,4 @@
-"""A launch by a cluster: the experiment's directory, then jobs in a queue that need no launcher."""
+"""Launch by a cluster: prepare the experiment's directory and submit jobs, which then need no launcher."""
 
 import shutil
 import time
@@ -14,20 +14,21 @@ from abrun.runs.experiment import read_run_state
 from abrun.runs.records import Status
 
 POLL_S = 0.5
-SETTLE_TIMEOUT_S = 20.0  # that a file server may take to show the last words of jobs that have ended
+# A file server may take this long to show the last records of jobs that have ended.
+SETTLE_TIMEOUT_S = 20.0
 
 
 def submit_plan(
     plan: Plan, options: LaunchOptions, *, cluster: BatchCluster, observer: Observer
 ) -> list[str]:
-    """Submit every unfinished run of a plan; returns the jobs. Raises what `run_plan` raises."""
+    """Submit every unfinished run of a plan; return the job ids. Raises the same errors as `run_plan`."""
     with prepare_experiment(plan, options, cluster.find_problems(plan), observer.say) as prepared:
         try:
             submitted = cluster.submit(plan, prepared.git, compare=options.compare)
-        except LeftInQueueError:  # its jobs need the directory, and so does `cancel`
+        except LeftInQueueError:  # queued jobs and `cancel` need the directory
             raise
         except BaseException:
-            if not options.resume:  # nothing of it is in the queue
+            if not options.resume:  # no job is queued
                 shutil.rmtree(prepared.experiment_dir, ignore_errors=True)
             raise
     cluster.load()
@@ -37,7 +38,7 @@ def submit_plan(
 def wait_for_jobs(
     plan: Plan, experiment_dir: Path, cluster: BatchCluster, observer: Observer
 ) -> LaunchOutcome:
-    """Watch what was handed over until nothing of it is in the queue; however this ends, the jobs go on."""
+    """Watch submitted jobs until none is queued or active. If this is interrupted, the jobs continue."""
     observer.follow(experiment_dir)
     while _has_active_jobs(cluster, observer):
         observer.tick()
@@ -55,7 +56,7 @@ def wait_for_jobs(
 def _has_active_jobs(cluster: BatchCluster, observer: Observer) -> bool:
     try:
         return bool(cluster.active_job_ids)
-    except LaunchError as error:  # a controller that restarts
+    except LaunchError as error:  # perhaps the controller is restarting
         observer.say(str(error))
         time.sleep(10 * POLL_S)
         return True

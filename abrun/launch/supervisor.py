@@ -1,7 +1,7 @@
-"""A launch: every unfinished run of a plan started as places come free, watched, and stopped when asked.
+"""Supervisor of a launch: starts the unfinished runs of a plan as devices come free, and can stop them.
 
-Everything a run says, it says through its directory; this module keeps `launch.json` there, with how it saw
-each run end. One thread, one loop.
+Runs report through their directories. This module adds `launch.json`, with how it saw each run end. It is
+one loop in one thread.
 """
 
 import contextlib
@@ -41,48 +41,49 @@ from abrun.runs.records import Status, recorded_reason
 
 POLL_S = 0.2
 MAX_ERRORS = 3
-# Another start would take as long again, or its log would lack the same metric
+# A retry would only take as long again, or its log would lack the same metric.
 NO_RETRY_CODES = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)
-# Printed errors that tell of a cause: a lost peer is an effect of it
+# Printed errors that name a cause. A lost peer is only an effect.
 CAUSE_CODES = (
     *(Code.NODE_LOST, Code.KILLED, Code.OUT_OF_MEMORY_KILLED),
     *(Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED),
 )
-FOREIGN_ERROR = r"^error: (.+)"  # as programs of a command's own print it, such as uv and cargo
-GRACE_S = 35.0  # an agent gives its ranks 30 s between SIGTERM and SIGKILL
+FOREIGN_ERROR = r"^error: (.+)"  # format of programs such as uv and cargo
+# Agents give their ranks 30 s between SIGTERM and SIGKILL.
+GRACE_S = 35.0
 
 
 class Observer(Protocol):
-    """Who is told what a launch does: abrun.watch.View, for one."""
+    """Receives the progress of a launch; for example abrun.watch.View."""
 
     def follow(self, experiment_dir: Path) -> object:
-        """The experiment's directory is whole; its runs are about to start."""
+        """Called when the experiment's directory is complete and its runs are about to start."""
         ...
 
     def say(self, line: str) -> object:
-        """A note for people."""
+        """Called with a note for the user."""
         ...
 
     def tick(self) -> object:
-        """A few times a second, from `follow` to the end."""
+        """Called a few times a second, from `follow` to the end."""
         ...
 
 
 def print_line(line: str) -> None:
-    """Say a note in the log of a cluster's job."""
+    """Print a note, with the time, in the log of a cluster's job."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOutcome:
-    """How a launch ended."""
+    """Outcome of a launch."""
 
     statuses: dict[RunName, Status]
     stopped_by: int | None  # the signal that ended it early
 
     @property
     def exit_code(self) -> int:
-        """0 when every run finished, 1 when one did not, 128 + signal when stopped."""
+        """Exit code: 0 if every run finished, 1 if one did not, 128 + signal if stopped."""
         if self.stopped_by:
             return 128 + self.stopped_by
         return 0 if all(status == "finished" for status in self.statuses.values()) else 1
@@ -97,10 +98,10 @@ def run_plan(
     grace_s: float = GRACE_S,
     only: Collection[RunName] | None = None,
 ) -> LaunchOutcome:
-    """Run every unfinished run of a plan, and the warm starts that they need; returns when all have ended.
+    """Run every unfinished run of a plan and the warm starts that they need, until all have ended.
 
-    `only`: these runs alone, and the outcome is theirs; the directory is that of the whole plan. Raises
-    LaunchError or StoreError, before anything has started, where the plan cannot run there.
+    With `only`, run just these runs and report only their outcome; the directory is that of the whole plan.
+    Raises LaunchError or StoreError, before anything has started, if the plan cannot run there.
     """
     problems, untested = engine.find_problems(plan), untested_packages(plan)
     with prepare_experiment(plan, options, problems, observer.say) as prepared:
@@ -116,23 +117,24 @@ def run_plan(
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed_paths = {job.run.path for job in queue.jobs if job.status == "failed"}
     for state in states:
-        if state.status == "finished" and state.directory in failed_paths:  # and could not be repaired
+        # A finished run is relaunched only for missing results; here that repair failed.
+        if state.status == "finished" and state.directory in failed_paths:
             statuses[state.name] = "failed"
     return LaunchOutcome(statuses=statuses, stopped_by=stopped_by)
 
 
 def _ignore_io_errors(call: Callable[..., object]) -> Callable[..., None]:
-    """Return the call without its I/O errors: none of what an observer reads or prints ends a run."""
+    """Return the call without its I/O errors, so that no observer can end a run."""
 
     def quiet(*arguments: object) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: of a closed file
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed file
             call(*arguments)
 
     return quiet
 
 
 class Supervisor:
-    """Starts jobs in order as places come free, records how they end, and stops them all when asked."""
+    """Starts jobs in order as devices come free, records how they end, and stops all of them on request."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Supervisor:
         self._git = git
 
     def run(self) -> int | None:
-        """Returns the signal that stopped it, or None when every job has ended by itself."""
+        """Run all jobs. Return the signal that stopped the launch, or None if every job ended by itself."""
         expected = [(job.run, job.config) for job in self._queue.jobs if not job.done]
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
@@ -170,7 +172,7 @@ class Supervisor:
                 if self._requests.first_signal is not None:
                     self._stop_all()
             except BaseException:
-                with contextlib.suppress(Exception):  # the first error is the one to tell
+                with contextlib.suppress(Exception):  # the first error is the one to report
                     self._stop_all()
                 self._kill(self._queue.running)
                 raise
@@ -181,7 +183,7 @@ class Supervisor:
         return self._requests.first_signal
 
     def _refresh_locks(self) -> None:
-        """Raises TakenOverError where another launcher was told to go on with what this one does."""
+        """Refresh all locks. Raises TakenOverError if another launcher has taken over this experiment."""
         for lock in (self._lease, *(job.lock for job in self._queue.running)):
             lock.refresh()
 
@@ -198,7 +200,7 @@ class Supervisor:
             try:
                 if job.claim(self._say):
                     self._start(job, devices)
-            except AbrunError as error:  # such as a directory that is gone: the others go on
+            except AbrunError as error:  # for example a deleted directory; other runs continue
                 self._fail_job(job, error.reason)
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
@@ -211,7 +213,7 @@ class Supervisor:
         job.run.update_launch(pid=job.started.pid)
 
     def _fail_job(self, job: LaunchJob, reason: Reason) -> None:
-        """A job that has no process, or whose process cannot be recorded."""
+        """Fail a job that has no process, or whose process cannot be recorded."""
         self._kill([job])
         self._say(f"{job.label}: {sentence(reason)}")
         self._end_unstarted(job, reason)
@@ -255,11 +257,11 @@ class Supervisor:
             path = str(job.run.path)
             job.failure = reason.map_texts(lambda text: text.replace(path, "RUN_DIR"))
         if is_lost or (job.status == "failed" and job.can_retry and code not in NO_RETRY_CODES):
-            self._say(f"{job.label}: {reason and sentence(reason)}: starting it again")
+            self._say(f"{job.label}: {reason and sentence(reason)}: restarting")
             job.restart(is_retry=not is_lost)
 
     def _stop_all(self) -> None:
-        """Ask every run to stop, with time for a checkpoint; then leave nothing of it."""
+        """Ask every run to save a checkpoint and stop; after the grace period, kill what is left."""
         running = self._queue.running
         for job in running:
             job.is_stopping, job.asked_s = True, time.time()
@@ -286,13 +288,16 @@ class Supervisor:
 
 
 def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason | None]:
-    """Status and why. Done means that the run says so, whatever the exit status says."""
+    """Return the status of an ended run and the reason.
+
+    A run counts as finished if its record says so, whatever its exit status.
+    """
     if job.run.finished:
         return "finished", None
     attempt, launch = job.run.attempt(), job.run.launches()[-1]
     recorded_status = attempt.status if attempt.number > launch.attempts else None
     printed = job.run.read_log(job.log_start)
-    # A node that is not the first prints what it has to say; so does one on which no attempt has begun
+    # Nodes other than the first only print their errors, and so do nodes on which no attempt has started.
     reads_output = recorded_status is None or job.config.cluster.nodes > 1
     errors = _list_errors(printed, read_endings(job.run, launch.attempts, printed)) if reads_output else []
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.asked_s
@@ -314,14 +319,14 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
 
 
 def _list_errors(printed: str, noted_reasons: Collection[Reason]) -> list[Reason]:
-    """What agents noted, causes first; without a note, the errors that a foreign program printed."""
+    """Return the errors that agents noted, or else those that a foreign program printed, causes first."""
     lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
     errors = list(noted_reasons) or [Code.FOREIGN_TEXT(text=line) for line in lines]
     return sorted(errors, key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
 
 
 def _leading_reason(reason: Reason) -> Reason:
-    """The reason that a sentence begins with."""
+    """Return the reason that the sentence for `reason` begins with."""
     if reason.code == Code.SEE_LOG:
         return _leading_reason(reason["ending"])
     return _leading_reason(reason["errors"][0]) if reason.code == Code.SEVERAL_ERRORS else reason

@@ -325,7 +325,7 @@ def test_a_run_that_came_further_is_started_again(
     assert statuses == ["finished" if retries else "failed", "finished", "failed", "finished"]
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1 + retries
     assert len(launches_of(tmp_path / "small", "baseline/seed-1")) == 1  # it had come no further
-    assert [line for line in observer.said if "starting it again" in line] == [
+    assert [line for line in observer.said if "restarting" in line] == [
         line for line in observer.said if line.startswith("baseline/seed-0: killed by SIGKILL")
     ]
 
@@ -336,7 +336,7 @@ def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
     behave(**{"warm-start_0": "killed-later"})
     observer = Silent()
     assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
-    assert sum("starting it again" in line for line in observer.said) == 1
+    assert sum("restarting" in line for line in observer.said) == 1
     (directory,) = (tmp_path / "warm-starts").iterdir()
     rows = RunDir(directory).metrics_reader().read()
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]

@@ -1,4 +1,4 @@
-"""`abrun export`: refused, or written whole."""
+"""`abrun export`: writes the manifests of a plan, completely or not at all."""
 
 import shlex
 import tempfile
@@ -22,9 +22,9 @@ NEVER_LAUNCHED = "never launched"
 
 
 def export_plan(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
-    """Write the manifests of a plan, and a script that submits them, into a new folder; returns what to say.
+    """Write the manifests of a plan and a submit script into a new folder; return a sentence about them.
 
-    Raises LaunchError or RecipeError, with nothing written, where engine or plan leave something open.
+    Raises LaunchError or RecipeError, with nothing written, if a setting is missing or the plan cannot run.
     """
     if engine not in ENGINES:
         raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
@@ -36,13 +36,13 @@ def export_plan(plan: Plan, engine: str, folder: Path, name: str, *, compare: bo
         raise LaunchError(Code.EXPORT_FOLDER_IN_USE(folder=folder))
     documents = ENGINES[engine].make_manifests(export, compare=compare)
     try:
-        if exists(folder):  # empty, and perhaps where somebody is
+        if exists(folder):  # empty, and perhaps somebody's working directory
             _write_manifests(export, engine, documents, folder)
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
                 _write_manifests(export, engine, documents, Path(partial) / folder.name)
-                (Path(partial) / folder.name).rename(folder)  # refused where another was faster
+                (Path(partial) / folder.name).rename(folder)  # fails if another process was faster
     except OSError as error:
         raise LaunchError(Code.EXPORT_FOLDER_UNWRITABLE(folder=folder, error=error.strerror)) from None
     count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"

@@ -1,8 +1,7 @@
-"""A plan for Kubernetes: a JobSet for each pair, in it a Job for each arm, and in that a pod for each node.
+"""A plan for Kubernetes: a JobSet per pair, with a Job per arm and a pod per node.
 
-The pods of a run find each other by the names that the JobSet's headless service gives them. A run that
-fails is begun again with its pair, which goes on from the newest checkpoints; what a drained or preempted
-node takes along does not count.
+The pods of a run find each other by the host names of the JobSet's headless service. If a run fails, its
+pair restarts from the newest checkpoints. The loss of a drained or preempted node does not count as a retry.
 """
 
 import re
@@ -34,7 +33,7 @@ def find_problems(export: ExportedPlan) -> list[Reason]:
 
 
 def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
-    """By file, in the order in which they are applied."""
+    """Return the manifests by file, in the order in which they are applied."""
     documents: dict[str, Any] = {}
     for file, run, config in export.warm_starts():
         documents[file] = _make_jobset(export, file, [("run", run, config)])
@@ -47,7 +46,7 @@ def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
 
 
 def submit_lines(export: ExportedPlan, documents: dict[str, Any]) -> list[str]:
-    """Lines of shell that apply the manifests in order."""
+    """Return the shell lines that apply the manifests in order."""
     namespace = f" -n {export.settings.namespace}" if export.settings.namespace else ""
     kubectl = f"kubectl{namespace}"
     state = f"{kubectl} get jobset \"$name\" -o 'jsonpath={{.status.terminalState}}'"
@@ -148,7 +147,7 @@ def _make_job(
 def escape(text: str) -> str:
     """Return a text that Kubernetes expands to `text` in `command` and `env`, whatever variables there are.
 
-    Kubernetes reads `$(NAME)` and `$$`, and breaks a character that is not ASCII after `$`
+    Kubernetes expands `$(NAME)` and `$$`, and breaks a non-ASCII character after `$`
     (third_party/forked/golang/expansion/expand.go). `$` before anything else stays as it is.
     """
     return re.sub(r"\$\$+|\$(?=\(|[^\x00-\x7f])", lambda match: match[0] * 2, text)

@@ -1,4 +1,4 @@
-"""What manifests of any engine have: the jobs of a plan in order, the line of shell of a node, the recipe."""
+"""Shared parts of all manifests: the jobs of a plan, the script of a node, the recipe as a variable."""
 
 import json
 import shlex
@@ -21,45 +21,48 @@ from abrun.recipe.launcher import Exported
 from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
 
-RECIPE_VARIABLE = "ABRUN_RECIPE"  # the environment variable that holds it
-PORT = 29400  # where the first node of a run listens: every run has nodes of its own
+RECIPE_VARIABLE = "ABRUN_RECIPE"
+# The first node of a run listens here. Runs do not share nodes.
+PORT = 29400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedPlan:
-    """A plan on its way to an engine."""
+    """A plan to be exported for an engine."""
 
     plan: Plan
-    name: str  # of the experiment
-    settings: Any  # the Exported of the engine
+    name: str  # the experiment's
+    settings: Any  # the engine's subclass of Exported
 
     @property
     def directory(self) -> str:
-        """The experiment's, as the nodes see it."""
+        """The experiment's directory on the nodes."""
         return str(PurePosixPath(self.settings.runs_dir) / self.name)
 
     @property
     def recipe(self) -> str:
-        """What the recipe says, with what it inherits: JSON, for `recipe_in`."""
+        """The complete recipe, including what it inherits, as JSON for `parse_recipe`."""
         recipe: Any = self.plan.recipe
         text = json.dumps(recipe.model_dump(mode="json", exclude_unset=True), indent=2, ensure_ascii=False)
         assert parse_recipe(text) == recipe
         return text + "\n"
 
     def warm_starts(self) -> Iterator[tuple[str, str, RunConfig]]:
-        """File, name of the member's run and configuration of each."""
+        """Yield file, run name and configuration of each warm start."""
         for index, (key, config) in enumerate(self.plan.warm_starts.items()):
             yield f"{WARM_START}-{index}", f"{WARM_START}/{key}", config
 
     def run_groups(self) -> Iterator[tuple[str, list[tuple[str, str, RunConfig]]]]:
-        """For every pair, and every rerun, its file and of each of its runs arm, name and configuration."""
+        """Yield each pair and each rerun: its file, and arm, name and configuration of each of its runs."""
         for group in pairs(self.plan.runs):
             name = group[0].name
             file = f"rerun-seed-{name.seed}-aa{name.rerun}" if name.rerun else f"pair-seed-{name.seed}"
             yield file, [(run.name.arm, str(run.name), run.config) for run in group]
 
     def node_script(self, run: str, config: RunConfig, *, node: str, first_host: str) -> str:
-        """The script of a node: `node` and `first` are how its shell finds its number and the first one."""
+        """Return the script of a node. `node` and `first_host` are shell expressions for its index and the
+        first host.
+        """
         settings: Exported = self.settings
         where = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agent_grace_s(settings.save_s)
@@ -67,7 +70,7 @@ class ExportedPlan:
         return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
 
     def compare_script(self) -> str:
-        """The script that judges what there is by then."""
+        """Return the script that compares the runs."""
         return self._script(
             shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", self.directory])
         )
@@ -77,7 +80,7 @@ class ExportedPlan:
 
 
 def parse_recipe(text: str) -> Declared:
-    """The recipe that a node was given. Raises RecipeError."""
+    """Return the recipe that a node was given. Raises RecipeError."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -86,7 +89,9 @@ def parse_recipe(text: str) -> Declared:
 
 
 def dns_label(text: str, max_length: int) -> str:
-    """A label that begins with a letter; two texts that differ have two (but for a hash of 24 bits)."""
+    """Return a label that begins with a letter; different texts get different labels (except for collisions
+    of a 24-bit hash).
+    """
     plain = "".join(char if char.isascii() and char.isalnum() else "-" for char in text.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"x-{plain}".rstrip("-")
     if plain == text and len(plain) <= max_length:
@@ -95,7 +100,7 @@ def dns_label(text: str, max_length: int) -> str:
 
 
 class BlockTextDumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, so that people can read them."""
+    """YAML dumper that writes texts of several lines as blocks, for readability."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

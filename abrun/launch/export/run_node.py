@@ -1,8 +1,8 @@
-"""`python -m abrun.launch.export.run_node EXPERIMENT_DIR RUN NODE HOST:PORT GRACE_S`: a node of a run.
+"""`python -m abrun.launch.export.run_node EXPERIMENT_DIR RUN NODE HOST:PORT GRACE_S`: one node of a run.
 
-There is no launcher: the first node of whichever run is first makes the experiment's directory, of the recipe
-in the environment. Then each becomes the agent of its ranks, as a node of any cluster does. A run that has
-finished ends at once, so that an engine may start all of a pair again.
+There is no launcher: the first node that starts creates the experiment's directory from the recipe in its
+environment. Every node then becomes the agent of its ranks, as on any cluster. A run that has finished exits
+at once, so an engine may restart a whole pair.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from abrun.runs.experiment import WARM_STARTS, is_experiment
 from abrun.runs.lock import LockedError
 from abrun.runs.rundir import RunDir
 
-WAIT_TIMEOUT_S = 300.0  # for another run that makes the directory, and for the file system to show it
+# Time for another run to create the directory, and for the file system to show it.
+WAIT_TIMEOUT_S = 300.0
 POLL_S = 1.0
 
 
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def find_run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
-    """Where a run of the plan lives. Raises LaunchError for a name that it has not."""
+    """Return the directory of a run of the plan. Raises LaunchError if the plan has no such run."""
     run_dirs = {str(run.name): experiment.run_dir(experiment_dir, run.name) for run in plan.runs}
     run_dirs |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
     if name not in run_dirs:
@@ -65,7 +66,7 @@ def find_run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
 
 
 def prepare_run(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> None:
-    """Tell the run what to do, and see to it that what it starts from is there."""
+    """Write the run's record, and check that its warm start exists."""
     kind, _, key = name.partition("/")
     if kind == WARM_START and key in plan.warm_starts:
         if not run.exists:
@@ -79,7 +80,7 @@ def prepare_run(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> Non
 
 
 def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
-    """Write the experiment's directory, or find that it holds the same; runs take turns."""
+    """Write the experiment's directory, or check that it holds the same plan. Concurrent runs take turns."""
     deadline = time.monotonic() + WAIT_TIMEOUT_S
     while True:
         exists = is_experiment(experiment_dir)
@@ -94,7 +95,7 @@ def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
 
 
 def wait_for_record(run: RunDir) -> None:
-    """Until the first node has written what the run is to do, as far as this one sees it."""
+    """Wait until the first node has written the run's record and this node sees it."""
     deadline = time.monotonic() + WAIT_TIMEOUT_S
     while not run.exists and time.monotonic() < deadline:
         time.sleep(POLL_S)

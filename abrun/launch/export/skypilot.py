@@ -1,7 +1,7 @@
-"""A plan for SkyPilot: a task for each run, whose nodes find each other by the addresses that SkyPilot gives.
+"""A plan for SkyPilot: a task per run, whose nodes find each other by the addresses that SkyPilot sets.
 
-Managed jobs (`sky jobs launch`) start a task again where its nodes are lost, and where it fails as often as
-`limits.retries` says; a run goes on from its newest checkpoint.
+Managed jobs (`sky jobs launch`) restart a task when its nodes are lost, and up to `limits.retries` times when
+it fails. A run resumes from its newest checkpoint.
 """
 
 import shlex
@@ -24,7 +24,7 @@ def find_problems(export: ExportedPlan) -> list[Reason]:
 
 
 def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
-    """By file, in the order in which they are launched."""
+    """Return the manifests by file, in the order in which they are launched."""
     documents: dict[str, Any] = {}
     for file, run, config in export.warm_starts():
         documents[file] = _make_task(
@@ -41,7 +41,9 @@ def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
 
 
 def submit_lines(export: ExportedPlan, documents: dict[str, Any]) -> list[str]:
-    """Lines of shell that launch the tasks in order, each as a managed job that is followed to its end."""
+    """Return the shell lines that launch the tasks in order, each as a managed job that is followed to its
+    end.
+    """
     launch = shlex.join(
         ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in export.settings.secrets)]
     )

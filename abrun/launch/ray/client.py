@@ -1,4 +1,4 @@
-"""The jobs of a Ray cluster, through Ray's own client. What it refuses is a LaunchError of one line."""
+"""Jobs of a Ray cluster, through Ray's own client. Errors are raised as LaunchError in one line."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ from abrun.experiment.preflight.settings import ray_refusal
 from abrun.reasons import Code
 from abrun.redaction import shortened
 
-CONNECT_TIMEOUT_S = 5.0  # for a connection
-REQUEST_TIMEOUT_S = 20.0  # for what is asked over it: a head may hang that still listens
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 20.0  # a hanging head may still accept connections
 MAX_MESSAGE_CHARS = 300
 ADDRESS_VARIABLES = (
     "RAY_API_SERVER_ADDRESS",
@@ -25,7 +25,7 @@ START_HINT = "start one with: ray start --head; or give launcher.address, or RAY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """What Ray knows of a job."""
+    """Ray's state of a job."""
 
     status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
     message: str
@@ -36,7 +36,7 @@ class RayJob:
 
 
 def find_dashboard_url(address: str) -> str:
-    """The URL at which a cluster takes jobs. Raises LaunchError where no Ray answers there."""
+    """Return the URL at which a cluster accepts jobs. Raises LaunchError if no Ray answers there."""
     refusal = ray_refusal()
     if refusal:
         raise LaunchError(refusal)
@@ -58,7 +58,7 @@ def submit_job(url: str, job: str, entrypoint: str, runtime_env: Mapping[str, An
 
 
 def get_job(url: str, job: str) -> RayJob | None:
-    """None where Ray knows no such job, as after its head has been started again."""
+    """Return a job, or None if Ray does not know it, as after a restart of its head."""
     _check_reachable(url)
     with _raise_launch_errors(url):
         client = _make_client(url)
@@ -72,7 +72,7 @@ def get_job(url: str, job: str) -> RayJob | None:
 
 
 def stop_job(url: str, job: str) -> None:
-    """Ask a job to end: its driver gets SIGTERM, and as long as was agreed when it was submitted."""
+    """Ask a job to end: its driver receives SIGTERM and has the time that was set at submission."""
     _check_reachable(url)
     with _raise_launch_errors(url):
         _make_client(url).stop_job(job)
@@ -96,7 +96,7 @@ def _make_client(address: str | None) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises LaunchError where nothing listens: Ray's client itself would wait for minutes."""
+    """Raise LaunchError if nothing listens there; Ray's client would wait for minutes."""
     url = urlsplit(address if "://" in address else f"//{address}")
     try:
         port = url.port or {"https": 443, "http": 80}.get(url.scheme, 6379)

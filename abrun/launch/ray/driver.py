@@ -1,8 +1,7 @@
-"""`python -m abrun.launch.ray.driver EXPERIMENT_DIR JOB`: what the job of an experiment runs in the cluster.
+"""`python -m abrun.launch.ray.driver EXPERIMENT_DIR JOB`: runs as an experiment's job in the cluster.
 
-The supervisor of any launch, over gangs of the cluster: warm starts first, then pair after pair as there is
-room; a run that fails begins again under its limits, one that a lost node took along in a new gang. At the
-end, the comparison.
+It supervises gangs of the cluster: warm starts first, then pairs as resources come free. A failed run
+restarts within its limits; one that lost a node restarts in a new gang. It ends with the comparison.
 """
 
 import contextlib
@@ -35,11 +34,11 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.files import open_log
 from abrun.runs.lock import Lease, LockedError
 
-LEASE_TIMEOUT_S = 60.0  # that a job before this one may take to end
+LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
 
 
 def _log_line(log: Path, line: str) -> None:
-    """Say a note in Ray's log of the job, and in the experiment's."""
+    """Print a note into Ray's log of the job and into the experiment's."""
     print_line(line)
     with contextlib.suppress(OSError, StoreError), open_log(log) as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
@@ -61,7 +60,8 @@ def main() -> int:
         return code
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
-        print_reason(error.reason)  # in the log's last lines, with which Ray says that a job has failed
+        # Ray reports a failed job with the last lines of its log.
+        print_reason(error.reason)
         return 2
 
 
@@ -70,7 +70,7 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
     say = partial(_log_line, experiment_dir / record.FOLDER / record.LOG)
     _write_status(experiment_dir, job, {})
     _change_folder(submitted["cwd"])
-    say(f"{job} begins on {socket.gethostname()}")
+    say(f"{job} starts on {socket.gethostname()}")
     lease = _acquire_lease(experiment_dir)
     try:
         engine_of = _connect()
@@ -86,14 +86,14 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
             output.truncate(0)
             argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
-    say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
+    say(f"{job} ends{f' after signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(queued_job.status == "finished" for queued_job in queue.jobs) else 1
 
 
 def _write_status(
     experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None
 ) -> None:
-    """Say what runs wait for, unless another job has taken the place of this one."""
+    """Record what runs wait for, unless another job has replaced this one."""
     if record.read_job(experiment_dir).get("job") == job:
         record.write_driver(experiment_dir, job, waiting, ended)
 
@@ -108,7 +108,7 @@ def _change_folder(folder: str) -> None:
 
 
 def _acquire_lease(experiment_dir: Path) -> Lease:
-    """The experiment's, taken from a job whose machine is gone: it is cut off, and its runs are fenced."""
+    """Acquire the experiment's lease. A job on a lost machine is cut off from it, and its runs are fenced."""
     lease, deadline = Lease(experiment_dir / record.FOLDER), time.monotonic() + LEASE_TIMEOUT_S
     while True:
         try:
@@ -121,7 +121,7 @@ def _acquire_lease(experiment_dir: Path) -> Lease:
 
 
 def _connect() -> Any:
-    """Become a driver of the cluster; returns the class of its engine."""
+    """Connect to the cluster as a driver, and return the class of its engine."""
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:

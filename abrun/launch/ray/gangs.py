@@ -1,6 +1,6 @@
-"""Runs as gangs: the arms of a pair in one placement group, on the same nodes; of each run an actor a node.
+"""Runs as gangs: the arms of a pair in one placement group on the same nodes, with an actor per node and run.
 
-A node that is lost takes its placement group along: what has not finished begins again in a new one.
+When a node is lost, its placement group is lost too, and unfinished runs restart in a new one.
 """
 
 import contextlib
@@ -42,8 +42,10 @@ from abrun.runs.rundir import RunDir
 
 POLL_INTERVAL_S = 0.5
 CAPACITY_CHECK_S = 2.0
-FAILURE_GRACE_S = 3.0  # that the other nodes of a run have once one has failed
-NODE_TIMEOUT_S = 90.0  # Ray declares a node dead within that time
+# Time for the other nodes of a run to report after one has failed.
+FAILURE_GRACE_S = 3.0
+# Ray declares a node dead within this time.
+NODE_TIMEOUT_S = 90.0
 KILL_TIMEOUT_S = 5.0
 WAITS_FOR_TURN = "for its turn"
 Resources = dict[str, float]
@@ -51,14 +53,14 @@ ray: Any = importlib.import_module("ray")
 
 
 def resources_per_node(config: RunConfig, settings: Ray) -> Resources:
-    """What a run takes of each of its nodes, in Ray's names."""
+    """Return what a run needs on each of its nodes, by Ray's resource names."""
     gpus = config.devices_per_node if config.cluster.gpus_per_node else 0
     cpus = float(config.devices_per_node * settings.cpus_per_rank)
     return {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **settings.resources}
 
 
 def combine_resources(configs: Sequence[RunConfig], settings: Ray) -> Resources:
-    """What runs side by side take of each of their nodes."""
+    """Return what these runs together need on each of their nodes."""
     total: Counter[str] = Counter()
     for config in configs:
         total.update(resources_per_node(config, settings))  # pyright: ignore[reportArgumentType]
@@ -67,15 +69,15 @@ def combine_resources(configs: Sequence[RunConfig], settings: Ray) -> Resources:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Gang:
-    """A placement group and the runs that it is for."""
+    """A placement group and the runs that share it."""
 
     jobs: list[LaunchJob]
     group: Any
-    is_broken: bool = False  # a node of it is gone
+    is_broken: bool = False  # a node is lost
 
 
 class GangEngine:
-    """Runs of this cluster, those of a pair at a time; `tell` hears why runs wait, by name."""
+    """Starts runs on this cluster, pair by pair; calls `report` with the reasons why runs wait, by name."""
 
     def __init__(
         self,
@@ -102,13 +104,13 @@ class GangEngine:
         self._report_waiting()
 
     def find_problems(self, plan: Plan) -> list[Reason]:
-        return []  # what nodes cannot do they say themselves
+        return []  # nodes report their own problems
 
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
-        """Where a run could start; its gang is asked for where it has none."""
+        """Return () if a run could start now; requests its gang if it has none."""
         for gang in list(self._gangs):
             is_active = any(job.started and not job.done for job in gang.jobs)
             if not is_active and (gang.is_broken or all(job.done for job in gang.jobs)):
@@ -121,11 +123,11 @@ class GangEngine:
                 self._report_waiting()
                 return None
             self._gangs.append(gang := self._request_gang(jobs))
-        if gang.is_broken:  # its other runs end yet
+        if gang.is_broken:  # its other runs are still ending
             return None
         if placement_group_table(gang.group)["state"] == "CREATED":
             self._report_waiting(gang, None)
-            return ()  # of the driver's own machine no device
+            return ()  # no devices of the driver's own machine
         self._check_capacity(gang)
         return None
 
@@ -147,7 +149,7 @@ class GangEngine:
         return GangRun(run, gang, actors, self._settings, self._count_loss)
 
     def _jobs_to_start(self, run: RunDir) -> list[LaunchJob]:
-        """The runs of a pair that have not ended; one of them where a pair is more than may, or can, run."""
+        """Return the unstarted jobs of a pair, or just one if the pair exceeds the limit or the cluster."""
         pair = [self._jobs[path] for path in self._pairs.get(run.path, [run.path])]
         jobs = [job for job in pair if not (job.done or job.started)]
         nodes = {job.config.cluster.nodes for job in jobs}
@@ -165,7 +167,7 @@ class GangEngine:
         return len(self._nodes_large_enough(jobs)) >= jobs[0].config.cluster.nodes
 
     def _nodes_large_enough(self, jobs: Sequence[LaunchJob]) -> list[Any]:
-        """The nodes that would have room for their share of these runs if nothing else ran."""
+        """Return the nodes that could hold their share of these runs if nothing else ran."""
         needs = combine_resources([job.config for job in jobs], self._settings)
         alive = [node for node in ray.nodes() if node["Alive"]]
         return [
@@ -175,7 +177,7 @@ class GangEngine:
         ]
 
     def _check_capacity(self, gang: Gang) -> None:
-        """Say what a gang waits for; where its runs would fit one by one, let them."""
+        """Report what a gang waits for, or break it up if its runs would fit only one by one."""
         if time.monotonic() - self._capacity_checked_s < CAPACITY_CHECK_S:
             return
         self._capacity_checked_s = time.monotonic()
@@ -187,11 +189,14 @@ class GangEngine:
         needs = combine_resources([job.config for job in gang.jobs], self._settings)
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         availability = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
-        description = f"for {num_nodes} node{'s' if num_nodes > 1 else ''} with {amounts} each; the cluster has {availability}"
+        nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        description = f"for {nodes} with {amounts} each; the cluster has {availability}"
         self._report_waiting(gang, description)
 
     def _report_waiting(self, gang: Gang | None = None, reason_text: str | None = None) -> None:
-        """Tell what waits: a gang, or with no `why` that it does not; all others for their turn."""
+        """Report why runs wait: those of `gang` for `reason_text` (None: they do not wait), others for their
+        turn.
+        """
         gang_jobs = gang.jobs if gang else []
         to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
         reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}
@@ -201,14 +206,14 @@ class GangEngine:
             self._report(waiting)
 
     def _count_loss(self, run: RunDir) -> bool:
-        """Note that a run has lost a node; whether it may begin again."""
+        """Count a lost node of a run. Return True if the run may restart."""
         self._losses[run.path] += 1
         return self._losses[run.path] <= self._settings.restarts
 
 
 @dataclass(slots=True, eq=False)
 class NodeActor:
-    """One actor, asked one thing at a time."""
+    """One actor, with at most one pending call."""
 
     actor: Any
     index: int
@@ -216,7 +221,7 @@ class NodeActor:
     address: tuple[str, str, int] | None = None
     started: bool = False
     status: int | None = None
-    lost: str | None = None  # why, where the actor is gone
+    lost: str | None = None  # why the actor is lost
     num_bytes_read: int = 0
     next_poll_s: float = 0.0
 
@@ -231,7 +236,7 @@ class NodeActor:
 
 @dataclass(slots=True, eq=False)
 class GangRun:
-    """A run as its actors see it."""
+    """A run as reported by its actors."""
 
     run: RunDir
     gang: Gang
@@ -239,8 +244,8 @@ class GangRun:
     settings: Ray
     count_loss: Callable[[RunDir], bool]
     nodes: list[NodeActor] = field(init=False)
-    last_attempt: int = field(init=False)  # before this start
-    failed_s: float | None = None  # since when one of the nodes has
+    last_attempt: int = field(init=False)  # number before this start
+    failed_s: float | None = None  # time of the first failure of a node
     status: int | None = None
     lost: bool = False
 
@@ -281,7 +286,7 @@ class GangRun:
             self._record_end()
 
     def _poll_node(self, node: NodeActor) -> None:
-        """Take an actor's answer, where it is there, and ask the next thing."""
+        """Take an actor's answer if there is one, and make the next call."""
         now = time.monotonic()
         if node.answer is None:
             if now < node.next_poll_s:
@@ -296,12 +301,12 @@ class GangRun:
         answer, node.answer = node.answer, None
         try:
             result = ray.get(answer)
-        except ActorUnavailableError:  # for now: Ray says so when it is for good
+        except ActorUnavailableError:  # temporary: Ray raises another error for a dead actor
             return
         except RayActorError as error:
             node.lost = " ".join(str(error).split())[:300]
             return
-        except RayError as error:  # it could not start the agent
+        except RayError as error:  # the agent could not be started
             cause = " ".join(str(getattr(error, "cause", None) or error).split())
             self._note(node, Code.NODE_CANNOT_RUN(host=node.name, problem=cause[-300:]))
             node.status = 2
@@ -312,7 +317,7 @@ class GangRun:
             status, printed = result
             node.num_bytes_read += len(printed)
             self._print(printed)
-            node.status = status if not printed else None  # its last words first
+            node.status = status if not printed else None  # read all output first
 
     def _start_agents(self) -> None:
         first_address = self.nodes[0].address
@@ -351,7 +356,7 @@ class GangRun:
         self.status = next((node.status for node in self.nodes if node.status), int(self.gang.is_broken))
 
     def _note(self, node: NodeActor, reason: Reason) -> None:
-        """Say why a node is of no use to the run, in its log and for its end."""
+        """Write why a node is lost to the run into its log and its endings."""
         self._print(f"error: {sentence(reason)}\n".encode())
         write_ending(self.run, f"lost-{node.index:04d}", self.last_attempt, reason)
 

@@ -1,4 +1,4 @@
-"""A plan on its way to Ray: one job for all of its runs, followed, cancelled."""
+"""Submits a plan to Ray as one job for all of its runs; tracks and cancels it."""
 
 import json
 import os
@@ -20,11 +20,12 @@ from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.runs.records import RunState
 
-KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
+# The driver kills runs that do not save in time, before Ray kills the driver.
+KILL_AFTER_S = 20
 
 
 class RayCluster(BatchCluster):
-    """The one job of an experiment on Ray, and what Ray and the job's driver know of it."""
+    """The one Ray job of an experiment."""
 
     ask_every_s, folder, forgotten = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
     read, write = staticmethod(record.read_job), staticmethod(record.write_job)
@@ -39,20 +40,20 @@ class RayCluster(BatchCluster):
         return bool(self._record.get("job"))
 
     def find_problems(self, plan: Plan) -> list[Reason]:
-        """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
+        """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
         if not reasons:
             self._url = client.find_dashboard_url(self._settings.address)
         return reasons
 
     def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
-        """What the job would be. After `find_problems`."""
+        """Return the job that would be submitted. Call `find_problems` first."""
         content = self._new_record({}, None, compare=compare)
         job = {"url": content["url"], "entrypoint": self._entrypoint(content), **_environment(content)}
         return {content["job"]: json.dumps(job, indent=2)}
 
     def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Submit the job; returns its id."""
+        """Submit the job and return its id."""
         previous = record.read_job(self._experiment_dir)
         content = self._new_record(previous, git, compare=compare)
         record.write_job(self._experiment_dir, content)  # which its driver reads
@@ -95,12 +96,12 @@ class RayCluster(BatchCluster):
         return [] if ray_job is None or ray_job.is_over else [self._record["job"]]
 
     def state_of(self, state: RunState) -> RunState:
-        """A run's state, where Ray or the driver knows better than its directory."""
+        """Return a run's state, corrected if Ray or the driver knows more than its directory."""
         if state.status == "finished":
             return state
         try:
             ray_job = self._query_cached()
-        except LaunchError as error:  # the head is gone, or this machine does not reach it
+        except LaunchError as error:  # the head is gone or cannot be reached from here
             return replace(state, reason=state.reason or error.reason)
         job = self._record["job"]
         if ray_job and not ray_job.is_over:
@@ -120,11 +121,11 @@ class RayCluster(BatchCluster):
         client.stop_job(self._record["url"], self._record["job"])
 
     def _refine_active_state(self, state: RunState, ray_job: client.RayJob) -> RunState:
-        """The state of a run whose job waits or works."""
+        """Return the state of a run whose job is queued or running."""
         job, waiting = self._record["job"], self._driver.get("waiting", {})
         name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
         label = f"warm start {name}" if state.name.arm == "warm-start" else name
-        if label in waiting:  # the directory may still tell of a machine that is gone
+        if label in waiting:  # the directory's state may still be that of a lost machine
             return replace(state, status="waiting", reason=Code.RUN_WAITS(job=job, why=waiting[label]))
         if not self._driver:
             reason = Code.JOB_STATE(job=job, state=ray_job.status, message=ray_job.message)

@@ -1,8 +1,8 @@
-"""`python -m abrun.launch.slurm.allocation EXPERIMENT_DIR RUN...`: what a job does on the first of its nodes.
+"""`python -m abrun.launch.slurm.allocation EXPERIMENT_DIR RUN...`: runs on the first node of a job.
 
-The supervisor of any launch, over the runs of this job as steps of its allocation: a run that fails begins
-again here. A job that is out of time or preempted saves checkpoints and asks Slurm to queue it again; what a
-lost node took along, Slurm queues again by itself.
+It supervises the runs of this job as steps of its allocation; a failed run restarts within the job. If the
+job is out of time or preempted, it saves checkpoints and requeues itself. After the loss of a node, Slurm
+requeues it.
 """
 
 import contextlib
@@ -46,17 +46,17 @@ REQUEUE_TIMEOUT_S = 60.0
 
 
 class StepEngine(LocalEngine):
-    """Runs as steps of this job's allocation, each with its share of every node."""
+    """Starts runs as steps of this job's allocation, each with its share of every node."""
 
     def __init__(self, settings: Slurm, num_runs: int) -> None:
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
 
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # a step's processes are its node's
+        return contextlib.nullcontext()  # steps start on their own nodes
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
-        return ()  # of this machine's devices none: the allocation has room for all of its runs
+        return ()  # the allocation has room for all runs, and assigns their devices
 
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "Step":
         started = super().start(run, config, devices)
@@ -74,7 +74,8 @@ class StepEngine(LocalEngine):
         ]
         options += [f"--gres=gpu:{gpus}"] if gpus else []
         memory = os.environ.get("SLURM_MEM_PER_NODE", "")
-        if memory.isdigit() and int(memory):  # else the first step would take all of it
+        # Otherwise the first step would take all memory.
+        if memory.isdigit() and int(memory):
             options.append(f"--mem={int(memory) // self._num_runs}")
         container = settings.container
         if container:
@@ -86,16 +87,16 @@ class StepEngine(LocalEngine):
         return ["srun", *options, python, *MODULE_OPTIONS, "abrun.launch.node", *node_arguments]
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        # Not marked as of the run: srun has to outlive it, to end the step
+        # Without the run's variable: srun must outlive the run to end the step.
         return {**os.environ, **network_variables(self._settings.interface)}
 
 
 class Step(LocalRun):
-    """A step, whose first process on this node is srun."""
+    """A step of the allocation. Its first process on this node is srun."""
 
     def stop(self, *, kill: bool) -> None:
         job, step_ids = os.environ["SLURM_JOB_ID"], []
-        if not kill:  # srun would kill the step at once
+        if not kill:  # signals the step, since srun itself would kill it at once
             with contextlib.suppress(LaunchError):
                 steps = run_slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
                 step_ids = [
@@ -103,23 +104,24 @@ class Step(LocalRun):
                 ]
                 for step in step_ids:
                     run_slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
-        if not step_ids:  # it waits for its nodes
+        if not step_ids:  # the step still waits for its nodes
             super().stop(kill=kill)
 
 
 def _step_name(run: RunDir) -> str:
-    """What the step of a run is called."""
+    """Return the job name of a run's step."""
     return "-".join(run.path.parts[-2:])
 
 
 def save_grace_s(settings: Slurm) -> float:
-    """Seconds that runs have to save a checkpoint once they are asked to stop."""
+    """Return the seconds that runs have to save a checkpoint when they are asked to stop."""
     return max(2.0, settings.save_s - 5.0)
 
 
 def main() -> int:
     experiment_dir, names = Path(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # soon out of time
+    # Slurm sends SIGUSR1 shortly before the time limit.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         record = jobs.read_record(experiment_dir)
         settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / jobs.FOLDER))
@@ -128,7 +130,8 @@ def main() -> int:
         if restarts > settings.requeues:
             raise LaunchError(Code.REQUEUED_TOO_OFTEN(restarts=restarts))
         lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
-        lease.acquire(take_over=True)  # Slurm starts a job once: whoever had it is cut off, and will stop
+        # Slurm starts a job only once, so an earlier owner is cut off and will stop.
+        lease.acquire(take_over=True)
         try:
             engine = StepEngine(settings, len([job for job in queue.jobs if not job.done]))
             arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
@@ -148,7 +151,7 @@ def main() -> int:
 
 
 def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
-    """The jobs of these runs; a warm start has a job of Slurm's of its own, which has ended by now."""
+    """Return the queue of these runs. Warm starts ran in an earlier Slurm job, which has ended."""
     plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
     keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
@@ -177,7 +180,7 @@ def _fail_runs(experiment_dir: Path, names: list[str], reason: Reason) -> None:
 
 
 def _failed_to_restart(job: LaunchJob) -> bool:
-    """Whether a run that had worked here could not be started again, as while a network is down."""
+    """Return True if a run that had worked here could not start again, as while a network is down."""
     with contextlib.suppress(AbrunError):
         attempts = [launch.attempts for launch in job.run.launches()[-2:]]
         return len(attempts) == 2 and 0 < attempts[0] == attempts[1]
@@ -185,29 +188,31 @@ def _failed_to_restart(job: LaunchJob) -> bool:
 
 
 def _requeue_if_needed(experiment_dir: Path) -> None:
-    """Queue this job again, where that is its part; Slurm's controller may just be restarting."""
+    """Requeue this job unless it was cancelled or requeued; retry while Slurm's controller is silent."""
     deadline = time.monotonic() + REQUEUE_TIMEOUT_S
     while True:
         try:
             if _should_requeue(experiment_dir):
                 _requeue()
             return
-        except LaunchError as error:  # or Slurm has been faster, and ends this process
+        except LaunchError as error:  # perhaps Slurm requeued the job first and is ending this process
             if time.monotonic() > deadline:
-                print(f"error: not queued again: {error}; --resume goes on", file=sys.stderr)
+                print(f"error: not requeued: {error}; continue with --resume", file=sys.stderr)
                 return
         time.sleep(2)
 
 
 def _should_requeue(experiment_dir: Path) -> bool:
-    """Whether this job has to see to it that its runs go on: nobody has cancelled it, nor queued it again."""
+    """Return True if nobody has cancelled this job or requeued it."""
     if jobs.read_record(experiment_dir).get("cancelled"):
         return False
     return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
 
 
 def _all_nodes_answer() -> bool:
-    """Whether every node of the allocation still starts a process: Slurm takes minutes to miss one."""
+    """Return True if every node of the allocation still starts a process. Slurm notices a lost node after
+    minutes.
+    """
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step_options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     try:
@@ -220,7 +225,7 @@ def _all_nodes_answer() -> bool:
 
 
 def _requeue() -> None:
-    """Back into the queue, which ends this process, and without the two minutes that Slurm makes it wait."""
+    """Requeue this job, which ends this process, without Slurm's two-minute delay."""
     job = os.environ["SLURM_JOB_ID"]
     run_slurm("scontrol", "requeue", job)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S

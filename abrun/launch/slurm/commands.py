@@ -1,4 +1,4 @@
-"""The commands of Slurm that abrun needs. What they refuse is a LaunchError: their own words in one line."""
+"""The Slurm commands that abrun uses. Errors are raised as LaunchError, with Slurm's message in one line."""
 
 import re
 import subprocess
@@ -24,14 +24,14 @@ ENDED_STATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmTask:
-    """What Slurm says of a job, or of one task of an array."""
+    """Slurm's state of a job, or of one task of a job array."""
 
     job: str
     index: int | None
     state: str  # PENDING, RUNNING, ...
     reason: str
     nodes: str
-    script: str = ""  # the path of what was submitted
+    script: str = ""  # path of the submitted script
 
     @property
     def is_over(self) -> bool:
@@ -43,19 +43,19 @@ class SlurmTask:
 
 
 def submit_script(script: str, *options: str) -> str:
-    """Submit a script; returns the job's id."""
+    """Submit a script and return the job id."""
     return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
 
 
 def find_refusal(options: Sequence[str]) -> str | None:
-    """Why no job with these options could ever run, in Slurm's words; None where one could."""
+    """Return Slurm's message if no job with these options could ever run, or None."""
     done = _run("sbatch", "--test-only", *options, "--wrap=true")
     return None if done.returncode == 0 else _error_text(done.stderr)
 
 
 def list_tasks(user: str) -> list[SlurmTask]:
-    """What Slurm still knows of a user's jobs, task by task: it forgets those that ended minutes ago."""
-    # Asked for by id, one that is forgotten is an error for all
+    """Return all tasks of a user that Slurm still knows. It forgets ended ones after minutes."""
+    # A query by id would fail for all tasks if one is forgotten.
     output = run_slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
     tasks = []
     for line in output.splitlines():
@@ -68,12 +68,12 @@ def list_tasks(user: str) -> list[SlurmTask]:
 
 
 def release_job(job: str, in_s: int = 0) -> None:
-    """End the two minutes for which Slurm keeps back what it has queued again."""
+    """Start a requeued job after `in_s` seconds, without Slurm's two-minute delay."""
     run_slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
 
 
 def cancel_jobs(jobs: Sequence[str]) -> None:
-    """Take jobs that wait out of the queue, and ask those at work to save a checkpoint and end."""
+    """Remove queued jobs, and ask running ones to save a checkpoint and end."""
     _scancel("--state=PENDING", *jobs)
     _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
 
@@ -85,12 +85,12 @@ def kill_jobs(jobs: Sequence[str]) -> None:
 
 def _scancel(*argv: str) -> None:
     done = _run("scancel", "--quiet", *argv)
-    if done.stderr:  # without a word it failed for jobs that have ended, or are in another state
+    if done.stderr:  # it fails silently for jobs that have ended or are in another state
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(done.stderr)))
 
 
 def run_slurm(*argv: str) -> str:
-    """The output of a command of Slurm."""
+    """Return the output of a Slurm command."""
     done = _run(*argv)
     if done.returncode:
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(done.stderr)))
@@ -113,6 +113,6 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def _error_text(stderr: str) -> str:
-    """The lines of an error without the command's name before each."""
+    """Return the lines of an error message, without the command's name at their start."""
     lines = [re.sub(r"^(\w+: )?(error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line)) or "refused without a word"

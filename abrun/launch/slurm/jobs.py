@@ -1,4 +1,4 @@
-"""Which runs share a job of Slurm, the job's script, and what an experiment's directory says of its jobs."""
+"""Slurm jobs of an experiment: which runs share one, their scripts, and the record of submitted jobs."""
 
 import os
 import shlex
@@ -18,19 +18,19 @@ from abrun.runs.files import read_json_or_empty, write_json
 from abrun.runs.records import Git
 from abrun.runs.schemas import Flag, Items, Texts, checked
 
-FOLDER = "_slurm"  # of an experiment; no arm can be called so
+FOLDER = "_slurm"  # folder in an experiment; no arm can have this name
 RECORD = "jobs.json"
 WARM_START = "warm-start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationRequest:
-    """What the runs of one allocation take: the same nodes, on each of which every run has its share."""
+    """Resources for the runs of one allocation: the same nodes, with a share of every node for each run."""
 
     nodes: int
     runs: int
-    cpus: int  # of a run on a node; the largest of them
-    gpus: int  # of all runs on a node
+    cpus: int  # per run and node, for the largest run
+    gpus: int  # per node, for all runs
 
     def options(self) -> list[str]:
         gpus = [f"--gres=gpu:{self.gpus}"] if self.gpus else []
@@ -39,7 +39,7 @@ class AllocationRequest:
 
 
 def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> AllocationRequest | None:
-    """What runs take together; None where they do not take the same number of nodes."""
+    """Return the combined request of these runs, or None if their numbers of nodes differ."""
     nodes = {config.cluster.nodes for config in configs}
     if len(nodes) > 1:
         return None
@@ -49,13 +49,13 @@ def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> Allocatio
 
 
 def gpus_per_node(config: RunConfig) -> int:
-    """The GPUs of a run on each of its nodes."""
+    """Return the number of GPUs of a run on each of its nodes."""
     return config.devices_per_node if config.cluster.gpus_per_node else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """One script, submitted as an array: of each task the names of the runs that it trains."""
+    """A script that is submitted as a job array; `tasks` are the names of each task's runs."""
 
     name: str
     need: AllocationRequest
@@ -66,7 +66,9 @@ class JobScript:
 def group_into_scripts(
     runs: Sequence[PlannedRun], settings: Slurm, fits: Mapping[AllocationRequest, bool]
 ) -> list[JobScript]:
-    """The arms of each seed in one task where `fits` says so, else each run in its own; reruns alone."""
+    """Group the arms of each seed into one task if `fits` allows it, or else one task per run; reruns run
+    alone.
+    """
     tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
     for group in pairs(runs):
         request = combine_requests([run.config for run in group], settings)
@@ -87,7 +89,7 @@ def group_into_scripts(
 def render_script(
     script: JobScript, experiment_dir: Path, settings: Slurm, *, max_parallel: int | None = None
 ) -> str:
-    """The text of a job script, for sbatch and for people."""
+    """Return the text of a job script."""
     options = [
         *script.need.options(),
         "--requeue",
@@ -110,7 +112,7 @@ def render_script(
 
 
 def render_compare(experiment_dir: Path, settings: Slurm) -> str:
-    """The text of the job that compares the arms once all others have ended."""
+    """Return the text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
     options.append(f"--output={_log_pattern(experiment_dir, 'compare')}.log")
     argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
@@ -118,7 +120,7 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
 
 
 def cluster_options(settings: Slurm) -> list[str]:
-    """What a user chose among a cluster's accounts, partitions and kinds of nodes, as options of sbatch."""
+    """Return the user's choice of account, partition and kinds of nodes as options of sbatch."""
     named = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
     options = [f"--{name}={value}" for name, value in named.items() if value is not None]
     for name, value in settings.sbatch.items():
@@ -139,12 +141,12 @@ def _render_lines(
 
 
 def _log_pattern(experiment_dir: Path, name: str) -> str:
-    """A log without its ending, for --output, where Slurm replaces what follows a '%'."""
+    """Return a log path without extension for --output, in which Slurm expands '%'."""
     return str(experiment_dir / FOLDER / name).replace("%", "%%")
 
 
 def _quote_option(option: str) -> str:
-    """For a line of #SBATCH, which takes double quotes."""
+    """Quote an option for an #SBATCH line, which takes double quotes."""
     name, equals, value = option.partition("=")
     return option if shlex.quote(value) in (value, "''") or not equals else f'{name}="{value}"'
 
@@ -153,17 +155,17 @@ def _quote_option(option: str) -> str:
 
 
 def script_path(experiment_dir: Path, name: str) -> str:
-    """Where a script lies, as Slurm is told, and tells again of its job."""
+    """Return the path of a script, as given to Slurm and reported by it."""
     return os.path.realpath(experiment_dir / FOLDER / f"{name}.sh")
 
 
-JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # which is no option of scancel
+JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # cannot be mistaken for an option of scancel
 Tasks = Items[Texts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobsRecord:
-    """The fields of the record."""
+    """Fields of the record."""
 
     jobs: Mapping[JobId, Tasks] = field(default_factory=dict)
     submitting: Mapping[str, Tasks] = field(default_factory=dict)
@@ -179,10 +181,10 @@ def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_record(experiment_dir: Path) -> dict[str, Any]:
-    """`jobs`: by id, the names of the runs of each task; `compare`: an id; `settings`, `git`, `user`.
+    """Return the record of submitted jobs, or {} if nothing was submitted. Raises StoreError if unreadable.
 
-    `submitting`: by script, the tasks of what is being submitted; gone once all of that has an id.
-    Empty where nothing was submitted. Raises StoreError where it does not read.
+    `jobs`: for each job id, the runs of each task. `compare`: a job id. `submitting`: for each script that is
+    being submitted, its tasks; removed once all have ids. Also `settings`, `git` and `user`.
     """
     path = experiment_dir / FOLDER / RECORD
     content = read_json_or_empty(path)

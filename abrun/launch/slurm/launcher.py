@@ -1,4 +1,4 @@
-"""A plan on its way to Slurm: checked by Slurm itself, submitted whole or not at all, followed, cancelled."""
+"""Submits a plan to Slurm, checked by Slurm itself, completely or not at all; tracks and cancels its jobs."""
 
 import contextlib
 import getpass
@@ -21,11 +21,12 @@ from abrun.runs.files import write_file
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 
-RELEASE_AFTER_S = 10.0  # a start in the second of the requeue is killed: "Job credential revoked"
+# A job that starts right after its requeue is killed ("Job credential revoked").
+RELEASE_AFTER_S = 10.0
 
 
 class SlurmCluster(BatchCluster):
-    """Jobs of Slurm, and what it knows of them."""
+    """The Slurm jobs of an experiment."""
 
     ask_every_s, folder, forgotten = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
     read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
@@ -35,7 +36,7 @@ class SlurmCluster(BatchCluster):
         self._fits: dict[AllocationRequest, bool] = {}
         self._jobs: dict[str, list[list[str]]] = {}
         self._compare: str | None = None
-        self._held_since_s: dict[str, float] = {}  # since when this has seen a task so
+        self._held_since_s: dict[str, float] = {}  # time since which a task has been held back
 
     def load(self) -> None:
         super().load()
@@ -45,18 +46,23 @@ class SlurmCluster(BatchCluster):
     def is_handed_over(self) -> bool:
         return bool(self._record.get("jobs") or self._record.get("submitting"))
 
-    # --- handing over ---
+    # --- submission ---
 
     def find_problems(self, plan: Plan) -> list[Reason]:
-        """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
+        """Return why no machine could run the plan or Slurm never would; records whether pairs fit an
+        allocation.
+        """
         reasons = anywhere_refusals(plan)
         time, save_s = self._settings.time, self._settings.save_s
-        if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
+        if time and save_s >= limit_s(time):  # every start would be asked to stop at once
             reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
         return reasons or self._find_slurm_problems(plan)
 
     def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
-        """The text of every script that would be submitted, by name, in order. After `find_problems`."""
+        """Return the text of every script that would be submitted, by name, in order.
+
+        Call `find_problems` first.
+        """
         texts = {
             script.name: jobs.render_script(
                 script, self._experiment_dir, self._settings, max_parallel=self._num_jobs
@@ -68,9 +74,9 @@ class SlurmCluster(BatchCluster):
         return texts
 
     def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Submit every unfinished run, each after its warm start, and what compares them; returns the jobs.
+        """Submit every unfinished run, after its warm start, and the comparison; return the job ids.
 
-        Raises LaunchError with nothing left in the queue where Slurm refuses one of them.
+        If Slurm refuses one of them, raises LaunchError and leaves no job in the queue.
         """
         experiment_dir, scripts = self._experiment_dir, self._scripts(plan)
         folder = experiment_dir / jobs.FOLDER
@@ -78,7 +84,7 @@ class SlurmCluster(BatchCluster):
             write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
-        # Before there is a job: should this process be killed, those that it could not record are found by it
+        # Written before the first job: if this process is killed, unrecorded jobs are found by their scripts.
         record["submitting"] = {script.name: [list(task) for task in script.tasks] for script in scripts}
         jobs.write_record(experiment_dir, record)
         submitted: list[str] = []
@@ -100,13 +106,13 @@ class SlurmCluster(BatchCluster):
             del record["submitting"]
             jobs.write_record(experiment_dir, record)
         except BaseException as error:
-            with contextlib.suppress(LaunchError):  # one that was being submitted
+            with contextlib.suppress(LaunchError):  # include a job that was just being submitted
                 self.load()
                 submitted += self.active_job_ids
             try:
                 if submitted:
                     commands.kill_jobs(list(dict.fromkeys(submitted)))
-            except LaunchError as refused:  # the record still has them
+            except LaunchError as refused:  # the record still lists them
                 raise LeftInQueueError(
                     Code.JOBS_LEFT_IN_QUEUE(
                         error=str(error) or type(error).__name__,
@@ -167,16 +173,16 @@ class SlurmCluster(BatchCluster):
                 self._fits[run_request] = True
         return []
 
-    # --- what became of them ---
+    # --- state of the jobs ---
 
     @property
     def job_ids(self) -> list[str]:
         return [*self._jobs, *([self._compare] if self._compare else [])]
 
     def _adopt_unrecorded(self, tasks: Sequence[commands.SlurmTask]) -> None:
-        """Take for its own what a launcher has submitted and was killed before it could say so.
+        """Adopt jobs that a killed launcher has submitted but not recorded.
 
-        Of one that is at work this may see a job before its record has it: it is the same one.
+        While a launcher is still submitting, this may find a job before it is recorded; it is the same job.
         """
         recorded = [*self._jobs.values()]
         for name, names in self._record.get("submitting", {}).items():
@@ -191,18 +197,18 @@ class SlurmCluster(BatchCluster):
 
     @property
     def active_job_ids(self) -> list[str]:
-        """The jobs that wait or work."""
+        """Ids of the jobs that are queued or running."""
         return sorted({task.job for task in self._query_cached().values() if not task.is_over}, key=int)
 
     def state_of(self, state: RunState) -> RunState:
-        """A run's state, where Slurm knows better than its directory."""
+        """Return a run's state, corrected if Slurm knows more than its directory."""
         warm_start = state.name.arm == jobs.WARM_START
         name = f"{jobs.WARM_START}/{state.directory.name}" if warm_start else str(state.name)
         if state.status == "finished":
             return state
         try:
             known_tasks = self._query_cached()
-        except LaunchError:  # this host has no Slurm, or its controller does not answer
+        except LaunchError:  # no Slurm on this host, or its controller does not answer
             return state
         tasks = ((job, index, names) for job, of in self._jobs.items() for index, names in enumerate(of))
         job, index = next(((job, index) for job, index, names in tasks if name in names), (None, None))
@@ -246,10 +252,10 @@ class SlurmCluster(BatchCluster):
         return tasks
 
     def _release_held(self, tasks: Iterable[commands.SlurmTask], now: float) -> None:
-        """Let what Slurm has queued again begin, once its nodes have forgotten the start before."""
+        """Start requeued jobs, once their nodes have cleaned up after the previous start."""
         for task in tasks:
             if task.state != "PENDING" or task.reason != "BeginTime":
                 self._held_since_s.pop(task.name, None)
             elif now - self._held_since_s.setdefault(task.name, now) >= RELEASE_AFTER_S:
-                with contextlib.suppress(LaunchError):  # another user's
+                with contextlib.suppress(LaunchError):  # another user's job
                     commands.release_job(task.name)
