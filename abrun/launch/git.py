@@ -17,11 +17,11 @@ from typing import Any
 from abrun.redaction import redacted
 from abrun.runs.experiment import write_diff
 
-MAX_CONFIGURATION_BYTES = 1 << 20  # bytes
-MAX_DIFF_BYTES = 1 << 18  # bytes that are kept
-MAX_HASHED_BYTES = 1 << 26  # bytes
-MAX_FILES = 20  # names that are kept
-MAX_NAMES_BYTES = 1 << 16  # bytes
+MAX_CONFIGURATION_BYTES = 1 << 20
+MAX_DIFF_BYTES = 1 << 18  # stored
+MAX_HASHED_BYTES = 1 << 26
+MAX_FILES = 20  # file names stored
+MAX_NAMES_BYTES = 1 << 16
 TIMEOUT_S = 20.0
 GIT = ("git", "--no-pager")
 STATUS = ("status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
@@ -91,7 +91,7 @@ def git_environment(repo: Path) -> dict[str, str] | None:
     ]
     if (
         cut_reason or ("command", "core.hookspath", "\n", "/dev/null") not in settings
-    ):  # nor does git before 2.31
+    ):  # git before 2.31 ignores these variables
         return None
     user_settings, repository_keys = dict[str, str](), set[str]()
     for scope, key, equals, value in settings:

@@ -143,9 +143,7 @@ def own_experiment(
                     raise
                 for line in (*decisions(plan.decided), *sentences(find_ineffective_settings(plan))):
                     say(line)
-            if (
-                experiment_dir.parent in new_folders
-            ):  # what runs write is no code: no `git add` is to take it along
+            if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
                 write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
             yield lease
     finally:
@@ -182,7 +180,7 @@ def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None
     reference = plan.recipe.compare.reference
     stored_reference = experiment_dir / REFERENCE
     if reference and not (is_experiment(experiment_dir) and is_file(stored_reference)):
-        with wrap_write_errors(stored_reference):  # once: a later change of the file is none here
+        with wrap_write_errors(stored_reference):  # copied once: later changes to the file have no effect
             write_file(stored_reference, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),

@@ -54,8 +54,7 @@ def check_feasibility(
 
 
 def render_preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
-    """Return runs in launch order, the exact treatment differences, expected power and this machine's
-    capacity.
+    """Return runs in launch order, treatment differences, expected power and this machine's capacity.
 
     The last line says whether this machine can run the plan.
     """

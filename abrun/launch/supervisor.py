@@ -248,9 +248,7 @@ class Supervisor:
         job.lock.close()
         code = reason and _leading_reason(reason).code
         is_expected = job.status == "finished" or job.is_stopping
-        is_lost = (
-            job.started is not None and job.started.is_lost and not is_expected
-        )  # which is no fault of the run's
+        is_lost = job.started is not None and job.started.is_lost and not is_expected  # not the run's fault
         is_explained = reason and job.status == "failed" and exit_status >= 0 and not is_unexplained(reason)
         failed_at_start = code == Code.ALIAS_NOT_LOGGED or not job.run.heartbeat().step
         if reason and is_explained and failed_at_start and not is_lost:

@@ -13,10 +13,8 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import JobSet
 from abrun.recipe.run import RunConfig
 
-MAX_NAME_LENGTH, MAX_ARM_LENGTH = (
-    30,
-    16,
-)  # of 63 characters that a pod's name has, with indices and a suffix of 6
+# A pod's name has at most 63 characters, which include indices and a suffix of 6.
+MAX_NAME_LENGTH, MAX_ARM_LENGTH = 30, 16
 NODE = '"$JOB_COMPLETION_INDEX"'
 DISRUPTED = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 NOT_COUNTED = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from abrun.launch.node import find_free_port
 from abrun.processes import Popen, find_descendants, kill_all, start_process
 
-MAX_OUTPUT_BYTES = 1 << 16  # bytes
+MAX_OUTPUT_BYTES = 1 << 16
 
 
 class NodeAgent:

@@ -16,10 +16,8 @@ from abrun.redaction import shortened
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # a hanging head may still accept connections
 MAX_MESSAGE_CHARS = 300
-ADDRESS_VARIABLES = (
-    "RAY_API_SERVER_ADDRESS",
-    "RAY_ADDRESS",
-)  # which Ray's client puts above what it is given
+# Ray's client prefers these variables to its argument.
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 START_HINT = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
 
 
