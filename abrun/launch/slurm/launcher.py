@@ -28,7 +28,7 @@ RELEASE_AFTER_S = 10.0
 class SlurmCluster(BatchCluster):
     """The Slurm jobs of an experiment."""
 
-    ask_every_s, folder, forgotten = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
+    query_interval_s, folder, cleared_fields = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
     read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
