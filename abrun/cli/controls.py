@@ -121,10 +121,10 @@ def sensitivity(
     """
     from abrun.api.launching import launch_recipe
     from abrun.experiment.options import LaunchOptions
-    from abrun.launch.controls import with_faults_alone
+    from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
     from abrun.recipe.experiment import load_recipe
 
-    faulty, not_injected = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
+    faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, with_seeds(overrides, seeds)), names)
     options = LaunchOptions(
         runs_dir=runs_dir,
         name=name,
