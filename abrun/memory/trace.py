@@ -26,7 +26,7 @@ from abrun.models import config_of, load_text, positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.run import OwnRunConfig
-from abrun.rollout.vllm.starting import cache_bytes
+from abrun.rollout.vllm.startup import cache_bytes
 from abrun.tasks import make_task
 from abrun.train.learner import Learner
 from abrun.train.lengths import longest_of, new_tokens

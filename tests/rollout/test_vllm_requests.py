@@ -15,8 +15,8 @@ from abrun.models.presets import preset_config
 from abrun.recipe.policy import Model
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm import instance
-from abrun.rollout.vllm.colocated import Colocated
-from abrun.rollout.vllm.starting import Tail, _arguments, _memory, cache_bytes
+from abrun.rollout.vllm.colocated import ColocatedEngine
+from abrun.rollout.vllm.startup import LogTail, _arguments, _memory, cache_bytes
 from tests.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
 
 PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
@@ -129,13 +129,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Noting:
     )
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
-    monkeypatch.setattr(instance, "start", lambda *arguments: made)
+    monkeypatch.setattr(instance, "start_engine", lambda *arguments: made)
     return made
 
 
-def engine_of(*overrides: str) -> Colocated:
+def engine_of(*overrides: str) -> ColocatedEngine:
     backend: Any = SimpleNamespace(ranks=make_ranks(torch.device("cpu"), {}))
-    return Colocated(config_of(*overrides), backend, TEXT)
+    return ColocatedEngine(config_of(*overrides), backend, TEXT)
 
 
 def draws() -> Draws:
@@ -175,7 +175,7 @@ def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
 
 def test_log_probs_of_other_tokens_are_an_error(vllm: Noting, group: None) -> None:
     vllm.beside = 1
-    with pytest.raises(LaunchError, match="of other tokens"):
+    with pytest.raises(LaunchError, match="to other tokens"):
         engine_of().generate(PROMPTS, draws())
 
 
@@ -184,7 +184,7 @@ def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
 ) -> None:
     vllm.room, engine = MAX_NEW_TOKENS - 1, engine_of()
     with pytest.raises(
-        LaunchError, match=r"cut after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization is"
+        LaunchError, match=r"truncated after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization sets"
     ):
         engine.generate(PROMPTS, draws())
 
@@ -192,7 +192,7 @@ def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
         raise ValueError("The prompt (length 9): maximum model length 8.")
 
     monkeypatch.setattr(vllm, "add_request", refuse)
-    with pytest.raises(LaunchError, match=r"maximum model length 8\.; rollout\.gpu_memory_utilization is"):
+    with pytest.raises(LaunchError, match=r"maximum model length 8\.; rollout\.gpu_memory_utilization sets"):
         engine.generate(PROMPTS, draws())
 
 
@@ -223,8 +223,8 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
     free: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), 80 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vllm.events.append("empty_cache"))
-    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
-    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    monkeypatch.setattr(instance, "preserving_globals", lambda device: contextlib.nullcontext())
+    engine = instance.VllmInstance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     assert not engine.wake()  # it has not slept
     loads = ["load_weights", "kv_cache", "reset_prefix_cache"]
     for free_bytes, expected in (
@@ -259,8 +259,8 @@ def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> No
 def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_they_are(
     vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
-    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    monkeypatch.setattr(instance, "preserving_globals", lambda device: contextlib.nullcontext())
+    engine = instance.VllmInstance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     engine.load(iter([]))
     experts, (mla, sinks, composite) = (
         Layers(vllm, "UnquantizedFusedMoEMethod"),
@@ -283,7 +283,9 @@ def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group:
     ]
     engine = engine_of()
     engine.sync((name, torch.zeros(1)) for name in names)
-    with pytest.raises(LaunchError, match=r"layers\.1\.mlp\.experts: up_proj\.weight of 1 experts, and 2"):
+    with pytest.raises(
+        LaunchError, match=r"layers\.1\.mlp\.experts: up_proj\.weight of 1 experts, but others have 2"
+    ):
         engine.sync((name, torch.zeros(1)) for name in names[:-1])
 
 
@@ -335,10 +337,10 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
 def test_what_vllm_goes_on_without_is_noted() -> None:
     import logging
 
-    tail = Tail()
+    tail = LogTail()
     log = logging.Logger("vllm", logging.INFO)
     log.addHandler(tail)
     log.info("weights were not loaded from checkpoint: {'model.layers.0.mlp.experts.routed_experts.w13'}")
-    assert not tail.not_loaded
+    assert not tail.missing_weights
     log.info("Following weights were not loaded: {'model.norm.weight'}")
-    assert "model.norm.weight" in tail.not_loaded
+    assert "model.norm.weight" in tail.missing_weights

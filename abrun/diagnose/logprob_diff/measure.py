@@ -220,9 +220,9 @@ class Recorded:
         return [of_row[mask] for of_row, mask in zip(support, self.batch.token_mask, strict=True)]
 
     def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
-        from abrun.rollout.vllm.instance import Instance
+        from abrun.rollout.vllm.instance import VllmInstance
 
-        engine = Instance(config, self.batch.token_ids.device, 1, text.end_ids)
+        engine = VllmInstance(config, self.batch.token_ids.device, 1, text.end_ids)
         prompts, completions = self._parts()
         try:
             engine.load(policy.weights())

@@ -1,4 +1,4 @@
-"""vLLM in this process, started so that the trainer beside it goes on as if it were not there."""
+"""Start and end of vLLM in this process, without side effects on the trainer."""
 
 import contextlib
 import importlib
@@ -24,54 +24,54 @@ from abrun.recipe.packages import ENGINE_SETS_UP_LOG, installed_vllm_release, vl
 from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
 from abrun.recipe.run import OwnRunConfig
 from abrun.redaction import told
-from abrun.rollout.vllm import kept
+from abrun.rollout.vllm import support
 
-# Read as vLLM is imported, or as its engine starts.
-ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
-UNLESS_SET = {
+# vLLM reads these variables on import or when an engine starts.
+FIXED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
+DEFAULT_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a rank has its own threads already
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the log-probs of what it draws from
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the rank has set its threads already
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probs of the filtered distribution
     "VLLM_HOST_IP": "127.0.0.1",
 }
-CPU_CACHE_BYTES = 1 << 30  # of keys and values, where no share of the memory is asked for
-ALONE = 0.9  # the share that it takes of a GPU of its own
-LEAST_PROMPT = 1024  # tokens, for which the cache has room beside each sequence's own
-BLOCK = 64  # tokens: the most by which the cache of a sequence is rounded up
-ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that keep keys and values
+CPU_CACHE_BYTES = 1 << 30  # size of the key-value cache on a CPU without rollout.gpu_memory_utilization
+ALONE = 0.9  # memory utilization of a GPU that only vLLM uses
+MIN_PROMPT_TOKENS = 1024  # minimum prompt length for which the cache reserves space
+BLOCK = 64  # tokens: upper bound of the rounding of a sequence's cache
+ATTENTION = {"full_attention", "sliding_attention"}  # types of layers with keys and values
 EXPERTS = ".experts.routed_experts."
-MOST_LINES = 4  # of vLLM's log, in an error
-MOST_OF_AN_ERROR, MOST_OF_A_LINE = 400, 200  # characters
+MAX_LOG_LINES = 4  # lines of vLLM's log quoted in an error
+MAX_ERROR_LENGTH, MAX_LINE_LENGTH = 400, 200  # characters
 
 
-class Tail(logging.Handler):
-    """The last lines that vLLM has logged."""
+class LogTail(logging.Handler):
+    """Log handler that keeps the last lines of vLLM's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._lines: deque[str] = deque(maxlen=MOST_LINES)
-        self.not_loaded = ""  # what vLLM says of weights that it goes on without
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self.missing_weights = ""  # vLLM's warning about weights that it did not load
         self.has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         line = " ".join(record.getMessage().split())
         self._lines.append(line)
-        if _says_not_loaded(line):
-            self.not_loaded = line
+        if _reports_missing_weights(line):
+            self.missing_weights = line
 
     def __str__(self) -> str:
-        return quoted(self._lines)
+        return quote_lines(self._lines)
 
 
-def quoted(lines: Iterable[str]) -> str:
-    """The last lines of a log, as part of an error's one line."""
-    return " / ".join(told(line, MOST_OF_A_LINE) for line in lines)
+def quote_lines(lines: Iterable[str]) -> str:
+    """Join the last lines of a log for a one-line error message."""
+    return " / ".join(told(line, MAX_LINE_LENGTH) for line in lines)
 
 
-def _says_not_loaded(line: str) -> bool:
-    """Whether vLLM goes on without some weights.
+def _reports_missing_weights(line: str) -> bool:
+    """Return True if a log line says that vLLM did not load some weights.
 
-    It lists experts in any case, for it notes them under other names than it has looked for.
+    Experts are ignored: vLLM always lists them, because it registers them under other names.
     """
     if "weights were not loaded" in line:
         return any(EXPERTS not in name for name in re.findall(r"'([^']+)'", line))
@@ -79,46 +79,46 @@ def _says_not_loaded(line: str) -> bool:
 
 
 @contextlib.contextmanager
-def failing(doing: str, tail: Tail) -> Iterator[None]:
-    """Raises LaunchError, in a line, for whatever goes wrong inside of vLLM."""
+def raising_launch_errors(action: str, tail: LogTail) -> Iterator[None]:
+    """Raise any error inside of vLLM as a one-line LaunchError; `action` completes "failed to"."""
     try:
         yield
-    except Exception as error:  # some hundred thousand foreign lines: what they raise is theirs
+    except Exception as error:  # vLLM may raise anything
         tail.has_failed = True
         reason = _words(error)
         if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
             reason += f" (from {cause})"
         if re.search(r"sampling distribution replay|model.runner.*v2|v2 model runner", reason, re.IGNORECASE):
-            reason += "; rollout.exact_support: false needs neither"
+            reason += "; rollout.exact_support: false avoids this"
         if re.search(r"memory|maximum model length", reason, re.IGNORECASE):
-            reason += "; rollout.gpu_memory_utilization is the share of the memory that vLLM takes"
+            reason += "; rollout.gpu_memory_utilization sets the share of the memory for vLLM"
         raise LaunchError(
-            f"rollout.engine: vllm failed to {doing}: {reason}; last in its log: {str(tail) or 'nothing'}"
+            f"rollout.engine: vllm failed to {action}: {reason}; last lines of its log: {str(tail) or 'none'}"
         ) from error
 
 
 def _words(error: BaseException) -> str:
-    return told(f"{type(error).__name__}: {error}", MOST_OF_AN_ERROR)
+    return told(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
 
 
 @contextlib.contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """Random numbers, environment and threads are afterwards as before: vLLM sets its own, globally."""
-    python, arrays, environment = random.getstate(), np.random.get_state(), dict(os.environ)
+def preserving_globals(device: torch.device) -> Iterator[None]:
+    """Restore random states, environment variables and thread settings afterwards; vLLM changes them."""
+    python_state, numpy_state, environment = random.getstate(), np.random.get_state(), dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
-            torch.set_num_threads = set_threads  # which its worker on CPU cores replaces
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_num_threads = set_threads  # vLLM's CPU worker replaces this function
             torch.set_num_threads(threads)
-            _put_back(environment)
+            _restore_environment(environment)
 
 
-def _put_back(environment: dict[str, str]) -> None:
-    """All but its own variables, which it reads again."""
+def _restore_environment(environment: dict[str, str]) -> None:
+    """Restore all environment variables except VLLM_*, which vLLM reads again later."""
     for name in {*os.environ, *environment}:
         if name.startswith("VLLM_"):
             continue
@@ -128,31 +128,31 @@ def _put_back(environment: dict[str, str]) -> None:
             del os.environ[name]
 
 
-def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail) -> Any:
-    """A `vllm.LLM` with random weights: they come by `reload_weights`. Collective over `num_ranks`.
+def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: LogTail) -> Any:
+    """Start a `vllm.LLM` with random weights, to be replaced by a sync. Collective over `num_ranks`.
 
-    Raises LaunchError where it does not start.
+    Raises LaunchError if it does not start.
     """
     progress.beat("starting vllm")
     wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal()
     if wrong:
         raise LaunchError(wrong)
-    with apart(device), failing("start", tail):
-        os.environ.update(ALWAYS)
+    with preserving_globals(device), raising_launch_errors("start", tail):
+        os.environ.update(FIXED_ENVIRONMENT)
         if config.rollout.batch_invariant:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if config.rollout.records_support:
-            os.environ.update(kept.ENVIRONMENT)
-        for name, value in UNLESS_SET.items():
+            os.environ.update(support.ENVIRONMENT)
+        for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         vllm: Any = importlib.import_module("vllm")
-        _set_up_log()
+        _configure_log()
         _listen(tail)
         _keep_process_groups()
         if config.rollout.records_support:
-            kept.report_bits()
+            support.patch_sampler_output()
         if num_ranks > 1:
-            _without_shared_memory()
+            _disable_shared_memory()
         with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
             network = config_of(config.model)
             network.save_pretrained(folder)
@@ -164,20 +164,21 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
         _listen(tail)
         for handler in logging.getLogger("vllm").handlers:
             if handler is not tail:
-                handler.setLevel(logging.ERROR)  # it has lines for every sync
+                handler.setLevel(logging.ERROR)  # vLLM logs several lines for every sync
         return llm
 
 
-def _listen(tail: Tail) -> None:
-    """Attach the tail to vLLM's log, unless it is attached."""
+def _listen(tail: LogTail) -> None:
+    """Attach the handler to vLLM's log unless it is attached."""
     log = logging.getLogger("vllm")
     log.addHandler(tail)
-    if not log.isEnabledFor(tail.level):  # by VLLM_LOGGING_LEVEL: weights are missed at WARNING
+    # VLLM_LOGGING_LEVEL may hide lines that the handler needs, such as warnings about missing weights.
+    if not log.isEnabledFor(tail.level):
         log.setLevel(tail.level)
 
 
-def _set_up_log() -> None:
-    """Let vLLM set up its log now, where it would as an engine starts, and drop the tail."""
+def _configure_log() -> None:
+    """Configure vLLM's log now, if this release would do so at engine start and remove our handler."""
     release = installed_vllm_release()
     if release and release >= ENGINE_SETS_UP_LOG:
         logger: Any = importlib.import_module("vllm.logger")
@@ -185,11 +186,11 @@ def _set_up_log() -> None:
         logger.configure_logging_if_needed(settings.LoggingConfig())
 
 
-def _without_shared_memory() -> None:
-    """Ranks that share an engine talk through their process group.
+def _disable_shared_memory() -> None:
+    """Make ranks that share an engine communicate through their process group.
 
-    The segments in which they would outlive a killed process, as do the sockets beside them. Those of CPU
-    cores are named alike by all engines of a host.
+    vLLM's shared-memory segments and sockets would outlive a killed process. On CPU, all engines of a host
+    would even use the same names.
     """
     communicators = "vllm.distributed.device_communicators"
     library: Any = importlib.import_module(f"{communicators}.cpu_communicator")
@@ -198,13 +199,13 @@ def _without_shared_memory() -> None:
     library.MessageQueue.create_from_process_group = lambda *arguments, **options: None
 
 
-def end(llm: Any) -> None:
+def shut_down(llm: Any) -> None:
     """End an engine and its process groups."""
     llm.llm_engine.engine_core.shutdown()
 
 
 def _keep_process_groups() -> None:
-    """Keep the trainer's process groups when an engine is shut down, or collected: vLLM destroys all."""
+    """Keep the trainer's process groups when an engine ends or is collected; vLLM would destroy them."""
     core: Any = importlib.import_module("vllm.v1.engine.core")
     core.cleanup_dist_env_and_memory = _end_groups
 
@@ -217,8 +218,8 @@ def _end_groups() -> None:
         parallel_state._WORLD = None
 
 
-def sharing() -> ProcessGroup:
-    """The ranks that share this one's engine, in its order, as a group of CPU tensors."""
+def engine_group() -> ProcessGroup:
+    """Return the process group, for CPU tensors, of the ranks that share this rank's engine."""
     parallel_state: Any = importlib.import_module("vllm.distributed.parallel_state")
     return parallel_state.get_tp_group().cpu_group
 
@@ -226,13 +227,13 @@ def sharing() -> ProcessGroup:
 def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, network: Any) -> dict[str, Any]:
     rollout, on_gpu = config.rollout, device.type == "cuda"
     arguments: dict[str, Any] = {
-        "skip_tokenizer_init": True,  # tokens come in, and tokens go out
+        "skip_tokenizer_init": True,  # prompts and completions are token ids
         "load_format": "dummy",
-        "generation_config": "vllm",  # nothing that a checkpoint says of sampling
+        "generation_config": "vllm",  # ignore the sampling defaults of the checkpoint
         "dtype": config.policy.dtype,
-        "logprobs_mode": "processed_logprobs",  # of the distribution a token is drawn from
-        "max_model_len": -1,  # the model's, or what the cache has room for: no reason not to start
-        "seed": 0,  # every request has its own
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+        "max_model_len": -1,  # the limit of the model, or of the cache if that is smaller
+        "seed": 0,  # every request has its own seed
         "enforce_eager": not on_gpu,
         "enable_sleep_mode": on_gpu and not rollout.devices,
         "disable_log_stats": True,
@@ -240,10 +241,10 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
     if config.engine_head_dtype != config.policy.dtype:
         arguments["hf_overrides"] = {"head_dtype": config.engine_head_dtype}
     if rollout.records_support:
-        arguments |= kept.ARGUMENTS
+        arguments |= support.ARGUMENTS
     if rollout.batch_size:
         arguments["max_num_seqs"] = rollout.batch_size
-    if num_ranks > 1:  # in the process group that is there
+    if num_ranks > 1:  # use the existing process group
         arguments["distributed_executor_backend"] = "external_launcher"
         arguments["tensor_parallel_size"] = rollout.tensor_parallel
     device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
@@ -251,7 +252,7 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
 
 
 def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None) -> dict[str, float]:
-    """The arguments that say how much of the device's memory it takes; `device_bytes`: None on CPU cores."""
+    """Return the arguments that limit device memory; `device_bytes` is None on a CPU."""
     rollout = config.rollout
     if rollout.gpu_memory_utilization:
         return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
@@ -262,26 +263,29 @@ def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: in
     needed = cache_bytes(config, num_ranks, network)
     if needed is None or needed > MOST_OF_A_CACHE * device_bytes:
         return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
-    # No larger, for all of it is mapped at each waking. A size that is given keeps vLLM from measuring what
-    # the device has left, which others change meanwhile; it starts where its share is free.
+    # The cache is only as large as needed, because all of it is mapped at each wake. An explicit size also
+    # stops vLLM from measuring free memory, which other processes may change meanwhile.
     return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": needed / device_bytes}
 
 
 def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int | None:
-    """Of a step's keys and values, on each of an engine's devices; `network`: its configuration.
+    """Return the bytes of keys and values of a step, on each device of an engine.
 
-    A sequence has room for a completion and for a prompt as long as that, LEAST_PROMPT tokens at least.
-    Longer ones wait for each other, unless they share their beginning. One of all the positions fits in any
-    case: vLLM would cut it short. None: layers differ in size, or keep something else, such as states.
+    `network` is the configuration of the model. Each sequence gets space for a completion and a prompt of the
+    same length, at least MIN_PROMPT_TOKENS. Longer sequences wait for each other unless they share a prefix.
+    One sequence of the maximum length always fits, because vLLM would truncate it otherwise. Returns None if
+    layers differ in size or have other state than keys and values.
     """
     rollout, text = config.rollout, network.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or ()
     if getattr(text, "is_heterogeneous", False) or not ATTENTION.issuperset(kinds):
         return None
-    sampled = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
-    at_once = min(rollout.batch_size or sampled, math.ceil(sampled * rollout.tensor_parallel / num_ranks))
-    length = rollout.max_new_tokens + max(rollout.max_new_tokens, LEAST_PROMPT) + BLOCK
-    tokens = max(at_once * length, (positions_of(network) or 0) + BLOCK)
+    num_sequences = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
+    num_concurrent = min(
+        rollout.batch_size or num_sequences, math.ceil(num_sequences * rollout.tensor_parallel / num_ranks)
+    )
+    length = rollout.max_new_tokens + max(rollout.max_new_tokens, MIN_PROMPT_TOKENS) + BLOCK
+    tokens = max(num_concurrent * length, (positions_of(network) or 0) + BLOCK)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = math.ceil(heads / rollout.tensor_parallel)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

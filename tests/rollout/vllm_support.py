@@ -1,4 +1,4 @@
-"""`python -m tests.rollout.vllm_kept_sets`: compare vLLM's sets of kept tokens with numpy's.
+"""`python -m tests.rollout.vllm_support`: compare vLLM's sets of kept tokens with numpy's.
 
 A process of its own, for its Triton is interpreted. Prints a line of JSON for each case.
 """
