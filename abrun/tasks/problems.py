@@ -29,7 +29,7 @@ FileConfig = Gsm8k | Jsonl | Completions | Preferences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemFile:
-    """A finite set of examples, reshuffled in every epoch; see abrun.tasks.Task."""
+    """A finite set of examples, reshuffled in every epoch; see abrun.tasks.TrainingTask."""
 
     path: str
     field: str  # the recipe field that names the file

@@ -16,8 +16,10 @@ from abrun.train.failures import record_failure
 FAILED, INTERRUPTED = 2, 3  # exit codes
 # As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
 GPU_MEMORY = r"(CUDA|Cuda) (error|failure).{0,20}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-MOST_QUOTED = 250
-OTHERS_SHARE = 0.25  # of a GPU, which is more than the contexts and buffers that the allocator does not count
+MAX_QUOTED = 250
+MIN_OTHERS_SHARE = (
+    0.25  # of a GPU, which is more than the contexts and buffers that the allocator does not count
+)
 
 
 def main() -> int:
@@ -52,7 +54,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         try:
             train(run, record, writer, join_ranks(record.config["cluster"], timeout))
         except (RuntimeError, MemoryError) as error:
-            reason = ran_out(error)
+            reason = out_of_memory_reason(error)
             if reason is None and isinstance(error, RuntimeError):
                 reason = lost_ranks(error, timeout)
             if reason is None:
@@ -73,37 +75,37 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     return 0
 
 
-def ran_out(error: Exception) -> Reason | None:
+def out_of_memory_reason(error: Exception) -> Reason | None:
     """Say that an error tells of memory that was wanting, the GPU's or the machine's; None: it does not."""
     from torch import OutOfMemoryError
 
-    said = " ".join(str(error).split())
-    on_gpu = isinstance(error, OutOfMemoryError) or bool(re.search(GPU_MEMORY, said))
-    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in said:
+    message = " ".join(str(error).split())
+    on_gpu = isinstance(error, OutOfMemoryError) or bool(re.search(GPU_MEMORY, message))
+    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in message:
         return None
     return Code.MEMORY_RAN_OUT(
         on_gpu=on_gpu,
         doing=progress.doing(),
-        others=_held_by_others() if on_gpu else None,
-        error=said[:MOST_QUOTED] or type(error).__name__,
+        others=_memory_of_other_processes() if on_gpu else None,
+        error=message[:MAX_QUOTED] or type(error).__name__,
     )
 
 
-def _held_by_others() -> dict[str, int] | None:
+def _memory_of_other_processes() -> dict[str, int] | None:
     """Who holds how much of this rank's GPU where others hold much; None: they do not, or CUDA is silent."""
     import torch
 
     if not torch.cuda.is_initialized():  # a budget on CPU cores
         return None
     try:
-        free, total = torch.cuda.mem_get_info()
-        own = torch.cuda.memory_reserved()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        reserved_bytes = torch.cuda.memory_reserved()
     except RuntimeError:
         return None
-    others = total - free - own
-    if others < OTHERS_SHARE * total:
+    other_bytes = total_bytes - free_bytes - reserved_bytes
+    if other_bytes < MIN_OTHERS_SHARE * total_bytes:
         return None
-    return {"other_bytes": others, "total_bytes": total, "own_bytes": own}
+    return {"other_bytes": other_bytes, "total_bytes": total_bytes, "own_bytes": reserved_bytes}
 
 
 if __name__ == "__main__":

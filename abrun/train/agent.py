@@ -55,8 +55,8 @@ from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_fi
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # of connections; the kernel allows that many
 SCRATCH = "abrun-ranks-"
-NEW_S = 60.0
-LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
+MIN_SCRATCH_AGE_S = 60.0
+CHECK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 # Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits.
 # Called while this process is one thread.
@@ -71,29 +71,29 @@ def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[in
 
 def main(start_rank: StartRank = start_rank_anew) -> int:
     """The exit code."""
-    asked = asked_for()
-    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
+    options = parse_options()
+    os.environ[RUN_DIR] = os.path.realpath(options.directory)
     os.environ[progress.AGENT] = str(os.getpid())
     adopt_orphans()
-    run = RunDir(asked.directory)
+    run = RunDir(options.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
         stopping_signals() as requests,
-        capped(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+        capped(run.log, int(options.log_mib * 2**20), mask.hide_bytes) as pass_on,
     ):
-        known = run.last_attempt
+        previous_attempt = run.last_attempt
         try:
-            with _scratch(_ranks_here(asked)) as (scratch, lines):
-                notes = _Notes(run, known, asked.node, asked.nodes)
-                status, reason = _watched(asked, start_rank, requests, scratch, lines, notes, pass_on)
+            with _scratch(_local_ranks(options)) as (scratch, lines):
+                notes = _NodeNotes(run, previous_attempt, options.node, options.nodes)
+                status, reason = _run_and_watch(options, start_rank, requests, scratch, lines, notes, pass_on)
         except LaunchError as error:
             status, reason = FAILED, error.reason
-        _conclude(run, asked.node, known, status, reason, requests.first)
+        _record_ending(run, options.node, previous_attempt, status, reason, requests.first)
     return end_like(status)
 
 
-def asked_for() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
     parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
@@ -109,35 +109,35 @@ def asked_for() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _ranks_here(asked: argparse.Namespace) -> range:
+def _local_ranks(options: argparse.Namespace) -> range:
     """The ranks of this node among those of all."""
-    return range(asked.node * asked.ranks, (asked.node + 1) * asked.ranks)
+    return range(options.node * options.ranks, (options.node + 1) * options.ranks)
 
 
-def _watched(
-    asked: argparse.Namespace,
+def _run_and_watch(
+    options: argparse.Namespace,
     start_rank: StartRank,
     requests: StopRequests,
     scratch: Path,
     lines: Mapping[int, int],
-    notes: "_Notes",
+    notes: "_NodeNotes",
     pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """The exit status of the ranks, and what was wrong."""
     os.environ[progress.FOLDER] = str(scratch)
-    watch = _Watch(requests, asked, scratch, lines, notes)
+    watch = _Watchdog(requests, options, scratch, lines, notes)
 
     def begin() -> None:
         pass_on()
         watch.start()
 
     try:
-        status, reason = _run_ranks(asked, start_rank, scratch, begin)
+        status, reason = _run_ranks(options, start_rank, scratch, begin)
     finally:
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
+        end_all(lambda: below(os.getpid()) | processes_of(options.directory))
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
@@ -159,16 +159,16 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
             lines = stack.enter_context(progress.lines(folder, ranks))
         except OSError as error:
             raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
-        for other in folder.parent.glob(f"{SCRATCH}*"):
+        for folder_left in folder.parent.glob(f"{SCRATCH}*"):
             with contextlib.suppress(OSError):
-                _remove_unused(other)
+                _remove_unused(folder_left)
         yield folder, lines
 
 
 def _remove_unused(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
-        if time.time() - folder.stat().st_mtime > NEW_S:  # else it may not be locked yet
+        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # else it may not be locked yet
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -176,52 +176,52 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _run_ranks(
-    asked: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
+    options: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
 ) -> tuple[int, Reason | None]:
     """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0.
 
     `begin` is called once they have been started.
     """
-    oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
+    oom_kills_before, log_start = oom_kills(), RunDir(options.directory).log_size()
     try:
-        with _started_ranks(asked, start_rank, scratch) as processes:
+        with _start_ranks(options, start_rank, scratch) as processes:
             begin()
             failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
-        raise LaunchError(Code.RANKS_NOT_STARTED(node=asked.node, error=str(error))) from None
+        raise LaunchError(Code.RANKS_NOT_STARTED(node=options.node, error=str(error))) from None
     if failure is None:
         return 0, None
     reason = Code.RANK_FAILED(
         rank=failure.rank,
-        num_ranks=asked.nodes * asked.ranks,
-        host=socket.gethostname() if asked.meet else None,
-        cause=cause_of(failure, RunDir(asked.directory).printed(log_start), oom_kills_before),
+        num_ranks=options.nodes * options.ranks,
+        host=socket.gethostname() if options.meet else None,
+        cause=cause_of(failure, RunDir(options.directory).printed(log_start), oom_kills_before),
     )
     return failure.status, reason
 
 
 @contextlib.contextmanager
-def _started_ranks(
-    asked: argparse.Namespace, start_rank: StartRank, scratch: Path
+def _start_ranks(
+    options: argparse.Namespace, start_rank: StartRank, scratch: Path
 ) -> Iterator[dict[int, Child]]:
     """This node's ranks, as processes. The first of all inherits the socket where they meet.
 
-    It stays open here, too: where the first rank dies before it serves, the others wait to be ended, and
+    It stays open here, too: where the first rank dies before it serves, the other_nodes wait to be ended, and
     torch does not print what a connection that was reset means.
     """
-    host, _, port = (asked.meet or f"{LOOPBACK}:0").rpartition(":")
-    ranks, inherited = _ranks_here(asked), dict[int, int]()
+    host, _, port = (options.meet or f"{LOOPBACK}:0").rpartition(":")
+    ranks, inherited = _local_ranks(options), dict[int, int]()
     with contextlib.ExitStack() as stack:
         if 0 in ranks:
-            listening = stack.enter_context(_listen(int(port), everywhere=bool(asked.meet)))
+            listening = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = listening.getsockname()[1], listening.fileno()
         yield {
             rank: start_rank(
-                [asked.module, str(asked.directory)],
+                [options.module, str(options.directory)],
                 {
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
-                    **_variables(asked, rank, host.strip("[]"), port, inherited.get(rank)),
+                    **_rank_environment(options, rank, host.strip("[]"), port, inherited.get(rank)),
                     ERROR_FILE: str(error_file(scratch, rank)),
                 },
                 [inherited[rank]] if rank in inherited else [],
@@ -230,17 +230,17 @@ def _started_ranks(
         }
 
 
-def _variables(
-    asked: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
+def _rank_environment(
+    options: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
 ) -> dict[str, str]:
     """Of a rank, as torchrun has them, where a store that is served already is called its agent's."""
-    found = {
+    variables = {
         "RANK": rank,
-        "WORLD_SIZE": asked.nodes * asked.ranks,
-        "LOCAL_RANK": rank % asked.ranks,
-        "LOCAL_WORLD_SIZE": asked.ranks,
-        "GROUP_RANK": asked.node,
-        "GROUP_WORLD_SIZE": asked.nodes,
+        "WORLD_SIZE": options.nodes * options.ranks,
+        "LOCAL_RANK": rank % options.ranks,
+        "LOCAL_WORLD_SIZE": options.ranks,
+        "GROUP_RANK": options.node,
+        "GROUP_WORLD_SIZE": options.nodes,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "abrun",
@@ -248,35 +248,35 @@ def _variables(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         **({} if listening is None else {progress.LISTENING: listening}),
     }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
-def _listen(port: int, *, everywhere: bool) -> socket.socket:
+def _listen(port: int, *, all_interfaces: bool) -> socket.socket:
     """A socket that the ranks of a large run reach before the first of them has done its imports."""
-    if not everywhere:
+    if not all_interfaces:
         return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
     with contextlib.suppress(OSError, ValueError):  # a machine without IPv6
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def _conclude(
-    run: RunDir, node: int, known: int, status: int, reason: Reason | None, asked: int | None
+def _record_ending(
+    run: RunDir, node: int, previous_attempt: int, status: int, reason: Reason | None, stop_signal: int | None
 ) -> None:
     """How the ranks ended, in the words of an attempt that has begun and died without any.
 
     One that took too long notes itself that it was interrupted. A node that is not the first only prints it,
     and notes it for the launcher.
     """
-    if reason and asked is None:
+    if reason and stop_signal is None:
         print(f"error: {sentence(reason)}", file=sys.stderr)
-        write_ending(run, f"node-{node:04d}", known, reason)
+        write_ending(run, f"node-{node:04d}", previous_attempt, reason)
     if node > 0:
         return
     try:
-        writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
-        if writer and asked:
-            writer.interrupt(exit_code=shell_code(status), signal=asked)
+        writer = run.abandoned_attempt(previous_attempt, interrupted=status == TIMED_OUT)
+        if writer and stop_signal:
+            writer.interrupt(exit_code=shell_code(status), signal=stop_signal)
         elif writer and reason:
             ending = Code.SEE_LOG(ending=reason, log=run.log) if is_wordless(reason) else reason
             writer.fail(ending, exit_code=shell_code(status))
@@ -284,56 +284,63 @@ def _conclude(
         print(f"error: {error}", file=sys.stderr)
 
 
-class _Notes:
+class _NodeNotes:
     """What each node says of its ranks in the run directory: for its status, and for the other nodes."""
 
-    def __init__(self, run: RunDir, known: int, node: int, num_nodes: int) -> None:
-        self._run, self._known, self._node, self._num_nodes = run, known, node, num_nodes
+    def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
+        self._run, self._previous_attempt, self._node, self._num_nodes = (
+            run,
+            previous_attempt,
+            node,
+            num_nodes,
+        )
         self._attempt = 0
         self._written_s = -math.inf
-        self._where: list[SilentRank] | None = None
-        self._looked_s = -math.inf
-        self._others: dict[int, tuple[Node, float]] = {}  # with when this one saw that, by its own clock
+        self._silent_ranks: list[SilentRank] | None = None
+        self._last_read_s = -math.inf
+        self._notes_by_node: dict[
+            int, tuple[Node, float]
+        ] = {}  # with when this one saw that, by its own clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """To be asked often; `ranks` says where they are, None while they give signs."""
         now = time.time()  # which jumps where a machine has slept: the note is old, then
-        changed = (self._where is None) != (ranks is None)
+        changed = (self._silent_ranks is None) != (ranks is None)
         if abs(now - self._written_s) < NODE_EVERY_S and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
-        if self._attempt <= self._known:
+        if self._attempt <= self._previous_attempt:
             self._attempt = 0
-            self._written_s -= NODE_EVERY_S - LOOK_S
+            self._written_s -= NODE_EVERY_S - CHECK_S
             return
         if changed:
-            self._where = ranks() if ranks else None
+            self._silent_ranks = ranks() if ranks else None
         note = Node(
             attempt=self._attempt,
             node=self._node,
             host=socket.gethostname(),
             time_s=time.time(),
             silent_s=silent_s,
-            silent_since_s=None if self._where is None else time.time() - silent_s,
-            ranks=tuple(self._where or ()),
+            silent_since_s=None if self._silent_ranks is None else time.time() - silent_s,
+            ranks=tuple(self._silent_ranks or ()),
         )
         with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
             self._run.write_node(note)
 
-    def others(self) -> list[Node]:
+    def other_nodes(self) -> list[Node]:
         """What the nodes say that still do, but for this one: clocks need not agree."""
         now = time.monotonic()
-        if self._num_nodes > 1 and now - self._looked_s > LOOK_S:
-            self._looked_s = now
+        if self._num_nodes > 1 and now - self._last_read_s > CHECK_S:
+            self._last_read_s = now
             for note in self._run.nodes(self._attempt):
-                seen, _ = self._others.get(note.node, (None, now))
-                if note.node != self._node and note != seen:
-                    self._others[note.node] = note, now
-        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_S]
+                last_note, _ = self._notes_by_node.get(note.node, (None, now))
+                if note.node != self._node and note != last_note:
+                    self._notes_by_node[note.node] = note, now
+        return [note for note, seen_s in self._notes_by_node.values() if now - seen_s <= NODE_LOST_S]
 
 
-class _Watch(threading.Thread):
+class _Watchdog(threading.Thread):
     """Passes requests to stop on to the ranks, and ends ranks that hang or take too long.
 
     Whose silence is unusual says so before.
@@ -342,21 +349,21 @@ class _Watch(threading.Thread):
     def __init__(
         self,
         requests: StopRequests,
-        asked: argparse.Namespace,
+        options: argparse.Namespace,
         scratch: Path,
         lines: Mapping[int, int],
-        notes: _Notes,
+        notes: _NodeNotes,
     ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: Reason | None = None
         self._requests = requests
-        self._limits = asked
+        self._limits = options
         self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
         self._awake = Awake()
-        self._told = set[int]()
+        self._signalled_pids = set[int]()
         self._kill_at_s = math.inf
 
     def run(self) -> None:
@@ -366,7 +373,7 @@ class _Watch(threading.Thread):
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first is not None:
                 self._ask_to_stop(now)
-            hanging = self._hanging(now, signs)
+            hanging = self._check_for_hang(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.insisted:
                 end_all(lambda: below(os.getpid()))
@@ -374,37 +381,39 @@ class _Watch(threading.Thread):
     def _ask_to_stop(self, now: float) -> None:
         """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
         self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in children(os.getpid()) - self._told:
+        for pid in children(os.getpid()) - self._signalled_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-            self._told.add(pid)
+            self._signalled_pids.add(pid)
 
-    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> Reason | None:
+    def _check_for_hang(self, now: float, signs: Mapping[int, progress.Sign]) -> Reason | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other.
 
-        Of a run on several nodes those of the others, too: while one of them works, these wait for it.
+        Of a run on several nodes those of the other_nodes, too: while one of them works, these wait for it.
         """
-        begun = len(signs) == self._limits.ranks
-        if begun:
+        all_begun = len(signs) == self._limits.ranks
+        if all_begun:
             reap_adopted({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.since_s())
-        patience_s = max(sign.patience_s for sign in signs.values()) if begun else math.inf
+        patience_s = max(sign.patience_s for sign in signs.values()) if all_begun else math.inf
         limit_s = self._limits.stalled_s
-        unusual = silent_s > min(patience_s, limit_s)
-        self._notes.write(silent_s, (lambda: self._where(signs)) if unusual else None)
+        is_unusual = silent_s > min(patience_s, limit_s)
+        self._notes.write(silent_s, (lambda: self._locate_ranks(signs)) if is_unusual else None)
         if silent_s <= limit_s:
             return None
-        others = self._notes.others()
-        if any(note.silent_s <= limit_s for note in others):
+        other_nodes = self._notes.other_nodes()
+        if any(note.silent_s <= limit_s for note in other_nodes):
             return None
-        found: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._where(signs)]
-        found += [(rank, note.host) for note in others for rank in note.ranks]
-        found.sort(key=lambda each: each[0].waits)
-        silence = ranks_silent(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
+        silent_ranks: list[tuple[SilentRank, str | None]] = [
+            (rank, None) for rank in self._locate_ranks(signs)
+        ]
+        silent_ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
+        silent_ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
+        silence = ranks_silent(silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs))
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
-    def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
+    def _locate_ranks(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
         places = progress.places(self._scratch, signs)
         waits = {rank: signs[rank].waits or is_in_torch(place) for rank, place in places.items()}
@@ -415,7 +424,7 @@ class _Watch(threading.Thread):
 
 
 def is_in_torch(place: progress.Place) -> bool:
-    """Return True if a rank is in the installed torch, as one is that waits for the others."""
+    """Return True if a rank is in the installed torch, as one is that waits for the other_nodes."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
     return any(Path(place.file).is_relative_to(folder) for folder in folders)

@@ -11,7 +11,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive
-from abrun.tasks import Example, Task, hold_out, make_task
+from abrun.tasks import Example, TrainingTask, hold_out, make_task
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
 
@@ -20,7 +20,7 @@ Texts = Sequence[tuple[str, str]]  # prompts with their completions
 class Data:
     """A run's task, and the text that its model reads and writes."""
 
-    task: Task
+    task: TrainingTask
     text: Text
     ranks: Ranks
     seed: int
@@ -36,11 +36,11 @@ class Data:
         names = ("data", fetch) if fetch else ("data",)
         return self.task.examples(derive(self.seed, *names), (step - 1) * self.batch_size, self.batch_size)
 
-    def share_of(self, step: int) -> list[Example]:
+    def local_examples(self, step: int) -> list[Example]:
         """This rank's examples of a step."""
         return self.examples(step)[self.ranks.data_slice(self.batch_size)]
 
-    def collated(self, texts: Texts) -> Sequences:
+    def collate_texts(self, texts: Texts) -> Sequences:
         """This rank's prompts and completions, on the CPU."""
         prompts, completions = zip(*texts, strict=True)
         return collate(
@@ -49,7 +49,7 @@ class Data:
             pad_id=self.text.pad_id,
         )
 
-    def checked(self, batch: Sequences) -> Sequences:
+    def check_and_move(self, batch: Sequences) -> Sequences:
         """What `collated` gave, on the device. Collective.
 
         Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
@@ -63,9 +63,9 @@ class Data:
             )
         return batch.to(self.ranks.device)
 
-    def encoded(self, texts: Texts) -> Sequences:
-        """This rank's prompts and completions as a batch. Collective; errors as of `checked`."""
-        return self.checked(self.collated(texts))
+    def encode(self, texts: Texts) -> Sequences:
+        """This rank's prompts and completions as a batch. Collective; errors as of `check_and_move`."""
+        return self.check_and_move(self.collate_texts(texts))
 
     def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
         """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
@@ -85,7 +85,7 @@ class Data:
         return rewards
 
 
-class Ahead:
+class PrefetchedBatches:
     """This rank's batches of texts, step by step. The next step's is made beside the present one: a GPU would
     wait for the tokenizer."""
 
@@ -95,15 +95,17 @@ class Ahead:
         self._batches: dict[int, Future[Sequences]] = {}  # of the next step
 
     def batch(self, step: int) -> Sequences:
-        """Collective; errors as of `Data.checked`."""
-        batch = self._batches.pop(step, None) or self._begun(step)
-        checked = self._data.checked(batch.result())
+        """Collective; errors as of `Data.check_and_move`."""
+        batch = self._batches.pop(step, None) or self._prefetch(step)
+        checked_batch = self._data.check_and_move(batch.result())
         if step < self._num_steps:
-            self._batches = {step + 1: self._begun(step + 1)}
-        return checked
+            self._batches = {step + 1: self._prefetch(step + 1)}
+        return checked_batch
 
-    def _begun(self, step: int) -> Future[Sequences]:
-        return self._thread.submit(lambda: self._data.collated(self._texts_of(self._data.share_of(step))))
+    def _prefetch(self, step: int) -> Future[Sequences]:
+        return self._thread.submit(
+            lambda: self._data.collate_texts(self._texts_of(self._data.local_examples(step)))
+        )
 
 
 def check_length(text: Text, longest: int, got: str) -> None:

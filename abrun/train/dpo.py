@@ -13,8 +13,8 @@ from abrun.rl.losses import TokenLosses, weighted
 from abrun.rl.metrics import MetricParts, merge_keys
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
-from abrun.train.data import Ahead, Texts
-from abrun.train.setup import Setup, make_reference
+from abrun.train.data import PrefetchedBatches, Texts
+from abrun.train.setup import RunSetup, make_reference
 from abrun.train.validation import Evaluation
 
 
@@ -23,10 +23,10 @@ class DpoAlgorithm:
 
     samples: Sequence[Sample] = ()  # it draws none
 
-    def __init__(self, setup: Setup, settings: Dpo) -> None:
+    def __init__(self, setup: RunSetup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings
         self.reference = make_reference(setup)
-        self._batches = Ahead(setup.data, _texts, setup.config.steps)
+        self._batches = PrefetchedBatches(setup.data, _texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -48,7 +48,7 @@ class DpoAlgorithm:
         A pair's reward is its margin: 0 before the first update, which is not right.
         """
         ranks = self._setup.ranks
-        batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
+        batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
         pairs = self._with_reference(replace(batch, rows_per_sample=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
         (loss,) = ranks.all_reduce_sum_data(float(objective.losses(pairs, logprobs, None).shares.sum()))
@@ -74,7 +74,7 @@ class DpoAlgorithm:
 
 
 def _texts(examples: list[Example]) -> Texts:
-    return [(one.prompt, text) for one in examples for text in (one.completion, one.rejected)]
+    return [(example.prompt, text) for example in examples for text in (example.completion, example.rejected)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,10 @@ def record_failure(error: AbrunError) -> None:
     file = os.environ.get(ERROR_FILE)
     if not file:
         return
-    more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    extra_info = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     kind = type(error).__name__
     reason = Code.EXCEPTION(kind=kind, error=error.reason, origin=None)
-    content = {"message": {"message": f"{kind}: {error}", "extraInfo": more}, "reason": coded(reason)}
+    content = {"message": {"message": f"{kind}: {error}", "extraInfo": extra_info}, "reason": coded(reason)}
     Path(file).write_text(json.dumps(content))
 
 
@@ -52,7 +52,7 @@ class Failure:
     time_s: int
 
     @property
-    def lost_others(self) -> bool:
+    def is_effect(self) -> bool:
         """Return True if it is the effect of another's end."""
         return self.cause is not None and any(reason.code in EFFECTS for reason in self.cause.walk())
 
@@ -68,7 +68,7 @@ def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | No
         running = any(process.poll() is None for process in processes.values())  # and ends are noted after it
         _note_failures(processes, scratch, failures)
     if failures:
-        by_themselves = set(failures)
+        failed_first = set(failures)
         for process in processes.values():
             process.terminate()
         deadline = time.monotonic() + GRACE_S
@@ -77,9 +77,9 @@ def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | No
         _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
         for rank, process in processes.items():
             process.kill()
-            if rank not in by_themselves and process.returncode == -signal.SIGTERM:
+            if rank not in failed_first and process.returncode == -signal.SIGTERM:
                 failures.pop(rank, None)
-    return min(failures.values(), key=lambda failure: (failure.lost_others, failure.time_s), default=None)
+    return min(failures.values(), key=lambda failure: (failure.is_effect, failure.time_s), default=None)
 
 
 def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict[int, Failure]) -> None:
@@ -87,23 +87,23 @@ def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict
         status = process.poll()
         if not status or rank in failures:
             continue
-        cause, time_s = _recorded(error_file(scratch, rank)) or (None, int(time.time()))
+        cause, time_s = _read_error_file(error_file(scratch, rank)) or (None, int(time.time()))
         failures[rank] = Failure(rank=rank, status=status, cause=cause, time_s=time_s)
 
 
-def _recorded(file: Path) -> tuple[Reason, int] | None:
+def _read_error_file(file: Path) -> tuple[Reason, int] | None:
     """What a rank has written of its failure, and when; None where it could not, or not to the end."""
     try:
         content = json.loads(file.read_text())
-        message, more = content["message"]["message"], content["message"]["extraInfo"]
+        message, extra_info = content["message"]["message"], content["message"]["extraInfo"]
         cause = stored_reason(content.get("reason"), None)
-        cause = cause or _of_program(str(message), str(more["py_callstack"]))
-        return cause.map_texts(lambda text: " ".join(text.split())), int(more["timestamp"])
+        cause = cause or _exception_of(str(message), str(extra_info["py_callstack"]))
+        return cause.map_texts(lambda text: " ".join(text.split())), int(extra_info["timestamp"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _of_program(message: str, callstack: str) -> Reason:
+def _exception_of(message: str, callstack: str) -> Reason:
     """An exception that is none of abrun's, or has no code; of a failed import, with what it hides."""
     origin = None
     if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing

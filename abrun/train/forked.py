@@ -19,14 +19,14 @@ from abrun.train import agent
 
 
 def main() -> None:
-    asked, *modules = sys.argv[1:]
+    socket_fd, *modules = sys.argv[1:]
     gc.disable()  # see abrun.train.startup
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    words = copies.serve(socket.socket(fileno=int(asked)), _may_fork)
+    words = copies.serve(socket.socket(fileno=int(socket_fd)), _can_fork)
     # From here on this is a copy.
     outlive_output()
     sys.argv = words
@@ -50,7 +50,7 @@ def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -
     return copies.fork_child(run, dies_by=signal.SIGKILL)
 
 
-def _may_fork() -> bool:
+def _can_fork() -> bool:
     """Whether a GPU's driver can come up in this copy, as it cannot where it has in the server."""
     import torch
 

@@ -30,8 +30,8 @@ from abrun.rl.values import reward_to_go_advantages
 from abrun.runs.samples import Sample
 from abrun.train.policy_objective import PolicyObjective, with_old_logprobs
 from abrun.train.rollouts import Rollouts
-from abrun.train.samples import is_due, samples_of
-from abrun.train.setup import Setup, make_reference
+from abrun.train.samples import collect_samples, is_due
+from abrun.train.setup import RunSetup, make_reference
 
 Settings = TypeVar("Settings", Grpo, Ppo)
 Batch = TypeVar("Batch", bound=TrainBatch)
@@ -51,7 +51,7 @@ class Minibatch:
 class PolicyGradient(ABC, Generic[Settings, Batch]):
     """The step that GRPO's family and PPO share; a subclass computes the advantages."""
 
-    def __init__(self, setup: Setup, settings: Settings) -> None:
+    def __init__(self, setup: RunSetup, settings: Settings) -> None:
         self.setup, self._settings = setup, settings
         self.rollouts = Rollouts(setup, settings)
         self.reference = make_reference(setup) if settings.kl_coefficient > 0 else None
@@ -62,7 +62,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         batch, rollout_metrics = self.rollouts.collect(step)
         self.samples = []
         if is_due(self.setup.config.keep_samples, step):
-            self.samples = samples_of(self.setup, batch, self._settings.group_size)
+            self.samples = collect_samples(self.setup, batch, self._settings.group_size)
         metrics = rollout_metrics | self.update(batch, step)
         penalty = metrics.get("train/kl_penalty_sum_per_sequence")
         if penalty is None:
@@ -150,8 +150,8 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
     def _minibatches(self, batch: RolloutBatch) -> list[Minibatch]:
         """Cut the batch, and count tokens and sequences of each minibatch over all ranks. Collective."""
-        parts = list(_minibatch_rows(batch, self._settings))
-        masks = [batch.token_mask[rows] for rows in parts]
+        row_sets = list(_minibatch_rows(batch, self._settings))
+        masks = [batch.token_mask[rows] for rows in row_sets]
         counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
         totals = self.setup.ranks.all_reduce_sum_data(*counts)
         return [
@@ -166,7 +166,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
                     "max_completion_tokens": self.setup.config.rollout.max_new_tokens,
                 },
             )
-            for rows, num_tokens, num_sequences in zip(parts, totals[::2], totals[1::2], strict=True)
+            for rows, num_tokens, num_sequences in zip(row_sets, totals[::2], totals[1::2], strict=True)
         ]
 
     def _kl_in_reward(self, batch: ScoredBatch) -> tuple[Tensor | None, Metrics]:
@@ -233,12 +233,14 @@ class GrpoAlgorithm(PolicyGradient[Grpo, TrainBatch]):
 
 def _minibatch_rows(batch: RolloutBatch, settings: Grpo | Ppo) -> Iterator[slice | Tensor]:
     """Deal out whole groups in turn, so that a minibatch does not depend on how many ranks share the step."""
-    num_parts = settings.minibatches_per_step
-    if num_parts == 1:
+    num_minibatches = settings.minibatches_per_step
+    if num_minibatches == 1:
         yield slice(None)
         return
-    part = torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_parts
-    for index in range(num_parts):
-        rows = (part == index).nonzero()[:, 0]
+    minibatch_index = (
+        torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_minibatches
+    )
+    for index in range(num_minibatches):
+        rows = (minibatch_index == index).nonzero()[:, 0]
         if len(rows):  # a memory profile may have fewer sequences than a step
             yield rows

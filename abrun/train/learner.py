@@ -11,7 +11,7 @@ from abrun.recipe.policy import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
 
-OF_VALUE_MODEL = "critic/"
+VALUE_MODEL_PREFIX = "critic/"
 
 
 class Learner:
@@ -45,17 +45,17 @@ class Learner:
         the mean over the optimizer steps.
         """
         learning_rate = learning_rate_at(step, self._optimizer, self._num_steps)
-        parts, norms = [], []
+        contributions, norms = [], []
         with self._phases("policy_training", memory=False):
             for batch, objective in updates:
                 before_each(batch)
                 with self._phases("forward_backward"):
-                    parts.append(self._policy.forward_backward(batch, objective))
+                    contributions.append(self._policy.forward_backward(batch, objective))
                 with self._phases("optimizer"):
                     norms.append(self._policy.optimizer_step(learning_rate))
                 self.num_updates += 1
         return {
-            **all_reduce(merge(parts), self._policy.ranks.data),
+            **all_reduce(merge(contributions), self._policy.ranks.data),
             "train/grad_norm": sum(norms) / len(norms),
             "train/lr": learning_rate,
         }
@@ -64,17 +64,17 @@ class Learner:
         """This rank's shards of all that is trained, in place: what its checkpoint holds."""
         state = self._policy.local_state()
         if self._value_model is not None:
-            of_values = self._value_model.local_state()
-            state |= {f"{OF_VALUE_MODEL}{name}": tensor for name, tensor in of_values.items()}
+            value_state = self._value_model.local_state()
+            state |= {f"{VALUE_MODEL_PREFIX}{name}": tensor for name, tensor in value_state.items()}
         return state
 
     def pieces(self) -> Mapping[str, Held]:
         """See abrun.backends.Trained."""
-        pieces = dict(self._policy.pieces())
+        specs = dict(self._policy.pieces())
         if self._value_model is not None:
             for name, held in self._value_model.pieces().items():
-                pieces[f"{OF_VALUE_MODEL}{name}"] = held.under(OF_VALUE_MODEL)
-        return pieces
+                specs[f"{VALUE_MODEL_PREFIX}{name}"] = held.under(VALUE_MODEL_PREFIX)
+        return specs
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `local_state` of the same rank of an equal run gave."""
@@ -82,9 +82,9 @@ class Learner:
         if self._value_model is not None:
             self._value_model.load_local_state(
                 {
-                    name.removeprefix(OF_VALUE_MODEL): tensor
+                    name.removeprefix(VALUE_MODEL_PREFIX): tensor
                     for name, tensor in state.items()
-                    if name.startswith(OF_VALUE_MODEL)
+                    if name.startswith(VALUE_MODEL_PREFIX)
                 }
             )
 
@@ -98,7 +98,7 @@ def learning_rate_at(step: int, optimizer: Optimizer, num_steps: int) -> float:
     peak, floor, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step <= warmup or optimizer.schedule == "constant":
         return peak * min(1.0, step / max(warmup, 1))
-    first = max(warmup, 1)  # the step that has the peak
-    done = (step - first) / max(num_steps - first, 1)
-    left = 1 - done if optimizer.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return floor + (peak - floor) * left
+    peak_step = max(warmup, 1)  # the step that has the peak
+    progress = (step - peak_step) / max(num_steps - peak_step, 1)
+    remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return floor + (peak - floor) * remaining

@@ -19,10 +19,10 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.train import checkpoint, startup
-from abrun.train.branch import Origin, start_from
-from abrun.train.lengths import refuse_too_long
+from abrun.train.branch import StartCheckpoint, start_from
+from abrun.train.lengths import check_lengths
 from abrun.train.recorder import Recorder, prompts_sha256
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 from abrun.train.validation import Validator
 
 
@@ -57,7 +57,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     origin, folder = None, config.checkpoint.start_from
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
-    _refuse_other_prompts(run, setup)
+    _check_prompts_unchanged(run, setup)
     recorder.environment(config, setup.policy, _prompts(setup), origin and origin.recorded())
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
@@ -68,28 +68,28 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
 
 def _train(
     run: RunDir,
-    setup: Setup,
+    setup: RunSetup,
     algorithm: Algorithm,
     recorder: Recorder,
     requests: "Requests",
     writer: RunWriter | None,
-    origin: Origin | None,
+    origin: StartCheckpoint | None,
 ) -> None:
     config, checkpoints, keep = setup.config, run.checkpoints, setup.config.checkpoint.keep
-    first = origin.step if origin else 0
-    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, first=first)
-    if start > first:
+    first_step = origin.step if origin else 0
+    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, start_step=first_step)
+    if start > first_step:
         recorder.event("resumed", step=start)
-    refuse_too_long(setup.data, config, first=start + 1)
+    check_lengths(setup.data, config, first_step=start + 1)
     validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
-    if validator and start == first:
-        recorder.metrics(first, validator.validate(first))
+    if validator and start == first_step:
+        recorder.metrics(first_step, validator.validate(first_step))
     setup.phases.collect()
     progress.stepped()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
-            startup.stay()
+            startup.freeze_survivors()
         row = {**values, **_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
@@ -117,22 +117,22 @@ class Requests:
     """SIGTERM asks for a checkpoint and an end, SIGUSR1 for a checkpoint; all ranks answer together."""
 
     def __init__(self) -> None:
-        self._asked = {signal.SIGTERM: False, signal.SIGUSR1: False}
-        for number in self._asked:
+        self._requested = {signal.SIGTERM: False, signal.SIGUSR1: False}
+        for number in self._requested:
             signal.signal(number, self._note)
 
     def collect(self, ranks: Ranks) -> tuple[bool, bool]:
         """(stop, save) as asked of any rank since the last call. Collective."""
         # Taken before the collective: a signal that arrives while this rank waits in it is for the next call.
-        taken, self._asked = self._asked, dict.fromkeys(self._asked, False)
-        stop, save = ranks.all_reduce_max_world(list(taken.values()))
+        requested, self._requested = self._requested, dict.fromkeys(self._requested, False)
+        stop, save = ranks.all_reduce_max_world(list(requested.values()))
         return bool(stop), bool(save)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked[signal.Signals(number)] = True
+        self._requested[signal.Signals(number)] = True
 
 
-def make_algorithm(setup: Setup) -> Algorithm:
+def make_algorithm(setup: RunSetup) -> Algorithm:
     """The algorithm that the recipe names, with the fault that it injects; the others are not imported."""
     algorithm = _algorithm_of(setup)
     if setup.config.injected_fault is not None:
@@ -142,7 +142,7 @@ def make_algorithm(setup: Setup) -> Algorithm:
     return algorithm
 
 
-def _algorithm_of(setup: Setup) -> Algorithm:
+def _algorithm_of(setup: RunSetup) -> Algorithm:
     settings = setup.config.algorithm
     if settings.type == "grpo":
         from abrun.train.grpo import GrpoAlgorithm
@@ -162,7 +162,7 @@ def _algorithm_of(setup: Setup) -> Algorithm:
     return SftAlgorithm(setup)
 
 
-def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
+def _performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
     """Seconds and peaks of the step, the largest over all ranks, and the rates that follow from them."""
     seconds, peaks = setup.phases.collect()
     merged = {**seconds, **peaks}
@@ -174,15 +174,15 @@ def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
     return result
 
 
-def _refuse_other_prompts(run: RunDir, setup: Setup) -> None:
+def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
     """Raises RecipeError, on every rank, where a run would go on with other prompts than it began with.
 
     Collective.
     """
     changed = False
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
-        known = (run.environment() or {}).get("prompts_sha256")
-        changed = known not in (None, prompts_sha256(_prompts(setup)))
+        recorded_sha256 = (run.environment() or {}).get("prompts_sha256")
+        changed = recorded_sha256 not in (None, prompts_sha256(_prompts(setup)))
     if setup.ranks.broadcast_world(changed):
         raise RecipeError(
             "task: got other prompts than those that this run began with, as its file has changed, or the "
@@ -190,13 +190,13 @@ def _refuse_other_prompts(run: RunDir, setup: Setup) -> None:
         )
 
 
-def _prompts(setup: Setup) -> Any:
+def _prompts(setup: RunSetup) -> Any:
     """All prompts of the run in order, a global batch at a time."""
     for step in range(1, setup.config.steps + 1):
         yield from (example.prompt for example in setup.data.examples(step))
 
 
-def _write_model(setup: Setup, folder: Path) -> None:
+def _write_model(setup: RunSetup, folder: Path) -> None:
     """Write the trained model as a Hugging Face checkpoint. Collective."""
     setup.policy.save(folder)
     if setup.ranks.is_first:

@@ -4,7 +4,7 @@ On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping
 away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
 `LiveTensors` counts the bytes of the storages that the operators and compiled code hand out, under another
 key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator
-and no fragmentation. It reports the peak of a step that nobody watches: see `overwritten`.
+and no fragmentation. It reports the peak of a step that nobody watches: see `find_overwritten_storage`.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ ALLOCATES_WHILE_WATCHED = frozenset(
 ACCUMULATES = {aten.index_put.default: 3, aten.put.default: 3}  # where the argument is that says so
 
 
-def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
+def find_overwritten_storage(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
     """Return the storage that `result` would have been written into if no dispatch mode were entered.
 
     None if `func` allocates its result in either case. Call it from `__torch_dispatch__`. Autograd overwrites
@@ -64,8 +64,8 @@ def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedS
         return None
     if func in ACCUMULATES and not any(args[ACCUMULATES[func] :]):
         return None
-    before = args[0].untyped_storage()
-    return before if before.nbytes() == result.untyped_storage().nbytes() else None  # not an expanded one
+    storage = args[0].untyped_storage()
+    return storage if storage.nbytes() == result.untyped_storage().nbytes() else None  # not an expanded one
 
 
 def _is_called_by_autograd() -> bool:
@@ -79,10 +79,10 @@ def _is_called_by_autograd() -> bool:
 
 
 @dataclass(slots=True)
-class Successor:
+class PendingStorage:
     """A storage that takes the place of another one, if that is freed before anything else is counted."""
 
-    predecessor: int  # its key
+    overwritten_key: int  # its key
     storage: "weakref.ref[torch.UntypedStorage]"
     live_bytes: int  # when it was made, without it
 
@@ -103,7 +103,7 @@ class LiveTensors(TorchDispatchMode):
         self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
         self._peak_bytes = 0
-        self._successor: Successor | None = None
+        self._pending: PendingStorage | None = None
         self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
 
     @classmethod
@@ -135,9 +135,11 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if before := overwritten(func, args, result):
+        if overwritten_storage := find_overwritten_storage(func, args, result):
             self._settle()
-            self._successor = Successor(before._cdata, weakref.ref(result.untyped_storage()), self.live_bytes)
+            self._pending = PendingStorage(
+                overwritten_storage._cdata, weakref.ref(result.untyped_storage()), self.live_bytes
+            )
             return result
         # `out` too: FSDP refills the storages that it emptied by an operator that returns nothing.
         written = result if "out" not in kwargs else (result, kwargs["out"])
@@ -177,16 +179,16 @@ class LiveTensors(TorchDispatchMode):
         num_bytes = self._counted.pop(key)[1]
         self.live_bytes -= num_bytes
         self.on_change(key, -num_bytes)
-        if self._successor is not None and self._successor.predecessor == key:
-            self._successor.live_bytes = self.live_bytes  # the predecessor was overwritten
+        if self._pending is not None and self._pending.overwritten_key == key:
+            self._pending.live_bytes = self.live_bytes  # the overwritten_key was overwritten
             self._settle()
 
     def _settle(self) -> None:
         """Count a result whose place in memory was not yet known."""
-        successor, self._successor = self._successor, None
-        storage = successor.storage() if successor else None
-        if successor and storage is not None:
-            self._add(storage, successor.live_bytes)
+        pending, self._pending = self._pending, None
+        storage = pending.storage() if pending else None
+        if pending and storage is not None:
+            self._add(storage, pending.live_bytes)
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -218,8 +220,8 @@ class Phases:
         self._num_retries = 0
         self.absent_bytes = 0  # counted by the allocator, and given away: a rollout engine's that sleeps
         self._started = time.perf_counter()
-        self._part = ""  # what the memory of the phase under way counts as
-        self.on_part: Callable[[str], None] = lambda part: None  # told what it counts as from now on
+        self._memory_label = ""  # what the memory of the phase under way counts as
+        self.on_memory_label: Callable[[str], None] = lambda label: None  # told what it counts as from now on
         self.interrupted: str | None = None  # the phase that an error has ended
         if compiles:
             self._follow_compilers()
@@ -234,7 +236,9 @@ class Phases:
                 yield
         except BaseException:
             # The innermost is the first to know
-            self.interrupted = self.interrupted or (self._part if memory and self._part else phase)
+            self.interrupted = self.interrupted or (
+                self._memory_label if memory and self._memory_label else phase
+            )
             raise
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -242,44 +246,48 @@ class Phases:
     @contextlib.contextmanager
     def _measured(self, phase: str) -> Iterator[None]:
         """Record the peak of what runs inside, also of what ends in an error, such as for want of memory."""
-        self._part = phase
+        self._memory_label = phase
         if self.tracker is None:
             torch.cuda.synchronize(self._device)
         else:
             self.tracker.follow(self.resident_tensors())
-        self._begin(phase)
+        self._start_peak(phase)
         try:
             with self.tracker or contextlib.nullcontext():
                 yield
             if self.tracker is None:
                 torch.cuda.synchronize(self._device)
         finally:
-            self._end()
+            self._end_peak()
 
-    def part(self, name: str) -> None:
+    def label_memory(self, name: str) -> None:
         """From here on the memory of the phase under way counts as `name`, until it ends."""
         if self.tracker is None:
             torch.cuda.synchronize(self._device)
-        self._end()
-        self._begin(name)
+        self._end_peak()
+        self._start_peak(name)
 
-    def _begin(self, part: str) -> None:
+    def _start_peak(self, label: str) -> None:
         if self.tracker is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self.tracker.reset_peak()
-        self._part = part
-        self.on_part(part)
+        self._memory_label = label
+        self.on_memory_label(label)
 
-    def _end(self) -> None:
+    def _end_peak(self) -> None:
         if self.tracker is None:
             allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
-            self._raise(self._part, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes)
-            self._raise(self._part, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes)
+            self._record_peak(
+                self._memory_label, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes
+            )
+            self._record_peak(
+                self._memory_label, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes
+            )
         else:
-            self._raise(self._part, "peak_live_tensor_bytes", self.tracker.peak_bytes)
+            self._record_peak(self._memory_label, "peak_live_tensor_bytes", self.tracker.peak_bytes)
 
-    def reside(self, resident: Callable[[], Iterable[Tensor]]) -> None:
+    def add_resident(self, resident: Callable[[], Iterable[Tensor]]) -> None:
         """Count what else lives between steps, such as a reference's weights."""
         self._residents.append(resident)
 
@@ -316,12 +324,12 @@ class Phases:
         if self.tracker is not None:
             return {}
         counters = torch.cuda.memory_stats(self._device)
-        before, self._num_retries = self._num_retries, counters["num_alloc_retries"]
+        previous_retries, self._num_retries = self._num_retries, counters["num_alloc_retries"]
         return {
-            "memory/allocator_retries": self._num_retries - before,
+            "memory/allocator_retries": self._num_retries - previous_retries,
             "memory/inactive_bytes": counters["inactive_split_bytes.all.current"],
         }
 
-    def _raise(self, phase: str, kind: str, num_bytes: int) -> None:
+    def _record_peak(self, phase: str, kind: str, num_bytes: int) -> None:
         key = f"memory/{phase}/{kind}"
         self._peaks[key] = max(self._peaks.get(key, 0), num_bytes)

@@ -78,19 +78,21 @@ class PolicyObjective:
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
     ) -> MetricParts:
         batch = losses.batch  # with the old log-probs of this pass
-        parts = MetricParts(sums={}, maxima={}, minima={})
+        contribution = MetricParts(sums={}, maxima={}, minima={})
         if self.settings.metrics != "none":
             assert entropy is not None
             tensors = batch, logprobs, entropy, losses.policy_loss
             counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
-            parts = policy_metrics(*tensors, **counts)
+            contribution = policy_metrics(*tensors, **counts)
             if self.settings.metrics == "full":
-                parts = merge_keys(parts, document_metrics(*tensors, num_documents=self.num_sequences))
+                contribution = merge_keys(
+                    contribution, document_metrics(*tensors, num_documents=self.num_sequences)
+                )
         if losses.kl_penalty is not None:
             weights = batch.token_mask.double() / self.num_tokens  # a mean over tokens under any reduction
-            parts.sums["train/kl_penalty"] = weighted(losses.kl_penalty, weights).sum()
-        parts.sums["train/loss"] = losses.reported.sum() / self.num_updates
-        return parts
+            contribution.sums["train/kl_penalty"] = weighted(losses.kl_penalty, weights).sum()
+        contribution.sums["train/loss"] = losses.reported.sum() / self.num_updates
+        return contribution
 
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
         """Return the batch with this pass's own log-probs as the old ones, if no pass before it set them."""

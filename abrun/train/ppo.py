@@ -23,13 +23,13 @@ from abrun.rl.values import (
 from abrun.train.grpo import Metrics, PolicyGradient
 from abrun.train.learner import learning_rate_at
 from abrun.train.policy_objective import PolicyObjective
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
     """The algorithm of a recipe with `algorithm: {type: ppo}`."""
 
-    def __init__(self, setup: Setup, settings: Ppo, value_model: ValueModel) -> None:
+    def __init__(self, setup: RunSetup, settings: Ppo, value_model: ValueModel) -> None:
         super().__init__(setup, settings)
         self._value_model = value_model
 
@@ -59,19 +59,19 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         """Update the value model, then the policy, on each minibatch. Collective."""
         setup, value_model, settings = self.setup, self._value_model, self._settings
         learning_rate = learning_rate_at(step, settings.value_optimizer, setup.config.steps)
-        objectives = iter([ValueObjective.for_update(objective) for _, objective in updates])
-        parts, norms = [], []
+        objectives = iter([PpoValueObjective.for_update(objective) for _, objective in updates])
+        contributions, norms = [], []
 
         def update_value_model(batch: ActorCriticBatch) -> None:
             with setup.phases("value_forward_backward"):
-                parts.append(value_model.forward_backward(batch, next(objectives)))
+                contributions.append(value_model.forward_backward(batch, next(objectives)))
             with setup.phases("value_optimizer"):
                 norms.append(value_model.optimizer_step(learning_rate))
 
         metrics = setup.learner.update_on_each(updates, step, before_each=update_value_model)
         return {
             **metrics,
-            **all_reduce(merge(parts), setup.ranks.data),
+            **all_reduce(merge(contributions), setup.ranks.data),
             "train/critic/grad_norm": sum(norms) / len(norms),
             "train/critic/lr": learning_rate,
         }
@@ -85,7 +85,7 @@ class ValueLosses(TokenLosses):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueObjective:
+class PpoValueObjective:
     """PPO's value loss; a token counts in it what it counts in the policy's. See abrun.backends."""
 
     clip_range: float | None

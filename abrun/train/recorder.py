@@ -20,7 +20,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
-from abrun.train.wandb_mirror import WandbMirror
+from abrun.train.wandb_sync import WandbSync
 
 RECORDED_PACKAGES = (
     "abrun",
@@ -41,9 +41,9 @@ class Recorder:
 
     def __init__(self, writer: RunWriter | None, config: OwnRunConfig) -> None:
         self._writer = writer
-        self._mirror: WandbMirror | None = None
+        self._wandb_sync: WandbSync | None = None
         if writer and config.wandb:
-            self._mirror = WandbMirror(RunDir(writer.path), lambda text: self.event("wandb", message=text))
+            self._wandb_sync = WandbSync(RunDir(writer.path), lambda text: self.event("wandb", message=text))
 
     def environment(
         self,
@@ -61,7 +61,7 @@ class Recorder:
             (socket.gethostname(), _device_name(ranks.device), _driver(ranks.device))
         )
         sketch: dict[str, Tensor] = {}
-        initial_weights = policy_hash(policy, sketch)
+        initial_weights = hash_policy(policy, sketch)
         if self._writer is None:
             return
         self._writer.initial_sketch(save(sketch))
@@ -86,8 +86,8 @@ class Recorder:
         if self._writer:
             self._writer.metrics(step, values)
             self._writer.heartbeat(step)
-            if self._mirror:
-                self._mirror.poll()
+            if self._wandb_sync:
+                self._wandb_sync.poll()
 
     def validation(
         self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]
@@ -112,31 +112,31 @@ class Recorder:
         `final_weights`: its files' checksums.
         """
         sketch: dict[str, Tensor] = {}
-        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy, sketch)}
+        weights: dict[str, Any] = {"final_weights_hash": hash_policy(policy, sketch)}
         weights |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
-            if self._mirror:
-                self._mirror.finish()
+            if self._wandb_sync:
+                self._wandb_sync.finish()
             self._writer.final_sketch(save(sketch))
             self._writer.finish(step, weights)
 
 
-def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
+def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
     """Says whether two policies have the same weights, on any backend and in any layout. Collective.
 
     `sketch` is filled with the abrun.models.sketch_of each tensor, on every rank.
     """
-    ranks, own = policy.ranks, 0
+    ranks, local_sum = policy.ranks, 0
     sketches: dict[str, Tensor] = {}
     for number, (name, weight) in enumerate(policy.weights()):
         if number % ranks.size == ranks.rank:
-            own += content_of(name, weight)
+            local_sum += content_of(name, weight)
             if sketch is not None:
                 sketches[name] = sketch_of(name, weight)
     if sketch is not None:
-        for of_rank in ranks.all_gather_world(sketches):
-            sketch |= of_rank
-    return weights_hash(ranks.all_gather_world(own))
+        for rank_sketches in ranks.all_gather_world(sketches):
+            sketch |= rank_sketches
+    return weights_hash(ranks.all_gather_world(local_sum))
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:
@@ -159,11 +159,11 @@ def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
 def _driver(device: torch.device) -> str | None:
     """The version of the driver of NVIDIA's GPUs, by its own word."""
     try:
-        said = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
+        version_text = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
     except OSError:
         return None
-    found = re.search(r"Kernel Module\D*([\d.]+)", said)
-    return found[1] if found else None
+    match = re.search(r"Kernel Module\D*([\d.]+)", version_text)
+    return match[1] if match else None
 
 
 def _device_name(device: torch.device) -> str:

@@ -20,7 +20,7 @@ from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_co
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.train.data import check_length
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Group:
 class Rollouts:
     """Samples and judges what a step trains on."""
 
-    def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
+    def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
         # Whole fetches; only groups chosen for their signal are cut to a number.
         documents = self._settings.documents_per_step
@@ -62,19 +62,19 @@ class Rollouts:
         self, engine: RolloutEngine, step: int, max_tries: int
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Groups with signal, as drawn; after the last try, those without fill up what is missing."""
-        ranks, mine = self._setup.ranks, []
-        kept: list[Group] = []
-        left_out: list[Group] = []
+        ranks, local_groups = self._setup.ranks, []
+        with_signal: list[Group] = []
+        without_signal: list[Group] = []
         num_fetches = 0
-        while len(kept) < self._target and num_fetches < self._num_fetches * max_tries:
+        while len(with_signal) < self._target and num_fetches < self._num_fetches * max_tries:
             fetched = self.fetch(engine, step, num_fetches)
-            mine += fetched
+            local_groups += fetched
             for group in ranks.all_gather_data(fetched):
-                (kept if group.has_signal else left_out).append(group)
+                (with_signal if group.has_signal else without_signal).append(group)
             num_fetches += 1
-        chosen = [*kept, *left_out][: self._target]
-        return self._batch(chosen[ranks.data_slice(self._target)]), self._metrics(mine) | {
-            "train/dynamic_sampling_kept_share": len(kept) / (len(kept) + len(left_out)),
+        chosen = [*with_signal, *without_signal][: self._target]
+        return self._batch(chosen[ranks.data_slice(self._target)]), self._metrics(local_groups) | {
+            "train/dynamic_sampling_kept_share": len(with_signal) / (len(with_signal) + len(without_signal)),
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
 
@@ -112,17 +112,17 @@ class Rollouts:
         batch = sequences.with_fields(
             RolloutBatch,
             inference_logprobs=scatter_to_completions(
-                [one.logprobs for one in completions], sequences.token_mask
+                [sampled.logprobs for sampled in completions], sequences.token_mask
             ),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards])
             - self._overlong_penalties(completions),
         )
-        kept = [one.support for one in completions if one.support is not None]
-        if kept:
-            batch = replace(batch, support=scatter_support(kept, sequences.token_mask))
+        supports = [sampled.support for sampled in completions if sampled.support is not None]
+        if supports:
+            batch = replace(batch, support=scatter_support(supports, sequences.token_mask))
         if self._settings.overlong_filtering:
-            whole = torch.tensor([not completion.truncated for completion in completions])
-            batch = replace(batch, token_mask=batch.token_mask & whole[:, None])
+            is_complete = torch.tensor([not completion.truncated for completion in completions])
+            batch = replace(batch, token_mask=batch.token_mask & is_complete[:, None])
         return batch.to(self._setup.ranks.device)
 
     def _overlong_penalties(self, completions: list[Completion]) -> Tensor:  # [B]
@@ -166,7 +166,9 @@ class Rollouts:
 
 def _check_finite(completions: list[Completion], step: int) -> None:
     """Raises LaunchError where an engine has drawn from what is no distribution."""
-    for logprob in filterfalse(math.isfinite, chain.from_iterable(one.logprobs for one in completions)):
+    for logprob in filterfalse(
+        math.isfinite, chain.from_iterable(completion.logprobs for completion in completions)
+    ):
         raise LaunchError(
             f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
             "a lower policy.optimizer.learning_rate"

@@ -21,7 +21,7 @@ from abrun.train.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class RunSetup:
     """One rank's view of a run."""
 
     config: OwnRunConfig
@@ -36,7 +36,9 @@ class Setup:
     phases: Phases
 
 
-def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:
+def make_setup(
+    config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device
+) -> RunSetup:
     """Load the model and the task of a run. Every rank calls this.
 
     Raises RecipeError where they do not fit together, and for what this version has not built.
@@ -55,11 +57,11 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     trained = [policy] if value_model is None else [policy, value_model]
     phases = Phases(
         device,
-        lambda: [tensor for each in trained for tensor in each.resident_tensors()],
+        lambda: [tensor for model in trained for tensor in model.resident_tensors()],
         compiles=config.policy.compile,
     )
     learner = Learner(policy, value_model, config.policy.optimizer, phases, config.steps)
-    return Setup(
+    return RunSetup(
         config=config,
         seed=seed,
         initial_weights=initial_weights,
@@ -73,7 +75,7 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     )
 
 
-def make_reference(setup: Setup) -> Backend:
+def make_reference(setup: RunSetup) -> Backend:
     """A frozen policy with the run's initial weights."""
     reference = make_backend(
         setup.config,
@@ -82,5 +84,5 @@ def make_reference(setup: Setup) -> Backend:
         seed=derive(setup.seed, "init"),
         trainable=False,
     )
-    setup.phases.reside(reference.resident_tensors)
+    setup.phases.add_resident(reference.resident_tensors)
     return reference

@@ -12,8 +12,8 @@ from abrun.rl.losses import TokenLosses, weighted
 from abrun.rl.metrics import MetricParts
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
-from abrun.train.data import Ahead, Texts
-from abrun.train.setup import Setup
+from abrun.train.data import PrefetchedBatches, Texts
+from abrun.train.setup import RunSetup
 from abrun.train.validation import Evaluation
 
 
@@ -22,9 +22,9 @@ class SftAlgorithm:
 
     samples: Sequence[Sample] = ()  # it draws none
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
-        self._batches = Ahead(setup.data, _texts, setup.config.steps)
+        self._batches = PrefetchedBatches(setup.data, _texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -43,7 +43,7 @@ class SftAlgorithm:
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """The loss on these examples; a prompt's reward is minus its own. Collective."""
         ranks = self._setup.ranks
-        batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
+        batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
         logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
         lengths = ranks.all_gather_data(batch.token_mask.sum(dim=1).tolist())
         sums = ranks.all_gather_data(logprobs.sum(dim=1).tolist())

@@ -31,7 +31,7 @@ def finish(driver: threading.Thread) -> None:
     driver.join()
 
 
-def stay() -> None:
+def freeze_survivors() -> None:
     """Look for garbage never again in what there is: after a first step compiled code, graphs and engines,
     through which every search for a step's own garbage would go (vLLM's sleep begins one)."""
     gc.collect()

@@ -16,7 +16,7 @@ from abrun.rollout.draws import Draws
 from abrun.tasks import Example
 from abrun.train.data import check_length
 from abrun.train.recorder import Recorder
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Evaluator(Protocol):
 class Validator:
     """Judges a run's policy on its held-out examples, and records what it found."""
 
-    def __init__(self, setup: Setup, settings: Validation, recorder: Recorder, algorithm: object) -> None:
+    def __init__(self, setup: RunSetup, settings: Validation, recorder: Recorder, algorithm: object) -> None:
         self._setup = setup
         self._settings = settings
         self._recorder = recorder
@@ -48,7 +48,7 @@ class Validator:
             assert isinstance(algorithm, Evaluator), "recipes ask it of no other algorithm"
             self._evaluator: Evaluator = algorithm
         else:
-            self._evaluator = Completer(setup, settings)
+            self._evaluator = CompletionEvaluator(setup, settings)
 
     def is_due(self, step: int) -> bool:
         """Every k steps, and after the last one."""
@@ -58,17 +58,17 @@ class Validator:
         """Record the rewards of all prompts, and return the metrics, the same on every rank. Collective."""
         examples = self._setup.data.held_out
         progress.beat("validation", usual=False)
-        found = self._evaluator.evaluate(examples, step)
+        evaluation = self._evaluator.evaluate(examples, step)
         prompts = (example.prompt for example in examples)
-        self._recorder.validation(step, prompts, found.rewards, found.lengths)
+        self._recorder.validation(step, prompts, evaluation.rewards, evaluation.lengths)
         seconds, _ = self._setup.phases.collect()
-        return found.metrics | {"timing/validation/total_s": seconds["timing/train/total_step_time_s"]}
+        return evaluation.metrics | {"timing/validation/total_s": seconds["timing/train/total_step_time_s"]}
 
 
-class Completer:
+class CompletionEvaluator:
     """Completes prompts, and asks the task's verifier."""
 
-    def __init__(self, setup: Setup, settings: Validation) -> None:
+    def __init__(self, setup: RunSetup, settings: Validation) -> None:
         self._setup = setup
         self._temperature = settings.temperature
         max_new_tokens = setup.config.rollout.max_new_tokens

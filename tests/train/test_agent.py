@@ -27,11 +27,11 @@ from abrun.runs.records import Node, RunRecord, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.train import agent as agents
 from abrun.train.agent import SCRATCH, TIMED_OUT
-from abrun.train.agent import _conclude as conclude
-from abrun.train.agent import _Notes as Notes
+from abrun.train.agent import _NodeNotes as Notes
+from abrun.train.agent import _record_ending as conclude
 from abrun.train.agent import _scratch as scratch
 from abrun.train.failures import ERROR_FILE, Failure, cause_of, first_failure, record_failure
-from abrun.train.failures import _recorded as recorded
+from abrun.train.failures import _read_error_file as recorded
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -175,14 +175,14 @@ def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
     now = [1000.0]
     monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
     notes.write(0.0, None)
-    assert notes.others() == []
+    assert notes.other_nodes() == []
     run.write_node(Node(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
     now[0] += 2
-    assert [note.host for note in notes.others()] == ["n2"]
+    assert [note.host for note in notes.other_nodes()] == ["n2"]
     now[0] += 59
-    assert notes.others()
+    assert notes.other_nodes()
     now[0] += 2
-    assert notes.others() == []
+    assert notes.other_nodes() == []
 
 
 def test_a_machine_that_has_slept_says_at_once_that_it_is_there(

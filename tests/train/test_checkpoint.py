@@ -412,7 +412,7 @@ def test_what_a_failed_save_wrote_is_removed(
             monkeypatch.setattr(checkpoint, "write_json", fill_disk)
             save(run, OneTensor(2.0), 2, writer)
         else:
-            monkeypatch.setattr(checkpoint, "_synced", fill_disk)  # the shard is there
+            monkeypatch.setattr(checkpoint, "_sync_and_fingerprint", fill_disk)  # the shard is there
             save(run, OneTensor(2.0), 2, writer)
     assert os.listdir(run.checkpoints) == ["step-000001"]
 

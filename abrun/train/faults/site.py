@@ -9,24 +9,24 @@ from torch import Tensor
 from abrun.backends.microbatches import Microbatches
 from abrun.rl.batch import TrainBatch
 from abrun.train.policy_objective import PolicyObjective
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 O = TypeVar("O", bound=PolicyObjective)  # noqa: E741
 Updates = list[tuple[TrainBatch, PolicyObjective]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class FaultSite:
     """What a run has built, and how much is to be broken."""
 
-    setup: Setup
+    setup: RunSetup
     algorithm: Any  # a PolicyGradient, but for faults of the setup alone
     size: float
     draw: int
 
     def on_updates(self, change: Callable[[Updates, int], Updates]) -> None:
         """Change what a step's updates are made of: their batches, or their objectives."""
-        around(self.algorithm, "train", lambda train, updates, step: train(change(updates, step), step))
+        wrap_method(self.algorithm, "train", lambda train, updates, step: train(change(updates, step), step))
 
     def on_objectives(self, kind: type[O]) -> None:
         """Train by another kind of objective, which has the size."""
@@ -42,13 +42,13 @@ class Site:
         return Microbatches(batch, self.setup.config.policy, self.setup.ranks)
 
 
-def around(owner: Any, method: str, wrapper: Callable[..., Any]) -> None:
+def wrap_method(owner: Any, method: str, wrapper: Callable[..., Any]) -> None:
     """Replace a method by `wrapper(method, *arguments)`, on this object alone."""
     inner = getattr(owner, method)
     setattr(owner, method, lambda *args, **settings: wrapper(inner, *args, **settings))
 
 
-def first_rows(share: float, num_rows: int) -> slice:
+def leading_rows(share: float, num_rows: int) -> slice:
     """So many of a batch's rows; at least one."""
     return slice(0, max(round(share * num_rows), 1))
 

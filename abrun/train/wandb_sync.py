@@ -16,7 +16,7 @@ from abrun.runs.rundir import RunDir
 FINISH_S = 60.0  # for wandb to take the rest of a run
 
 
-class WandbMirror:
+class WandbSync:
     """`python -m abrun.wandb_sync` for a run directory; `poll` passes on what it says."""
 
     def __init__(self, run: RunDir, say: Callable[[str], None], *, finish_s: float = FINISH_S) -> None:
@@ -63,14 +63,14 @@ class WandbMirror:
             process.kill()
         process.wait()
         self._reader.join(1.0)
-        again = f"abrun sync {self._path.parent.parent} sends what is missing"
+        sync_hint = f"abrun sync {self._path.parent.parent} sends what is missing"
         if code is None:  # what it says as it is ended is no news
-            self._say(f"not everything was sent within {self._finish_s:g} s; {again}")
+            self._say(f"not everything was sent within {self._finish_s:g} s; {sync_hint}")
             return
         self.poll()
         if code < 0:
             ending = ending_of(code, "", self._oom_kills)
-            self._say(f"its process was {sentence(ending)}; {again}")
+            self._say(f"its process was {sentence(ending)}; {sync_hint}")
 
     def _read(self, output: IO[str]) -> None:
         for line in output:
