@@ -72,7 +72,7 @@ class Microbatches(Generic[B]):
 
     def __iter__(self) -> Iterator[Microbatch[B]]:
         for microbatch in self._each:
-            progress.beat()
+            progress.report()
             yield microbatch
 
     def in_rows(self, found: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]

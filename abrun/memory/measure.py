@@ -42,7 +42,7 @@ WHOLE = "forward_backward"  # the trainer's phase, which is measured as two
 
 
 def main() -> int:
-    progress.join()
+    progress.report_to_agent()
     directory = Path(sys.argv[1])
     job = read_job(directory)
     config = OwnRunConfig.model_validate(job.pop("config"))

@@ -128,7 +128,7 @@ class TorchEngine:
     def _generate(
         self, decoder: Decoder, prompts: list[list[int]], sequences: "_Sequences"
     ) -> list[Completion]:
-        progress.beat()
+        progress.report()
         token_ids, attention_mask = self._left_padded(prompts)
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
@@ -144,7 +144,7 @@ class TorchEngine:
     ) -> None:
         """Decode with the cache that the model family provides, which grows with every token."""
         for step in range(1, self._rollout.max_new_tokens):
-            progress.beat()
+            progress.report()
             if self._should_check_ends(step) and sequences.all_ended():
                 return
             attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
@@ -163,7 +163,7 @@ class TorchEngine:
             )
             with self._make_step(decoder, sequences, cache) as step:
                 for _ in range(num_places):
-                    progress.beat()
+                    progress.report()
                     step()
                     num_drawn += 1
                     if self._should_check_ends(num_drawn) and sequences.all_ended():

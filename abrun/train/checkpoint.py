@@ -31,16 +31,16 @@ from abrun.errors import AbrunError, StoreError
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import share_new_folder
 from abrun.runs.files import (
-    damage,
-    explained,
+    find_damage,
     fingerprint,
     make_folder,
-    share_written,
+    share_written_file,
     sync_file,
     sync_folder,
+    wrap_write_errors,
     write_json,
 )
-from abrun.runs.records import SAVED_STATE, SavedState, saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, read_saved_state
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 
@@ -198,7 +198,7 @@ def _in_step(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
     """A part in which all ranks succeed, or all of them raise what one of them met. Collective."""
     shared, local_error = _Exchange(), None
     try:
-        with explained(path):
+        with wrap_write_errors(path):
             try:
                 yield shared
             except SafetensorError as error:  # how safetensors reports a full disk
@@ -234,7 +234,7 @@ def _removing_on_failure(partial: Path, ranks: Ranks) -> Iterator[None]:
 
 def _sync_and_fingerprint(path: Path) -> dict[str, Any]:
     """The fingerprint of a file that is on the disk, for the readers of its experiment."""
-    share_written(path)
+    share_written_file(path)
     sync_file(path)
     return fingerprint(path)
 
@@ -283,7 +283,7 @@ def _list_checkpoints(directory: Path) -> dict[int, Path]:
 def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
     """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
     try:
-        state = saved_state(path)
+        state = read_saved_state(path)
     except StoreError as error:
         raise _DamagedCheckpoint(str(error)) from None
     if state.run != run:
@@ -301,7 +301,7 @@ def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
 def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
     """A rank's file, which is as it was written, and fits. Raises _Unsound."""
     name = f"rank-{rank}.safetensors"
-    problem = damage(path / name, state.files[name])
+    problem = find_damage(path / name, state.files[name])
     if problem:
         raise _DamagedCheckpoint(f"{name} {problem}")
     try:

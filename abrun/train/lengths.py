@@ -55,7 +55,7 @@ def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
         for line, length in zip(
             local_candidates, sequence_lengths_of(data.text, local_candidates, num_sampled), strict=True
         ):
-            progress.beat("measuring texts", usual=False)
+            progress.report("measuring texts", in_every_step=False)
             if length > max_positions:
                 with_sampled = f" with rollout.max_new_tokens {num_sampled}" if num_sampled else ""
                 fix = "shorten or remove the line" + (", under another --name" if first_step > 1 else "")

@@ -133,13 +133,13 @@ def _missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
 
 
 def _bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    from abrun.runs.records import saved_state
+    from abrun.runs.records import read_saved_state
 
     if (folder := config.checkpoint.start_from) is None:
         return
     path = Path(folder).expanduser()
     try:
-        state = saved_state(path)
+        state = read_saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
         yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)

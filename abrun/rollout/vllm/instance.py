@@ -45,7 +45,7 @@ class VllmInstance:
         device: torch.device,
         num_ranks: int,
         end_ids: frozenset[int],
-        beat: Callable[[], None] = progress.beat,  # called during sampling
+        beat: Callable[[], None] = progress.report,  # called during sampling
     ) -> None:
         self._beat = beat
         self._rollout, self._device = config.rollout, device

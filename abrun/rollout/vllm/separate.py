@@ -25,7 +25,17 @@ from abrun.backends import Backend
 from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.models import Text
-from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, progress, start
+from abrun.processes import (
+    MODULE_OPTIONS,
+    RUN_DIR_VARIABLE,
+    PauseDetector,
+    count_oom_kills,
+    ending_reason,
+    find_descendants,
+    kill_all,
+    progress,
+    start_process,
+)
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
@@ -33,7 +43,7 @@ from abrun.rollout.vllm.server import ALIVE, FAILED, EngineSetup
 from abrun.rollout.vllm.startup import MAX_LOG_LINES, quote_lines
 from abrun.rollout.vllm.transfer import Transfer, describe_chunk, split_into_chunks
 from abrun.runs.files import open_log
-from abrun.runs.layout import engine_log
+from abrun.runs.layout import engine_log_name
 
 POLL_S = 1.0
 PATIENCE = 0.9  # share of limits.stalled_s, so that the process is named before the run counts as stalled
@@ -86,7 +96,7 @@ class EngineProcesses:
         self._transfer: Transfer | None = None
         self._processes: list[Process] = []
         try:
-            folder = tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER))
+            folder = tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER_VARIABLE))
             self._start(config, text.end_ids, Path(self._open.enter_context(folder)), device)
         except BaseException:
             self.close()
@@ -95,7 +105,7 @@ class EngineProcesses:
     def _start(
         self, config: OwnRunConfig, end_ids: frozenset[int], folder: Path, device: torch.device
     ) -> None:
-        progress.beat("starting vllm")
+        progress.report("starting vllm")
         size, places = self._size, _places(config)
         for number in range(len(places)):
             engine, rank = divmod(number, size)
@@ -163,7 +173,7 @@ class EngineProcesses:
         """Return the answers of all processes, in order. Raises LaunchError if one ends or hangs."""
         patience_s = patience_s or self._silence_s
         answers: dict[int, Any] = {}
-        awake, last_message_s = Awake(), time.monotonic()
+        awake, last_message_s = PauseDetector(), time.monotonic()
         while len(answers) < len(self._processes):
             pending = [
                 engine_process for engine_process in self._processes if engine_process.number not in answers
@@ -173,11 +183,11 @@ class EngineProcesses:
                 if process.channel not in readable:
                     continue
                 last_message_s = time.monotonic()
-                progress.beat()
+                progress.report()
                 kind, value = process.hear(action)
                 if kind != ALIVE:
                     answers[process.number] = value
-            silent_s = time.monotonic() - max(last_message_s, awake.since_s())
+            silent_s = time.monotonic() - max(last_message_s, awake.running_since_s())
             if silent_s > patience_s:
                 raise LaunchError(
                     f"rollout.engine: {pending[0]} was silent for {silent_s:.0f} s after the request to "
@@ -191,8 +201,8 @@ class Process:
 
     def __init__(self, number: int, rank: int, size: int, gpus: Sequence[str], folder: Path) -> None:
         self.number = number
-        self._log = Path(os.environ.get(RUN_DIR, folder)) / engine_log(number)
-        self._oom_kills = oom_kills()
+        self._log = Path(os.environ.get(RUN_DIR_VARIABLE, folder)) / engine_log_name(number)
+        self._oom_kills = count_oom_kills()
         self.channel, child_end = Pipe()
         variables = {
             "RANK": str(rank),
@@ -202,10 +212,10 @@ class Process:
         }
         with child_end, open_log(self._log) as log:
             self._printed_before = log.tell()
-            self._process = start(
-                [sys.executable, "-u", *MODULE, "abrun.rollout.vllm.server", str(child_end.fileno())],
+            self._process = start_process(
+                [sys.executable, "-u", *MODULE_OPTIONS, "abrun.rollout.vllm.server", str(child_end.fileno())],
                 {**os.environ, **variables},
-                dies_by=signal.SIGKILL,
+                death_signal=signal.SIGKILL,
                 pass_fds=(child_end.fileno(),),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -233,7 +243,7 @@ class Process:
         """Kill the process and its descendants."""
         self.channel.close()
         if self._process.poll() is None:
-            end_all(lambda: below(self._process.pid))
+            kill_all(lambda: find_descendants(self._process.pid))
             self._process.kill()
         self._process.wait()
 
@@ -245,7 +255,7 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MAX_LOG_LINES:]
         status = self._process.poll()
-        ending = None if status is None else ending_of(status, printed, self._oom_kills)
+        ending = None if status is None else ending_reason(status, printed, self._oom_kills)
         ending_text = sentence(ending) if ending else "closed its socket"
         return (
             f"rollout.engine: {self} failed to {action}: {ending_text}; last lines of its log: "

@@ -133,7 +133,7 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
 
     Raises LaunchError if it does not start.
     """
-    progress.beat("starting vllm")
+    progress.report("starting vllm")
     wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal()
     if wrong:
         raise LaunchError(wrong)
@@ -153,7 +153,7 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
             support.patch_sampler_output()
         if num_ranks > 1:
             _disable_shared_memory()
-        with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
+        with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER_VARIABLE)) as folder:
             network = config_of(config.model)
             network.save_pretrained(folder)
             try:
