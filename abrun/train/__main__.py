@@ -1,4 +1,4 @@
-"""`python -m abrun.train RUN_DIR`: one rank of one run, started by its agent, torchrun or hand."""
+"""`python -m abrun.train RUN_DIR`: one rank of a run, started by its agent, by torchrun or by hand."""
 
 import os
 import re
@@ -11,15 +11,13 @@ from abrun.processes import progress
 from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.train import startup
-from abrun.train.failures import record_failure
+from abrun.train.failures import record_exception, record_failure
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
-# As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
+# Errors of CUDA's runtime, NCCL and cuBLAS, which do not raise OutOfMemoryError
 GPU_MEMORY = r"(CUDA|Cuda) (error|failure).{0,20}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 MAX_QUOTED = 250
-MIN_OTHERS_SHARE = (
-    0.25  # of a GPU, which is more than the contexts and buffers that the allocator does not count
-)
+MIN_OTHERS_SHARE = 0.25  # of a GPU; CUDA contexts and uncounted buffers take less
 
 
 def main() -> int:
@@ -30,7 +28,11 @@ def main() -> int:
     driver = startup.begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(_train)(Path(sys.argv[1]), driver) or 0
+    try:
+        return record(_train)(Path(sys.argv[1]), driver) or 0
+    except Exception as error:
+        record_exception(error)
+        raise
 
 
 def _train(directory: Path, driver: threading.Thread) -> int:
@@ -47,7 +49,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     writer: RunWriter | None = None
     try:
         record = run.record()
-        if os.environ.get("RANK", "0") == "0":  # before the ranks find together, which may fail
+        if os.environ.get("RANK", "0") == "0":  # before the rendezvous, which may fail
             writer = run.begin_attempt()
         limits = record.config.get("limits") or {}
         timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=limits.get("stalled_s") or 0.0))
@@ -68,7 +70,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     except AbrunError as error:
         if writer:
             writer.fail(error.reason, exit_code=FAILED)
-        record_failure(error)  # for the agent, who asks what failed first
+        record_failure(error)  # the agent reads it
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     dist.destroy_process_group()
@@ -76,7 +78,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
 
 
 def out_of_memory_reason(error: Exception) -> Reason | None:
-    """Say that an error tells of memory that was wanting, the GPU's or the machine's; None: it does not."""
+    """Return a reason if an error means that GPU or host memory ran out; otherwise None."""
     from torch import OutOfMemoryError
 
     message = " ".join(str(error).split())
@@ -92,10 +94,13 @@ def out_of_memory_reason(error: Exception) -> Reason | None:
 
 
 def _memory_of_other_processes() -> dict[str, int] | None:
-    """Who holds how much of this rank's GPU where others hold much; None: they do not, or CUDA is silent."""
+    """Return the memory of this rank's GPU by owner if other processes hold much of it.
+
+    None if they do not, or if CUDA cannot tell.
+    """
     import torch
 
-    if not torch.cuda.is_initialized():  # a budget on CPU cores
+    if not torch.cuda.is_initialized():  # a memory limit on CPU
         return None
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info()

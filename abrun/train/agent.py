@@ -1,8 +1,8 @@
-"""`python -m abrun.train.agent MODULE DIRECTORY`: the ranks of a run on this node, watched to their end.
+"""`python -m abrun.train.agent MODULE DIRECTORY`: start and supervise the ranks of a run on this node.
 
-Starts them with torchrun's variables, ends as the first failed rank did, says so in the run directory, and
-leaves nothing behind. A rank that gives no sign of life is named and ends the run. It imports no torch, which
-would take seconds before a rank starts.
+The agent starts the ranks with torchrun's environment variables, exits with the status of the first rank that
+failed, records the failure in the run directory, and leaves no process behind. Ranks without a heartbeat are
+named and end the run. It does not import torch, which would delay the ranks by seconds.
 """
 
 import argparse
@@ -59,24 +59,24 @@ from abrun.runs.rundir import RunDir
 from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 4096  # of connections; the kernel allows that many
+BACKLOG = 4096  # pending connections; the default limit of the kernel
 SCRATCH = "abrun-ranks-"
 MIN_SCRATCH_AGE_S = 60.0
-CHECK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
+CHECK_S = 1.0  # between checks for a new attempt, and between reads of other nodes' notes
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
-# Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits.
-# Called while this process is one thread.
+# Starts a rank from its arguments (after `python -m`), its environment and the file descriptors it inherits.
+# Called while this process has only one thread.
 StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
-    """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
+    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
     command = [sys.executable, "-u", *MODULE_OPTIONS, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def main(start_rank: StartRank = start_rank_anew) -> int:
-    """The exit code."""
+    """Run the agent; return its exit code."""
     options = parse_options()
     os.environ[RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
     os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
@@ -100,14 +100,14 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
-    parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
+    parser.add_argument("module", help="module that each rank runs, with DIRECTORY as its argument")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node", type=int, default=0, help="which of them this is")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="of the first node, where there are several")
+    parser.add_argument("--node", type=int, default=0, help="index of this node")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="address of the first node, with several nodes")
     parser.add_argument("--run-s", type=float, default=math.inf)
     parser.add_argument("--stalled-s", type=float, default=math.inf)
     parser.add_argument("--grace-s", type=float, default=GRACE_S)
@@ -116,7 +116,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def _local_ranks(options: argparse.Namespace) -> range:
-    """The ranks of this node among those of all."""
+    """Return the global numbers of the ranks on this node."""
     return range(options.node * options.ranks, (options.node + 1) * options.ranks)
 
 
@@ -129,7 +129,7 @@ def _run_and_watch(
     notes: "_NodeNotes",
     pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
-    """The exit status of the ranks, and what was wrong."""
+    """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
     watch = _Watchdog(requests, options, scratch, lines, notes)
 
@@ -149,11 +149,10 @@ def _run_and_watch(
 
 @contextlib.contextmanager
 def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
-    """A folder for what agent and ranks tell each other, and the ranks' lines in it, opened.
+    """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened.
 
-    Those that killed agents have left are removed.
-
-    It is locked as long as it is in use, which systemd-tmpfiles respects, too.
+    The folder is locked while in use, which systemd-tmpfiles respects. Unlocked folders of killed agents are
+    removed.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -174,7 +173,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
 def _remove_unused(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
-        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # else it may not be locked yet
+        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # a newer folder may not be locked yet
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -184,16 +183,16 @@ def _remove_unused(folder: Path) -> None:
 def _run_ranks(
     options: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
 ) -> tuple[int, Reason | None]:
-    """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0.
+    """Return exit status (as `subprocess` gives it) and reason of the first rank that failed, or 0 and None.
 
-    `begin` is called once they have been started.
+    `begin` is called after the ranks have been started.
     """
     oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
     try:
         with _start_ranks(options, start_rank, scratch) as processes:
             begin()
             failure = first_failure(processes, scratch)
-    except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
+    except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
         raise LaunchError(Code.RANKS_NOT_STARTED(node=options.node, error=str(error))) from None
     if failure is None:
         return 0, None
@@ -210,10 +209,10 @@ def _run_ranks(
 def _start_ranks(
     options: argparse.Namespace, start_rank: StartRank, scratch: Path
 ) -> Iterator[dict[int, Child]]:
-    """This node's ranks, as processes. The first of all inherits the socket where they meet.
+    """Yield the rank processes of this node. Rank 0 inherits the socket of the rendezvous.
 
-    It stays open here, too: where the first rank dies before it serves, the other_nodes wait to be ended, and
-    torch does not print what a connection that was reset means.
+    The agent keeps the socket open as well: if rank 0 dies before it serves, the other ranks wait until they
+    are killed, instead of failing with a misleading "connection reset" from torch.
     """
     host, _, port = (options.meet or f"{LOOPBACK}:0").rpartition(":")
     ranks, inherited = _local_ranks(options), dict[int, int]()
@@ -239,7 +238,7 @@ def _start_ranks(
 def _rank_environment(
     options: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
 ) -> dict[str, str]:
-    """Of a rank, as torchrun has them, where a store that is served already is called its agent's."""
+    """Return the variables of a rank as torchrun sets them; the inherited socket is its "agent store"."""
     variables = {
         "RANK": rank,
         "WORLD_SIZE": options.nodes * options.ranks,
@@ -258,7 +257,7 @@ def _rank_environment(
 
 
 def _listen(port: int, *, all_interfaces: bool) -> socket.socket:
-    """A socket that the ranks of a large run reach before the first of them has done its imports."""
+    """Open the rendezvous socket, so that other ranks can connect before rank 0 has finished its imports."""
     if not all_interfaces:
         return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
     with contextlib.suppress(OSError, ValueError):  # a machine without IPv6
@@ -269,10 +268,10 @@ def _listen(port: int, *, all_interfaces: bool) -> socket.socket:
 def _record_ending(
     run: RunDir, node: int, previous_attempt: int, status: int, reason: Reason | None, stop_signal: int | None
 ) -> None:
-    """How the ranks ended, in the words of an attempt that has begun and died without any.
+    """Record the ending for an attempt that began and left no result.
 
-    One that took too long notes itself that it was interrupted. A node that is not the first only prints it,
-    and notes it for the launcher.
+    A run that exceeded its time limit records itself that it was interrupted. Nodes other than the first only
+    print the reason and write it for the launcher.
     """
     if reason and stop_signal is None:
         print(f"error: {sentence(reason)}", file=sys.stderr)
@@ -291,7 +290,7 @@ def _record_ending(
 
 
 class _NodeNotes:
-    """What each node says of its ranks in the run directory: for its status, and for the other nodes."""
+    """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
     def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
         self._run, self._previous_attempt, self._node, self._num_nodes = (
@@ -306,11 +305,14 @@ class _NodeNotes:
         self._last_read_s = -math.inf
         self._notes_by_node: dict[
             int, tuple[NodeStatus, float]
-        ] = {}  # with when this one saw that, by its own clock
+        ] = {}  # with the time of reading, by this node's clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
-        """To be asked often; `ranks` says where they are, None while they give signs."""
-        now = time.time()  # which jumps where a machine has slept: the note is old, then
+        """Write this node's note if it is due; call this often.
+
+        `ranks` returns the silent ranks and where they are; None while heartbeats arrive.
+        """
+        now = time.time()  # wall clock: after a suspend of the machine, the note is due at once
         changed = (self._silent_ranks is None) != (ranks is None)
         if abs(now - self._written_s) < NODE_REPORT_EVERY_S and not changed:
             return
@@ -331,11 +333,11 @@ class _NodeNotes:
             silent_since_s=None if self._silent_ranks is None else time.time() - silent_s,
             ranks=tuple(self._silent_ranks or ()),
         )
-        with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
+        with contextlib.suppress(StoreError):  # a full disk must not end the ranks
             self._run.write_node(note)
 
     def other_nodes(self) -> list[NodeStatus]:
-        """What the nodes say that still do, but for this one: clocks need not agree."""
+        """Return the recent notes of other nodes; their age is measured by this node's clock."""
         now = time.monotonic()
         if self._num_nodes > 1 and now - self._last_read_s > CHECK_S:
             self._last_read_s = now
@@ -347,9 +349,9 @@ class _NodeNotes:
 
 
 class _Watchdog(threading.Thread):
-    """Passes requests to stop on to the ranks, and ends ranks that hang or take too long.
+    """Forwards requests to stop to the ranks, and kills ranks that hang or exceed the time limit.
 
-    Whose silence is unusual says so before.
+    It reports unusually long silence before it acts.
     """
 
     def __init__(
@@ -385,7 +387,7 @@ class _Watchdog(threading.Thread):
                 kill_all(lambda: find_descendants(os.getpid()))
 
     def _ask_to_stop(self, now: float) -> None:
-        """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
+        """Send SIGTERM once to every rank, including later ones, so that they save a checkpoint."""
         self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
         for pid in find_children(os.getpid()) - self._signalled_pids:
             with contextlib.suppress(ProcessLookupError):
@@ -393,9 +395,10 @@ class _Watchdog(threading.Thread):
             self._signalled_pids.add(pid)
 
     def _check_for_hang(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
-        """Where the ranks are that have all been silent for too long, those first that wait for no other.
+        """Return the reason to end the run if all ranks have been silent for too long, else None.
 
-        Of a run on several nodes those of the other_nodes, too: while one of them works, these wait for it.
+        The reason lists the silent ranks, those that do not wait for others first. With several nodes, the
+        ranks of all nodes count: while one of them works, the others wait for it.
         """
         all_begun = len(signs) == self._limits.ranks
         if all_begun:
@@ -416,11 +419,13 @@ class _Watchdog(threading.Thread):
         ]
         silent_ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
         silent_ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
-        silence = silent_ranks_reason(silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs))
+        silence = silent_ranks_reason(
+            silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs)
+        )
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
     def _locate_ranks(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
-        """Where ranks are, those first that wait for no other."""
+        """Return what each rank is doing, ranks that do not wait for others first."""
         places = progress.locate_ranks(self._scratch, signs)
         waits = {rank: signs[rank].is_waiting or is_in_torch(place) for rank, place in places.items()}
         return [
@@ -430,7 +435,7 @@ class _Watchdog(threading.Thread):
 
 
 def is_in_torch(place: progress.CodeLocation) -> bool:
-    """Return True if a rank is in the installed torch, as one is that waits for the other_nodes."""
+    """Return True if a place is inside the installed torch, as in a rank that waits for a collective."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
     return any(Path(place.file).is_relative_to(folder) for folder in folders)

@@ -1,8 +1,8 @@
-"""A run that begins where a checkpoint of another one stopped, in whichever layout, by either backend.
+"""Start of a run from a checkpoint of another run, in any parallel layout and with either backend.
 
-The files of the checkpoint's ranks say which pieces of whole tensors they hold; each rank of this run reads
-what its own pieces need, and nothing else. Learning rates, sampling and data are functions of the step,
-which goes on.
+The files in the checkpoint record which slices of full tensors they contain. Each rank of the new run reads
+only what its own shards need. The step count continues, and with it learning rates, sampling and data, which
+are functions of the step.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from abrun.train.checkpoint import Stateful
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCheckpoint:
-    """Where a run began: as its `environment.json` says, and the same in both runs of a pair."""
+    """The checkpoint from which a run began, as in `environment.json`; both runs of a pair share it."""
 
     run: str
     step: int
-    sha256: str  # of the checkpoint's state.json, which has the checksums of all else
+    sha256: str  # of the checkpoint's state.json, which has the checksums of all other files
 
     def recorded(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,9 +43,9 @@ class StartCheckpoint:
 def start_from(
     folder: str, trained: Stateful, ranks: Ranks, num_steps: int, field: str = "checkpoint.start_from"
 ) -> StartCheckpoint:
-    """Give `trained` the weights and the optimizer state of a checkpoint. Collective.
+    """Load weights and optimizer state of a checkpoint into `trained`. Collective.
 
-    Raises RecipeError, on every rank alike, where there is none, or one that does not fit.
+    Raises RecipeError on all ranks if the checkpoint is missing or does not fit.
     """
     path, problem, tensors = Path(folder).expanduser(), None, None
     wanted_shards = trained.pieces()
@@ -73,10 +73,10 @@ def start_from(
 
 
 def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, StartCheckpoint]:
-    """Its files, of which this rank has checked some, are as they were written."""
+    """Read the state of a checkpoint and verify this rank's share of its files. Raises StoreError."""
     state = read_saved_state(path)
     if state.step >= num_steps:
-        raise StoreError(f"it is of step {state.step}, and steps is {num_steps}")
+        raise StoreError(f"the checkpoint is at step {state.step}, but steps is {num_steps}")
     for name in list(state.files)[ranks.rank :: ranks.size]:
         problem = find_damage(path / name, state.files[name])
         if problem:
@@ -88,7 +88,7 @@ def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedSta
 def _read_tensors(
     saved: "_SavedTensors", wanted_shards: Mapping[str, Held], current: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What `load_local_state` takes. Raises ValueError."""
+    """Return the tensors for `load_local_state`. Raises ValueError."""
     return {
         name: saved.read_held(held, current[name].dtype if name in current else None)
         for name, held in wanted_shards.items()
@@ -97,10 +97,10 @@ def _read_tensors(
 
 
 class _SavedTensors:
-    """The tensors of all ranks' files, as pieces of whole ones."""
+    """The full tensors of a checkpoint, readable by slices from the files of all ranks."""
 
     def __init__(self, files: list[Any]) -> None:
-        # By the whole's name and where the piece is: of ranks that have the same, one is as good as another.
+        # Keyed by full name and slices: if several ranks have the same shard, any of them will do.
         self._places: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
         assembled: dict[str, _AssembledTensor] = {}
         last_split: dict[str, list[Tensor]] = {}
@@ -124,13 +124,13 @@ class _SavedTensors:
         return {name: next(iter(sources.values()))[0].shape for name, sources in self._places.items()}
 
     def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
-        """`dtype`: which it has to be in; None: as saved."""
+        """Read a local tensor as `dtype`; None keeps the saved dtype. Raises ValueError on another dtype."""
         required_dtype = None if held.rounded else dtype
         tensor = held.joined([self._read(name, shard, required_dtype) for name, shard in held.pieces])
         return tensor if dtype is None else tensor.to(dtype)
 
     def _read(self, name: str, wanted_shard: Piece, dtype: torch.dtype | None) -> Tensor:
-        """One piece, put together."""
+        """Read one shard, assembled from all saved shards that overlap with it."""
         tensor: Tensor | None = None
         num_read = 0
         for shard, read in self._places[name].values():
@@ -139,21 +139,22 @@ class _SavedTensors:
                 continue
             values = read(shard.inside(overlap))
             if dtype is not None and values.dtype != dtype:
-                raise ValueError(f"{name} is {values.dtype}, and {dtype} in this run")
+                raise ValueError(f"{name} is {values.dtype}, but {dtype} in this run")
             tensor = torch.zeros(wanted_shard.size, dtype=values.dtype) if tensor is None else tensor
             tensor[wanted_shard.inside(overlap)] = values
             num_read += values.numel()
         if tensor is None:
             tensor = torch.zeros(wanted_shard.size, dtype=dtype or torch.float32)
         if num_read != tensor.numel():
-            raise ValueError(f"{name} is not whole")
+            raise ValueError(f"{name} is incomplete")
         return tensor
 
 
 class _AssembledTensor:
-    """A tensor of several pieces, or of whose elements each of some files has a span.
+    """A saved tensor that holds several shards, or of which each file holds a span of elements.
 
-    `latest` is shared by all of them: what one was split into last. Its pieces are mostly asked for together.
+    `last_split` is shared by all instances and caches the most recent split, because shards of one tensor are
+    mostly read in succession.
     """
 
     def __init__(self, held: Held, last_split: dict[str, list[Tensor]]) -> None:
@@ -172,7 +173,7 @@ class _AssembledTensor:
             return self.spans[None]()
         flat = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
         if len(flat) != math.prod(self._held.shape):
-            raise ValueError(f"{self._held.pieces[0][0]} is not whole")
+            raise ValueError(f"{self._held.pieces[0][0]} is incomplete")
         return flat.view(self._held.shape)
 
 
@@ -181,15 +182,15 @@ def _read_slice(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
 
 
 def _check_fit(saved: Mapping[str, tuple[int, ...]], run: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError where the two are of other models, or another algorithm's parts."""
+    """Raise ValueError if checkpoint and run have different weights or shapes."""
     saved_names, run_names = ({name for name in names if "weights/" in name} for names in (saved, run))
-    for names, verb in (
-        (saved_names - run_names, "which this run lacks"),
-        (run_names - saved_names, "which it lacks"),
+    for names, place in (
+        (saved_names - run_names, "missing in this run"),
+        (run_names - saved_names, "missing in the checkpoint"),
     ):
         if names:
             rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"this run and it train other weights: {min(names)}{rest}, {verb}")
+            raise ValueError(f"its weights differ from this run's: {min(names)}{rest} {place}")
     for name, shape in run.items():
         if name in saved and saved[name] != shape:
-            raise ValueError(f"{name} has the shape {list(saved[name])}, and {list(shape)} in this run")
+            raise ValueError(f"{name} has the shape {list(saved[name])}, but {list(shape)} in this run")

@@ -1,12 +1,12 @@
-"""Training state on disk: safetensors and JSON only, complete or not there, and known to be what was written.
+"""Checkpoints: safetensors and JSON only, written atomically and verified by checksums.
 
     checkpoints/step-000050/state.json              run, step, attempt, ranks, checksums of the files
-    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states;
-                                                    which pieces of whole tensors these are
+    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states,
+                                                    and which slices of full tensors they are
 
-A folder gets its name by a rename after every rank has written its file and all of it is on the disk, so a
-run killed at any moment, with the power or without, finds the last complete one. Data order and sampling are
-functions of seed and step: the step is their whole position.
+A folder gets its final name by a rename, after every rank has written its file and everything is synced to
+disk. A run that is killed at any moment, even by power loss, finds the last complete checkpoint. Data order
+and sampling are functions of seed and step, so the step is the only position to save.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from abrun.runs.writer import RunWriter
 
 
 class Stateful(Protocol):
-    """What a rank saves of a run and gets back: tensors in place, by name."""
+    """An object whose state a rank saves and restores in place: tensors by name."""
 
     def local_state(self) -> dict[str, Tensor]: ...
 
@@ -56,7 +56,7 @@ class Stateful(Protocol):
 
 
 class _DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written: which file, and why."""
+    """A checkpoint differs from what was written; the message says which file, and how."""
 
 
 def save(
@@ -64,11 +64,11 @@ def save(
 ) -> None:
     """Write the state after `step` below `directory` and drop all but the `keep` newest. Collective.
 
-    Rank 0 has the attempt's `writer`: what it has written of the steps before is on the disk first, and no
-    checkpoint appears once a newer attempt owns the run.
+    Rank 0 has the attempt's `writer`. Its earlier records are synced to disk first, and no checkpoint is
+    published once a newer attempt owns the run.
     """
     with _in_step(ranks, directory) as shared:
-        if ranks.is_first:  # a folder of this attempt's own: ranks of an older one may be at it still
+        if ranks.is_first:  # named by attempt, because ranks of an older attempt may still be writing
             shared.local = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
             _empty_folder(shared.local)
     partial = shared.by_rank[0]
@@ -121,12 +121,11 @@ def _save_into(
 def restore(
     directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None, *, start_step: int = 0
 ) -> int:
-    """Load the newest checkpoint that every rank finds sound; `first` is the step that the run began after.
+    """Load the newest checkpoint that is valid on every rank; return its step. Collective.
 
-    Returns its step, or `first` where there is none. Collective.
-
-    One whose steps are not all recorded, or were recorded anew by a later attempt, is passed over. Raises
-    StoreError where there are checkpoints and none of them is sound.
+    Returns `start_step`, the step after which the run began, if there is no checkpoint. Skips checkpoints
+    with steps that are not recorded, or were recorded again by a later attempt. Raises StoreError if there
+    are checkpoints and all are damaged.
     """
     with _in_step(ranks, directory) as shared:
         if writer:
@@ -156,16 +155,16 @@ def restore(
             return step
     if damages and len(damages) == len(checkpoints):
         raise StoreError(
-            f"{directory}: no checkpoint here is sound ({damages[0]}); "
+            f"{directory}: all checkpoints are damaged ({damages[0]}); "
             "remove this folder to start the run again"
         )
     return start_step
 
 
 def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer: RunWriter | None) -> Any:
-    """Make a folder appear whole, with what `write`, which is collective, puts there. Collective.
+    """Publish a folder atomically; `write`, which is collective, creates its contents. Collective.
 
-    Returns a store.fingerprint of each of its files on rank 0.
+    Returns the fingerprint (see abrun.runs.files) of each file on rank 0.
     """
     partial = final.with_name(f".{final.name}.partial")
     with _in_step(ranks, partial):
@@ -187,15 +186,18 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
 
 @dataclass(slots=True)
 class _Exchange:
-    """What each rank has to tell the others at the end of a part that all of them go through."""
+    """A value that each rank passes to the others at the end of a collective section."""
 
     local: Any = None
-    by_rank: list[Any] = None  # pyright: ignore[reportAssignmentType]  # there after the part
+    by_rank: list[Any] = None  # pyright: ignore[reportAssignmentType]  # set at the end of the section
 
 
 @contextlib.contextmanager
 def _in_step(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
-    """A part in which all ranks succeed, or all of them raise what one of them met. Collective."""
+    """Run a section in which all ranks succeed, or all raise the error of one of them. Collective.
+
+    Yields an _Exchange: set `local` inside of the section; `by_rank` has the values of all ranks after it.
+    """
     shared, local_error = _Exchange(), None
     try:
         with wrap_write_errors(path):
@@ -223,7 +225,7 @@ def _empty_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _removing_on_failure(partial: Path, ranks: Ranks) -> Iterator[None]:
-    """Remove a folder that will never be whole: where a save fails, all ranks have ended their part of it."""
+    """Remove an incomplete folder if a save fails; by then, all ranks have left the section."""
     try:
         yield
     except Exception:
@@ -233,14 +235,14 @@ def _removing_on_failure(partial: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _sync_and_fingerprint(path: Path) -> dict[str, Any]:
-    """The fingerprint of a file that is on the disk, for the readers of its experiment."""
+    """Sync a file to disk, share it with readers of the experiment, and return its fingerprint."""
     share_written_file(path)
     sync_file(path)
     return fingerprint(path)
 
 
 def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
-    """Give a folder, all of which is on the disk, its name; raises FencedError in an older attempt."""
+    """Rename a synced folder to its final name. Raises FencedError if a newer attempt owns the run."""
     writer.check_fence()
     if os.path.lexists(final):
         _remove(final)
@@ -249,7 +251,7 @@ def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what lies in its place; of a link not what it leads to."""
+    """Remove a folder, file or link; the target of a link is kept."""
     if is_directory(path) and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -257,7 +259,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_partial(directory: Path) -> None:
-    """What attempts before this one left when they were killed as they saved."""
+    """Remove incomplete folders from attempts that were killed while saving."""
     for name in _names_in(directory):
         if name.startswith(".") and name.endswith(".partial"):
             _remove(directory / name)
@@ -274,14 +276,14 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _list_checkpoints(directory: Path) -> dict[int, Path]:
-    """The checkpoints by step, ascending."""
+    """Return the checkpoints by step, ascending."""
     steps = sorted(int(name[5:]) for name in _names_in(directory) if re.fullmatch(r"step-\d{6,18}", name))
     named = {step: directory / f"step-{step:06d}" for step in steps}
     return {step: path for step, path in named.items() if os.path.lexists(path)}
 
 
 def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
-    """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
+    """Read state.json. Raises _DamagedCheckpoint, and StoreError for a different number of ranks."""
     try:
         state = read_saved_state(path)
     except StoreError as error:
@@ -289,17 +291,17 @@ def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
     if state.run != run:
         raise _DamagedCheckpoint(f"{SAVED_STATE} run: got {state.run[:80]!r}; this run is {run!r}")
     if state.step != step:
-        raise _DamagedCheckpoint(f"{SAVED_STATE} step: got {state.step}; the folder is of step {step}")
+        raise _DamagedCheckpoint(f"{SAVED_STATE} step: got {state.step}; the folder is for step {step}")
     if state.num_ranks != num_ranks:
         raise StoreError(
-            f"{path}: was written by {state.num_ranks} ranks and this run has {num_ranks}; resume with as "
-            "many, or begin another run from it (checkpoint.start_from)"
+            f"{path}: was written by {state.num_ranks} ranks, but this run has {num_ranks}; resume with "
+            f"{state.num_ranks} ranks, or start another run from it (checkpoint.start_from)"
         )
     return state
 
 
 def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
-    """A rank's file, which is as it was written, and fits. Raises _Unsound."""
+    """Read and verify the file of a rank. Raises _DamagedCheckpoint."""
     name = f"rank-{rank}.safetensors"
     problem = find_damage(path / name, state.files[name])
     if problem:
@@ -320,7 +322,7 @@ def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful)
 
 
 def _find_gap(state: SavedState, recorded: Mapping[int, int], start_step: int) -> str | None:
-    """Why what is recorded of the steps is not what led to a checkpoint; None where it is."""
+    """Return why the recorded steps do not lead to a checkpoint; None if they do."""
     for step in range(start_step + 1, state.step + 1):
         if step not in recorded:
             return f"step {step} is not recorded in metrics.jsonl"
@@ -359,7 +361,10 @@ def _get_rng_state() -> dict[str, Tensor]:
 
 
 def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
-    """The states that a checkpoint holds. Raises KeyError, ValueError, TypeError or RuntimeError for none."""
+    """Parse the random-number states of a checkpoint.
+
+    Raises KeyError, ValueError, TypeError or RuntimeError if they are missing or invalid.
+    """
     *key, position = state["rng/numpy"].tolist()
     if not 0 <= position <= len(key):
         raise ValueError(f"rng/numpy: got the position {position}")
@@ -369,7 +374,7 @@ def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
         numpy={"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}},
         cuda=state.get("rng/cuda"),
     )
-    torch.Generator().set_state(parsed.torch)  # generators of their own, to see whether they take it
+    torch.Generator().set_state(parsed.torch)  # validated on new generators, before any state changes
     random.Random(0).setstate(parsed.python)
     np.random.RandomState(0).set_state(parsed.numpy)
     if parsed.cuda is not None:

@@ -19,9 +19,9 @@ from abrun.train.validation import Evaluation
 
 
 class DpoAlgorithm:
-    """The algorithm of a recipe with `algorithm: {type: dpo}`; the reference is the run's initial policy."""
+    """DPO, for `algorithm: {type: dpo}`; the reference is the initial policy of the run."""
 
-    samples: Sequence[Sample] = ()  # it draws none
+    samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings
@@ -33,7 +33,7 @@ class DpoAlgorithm:
         return self.update(replace(self._batches.batch(step), rows_per_sample=2), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
-        """Reference log-probs and gradients of this rank's `batch`, whose rows alternate, and one update."""
+        """Compute reference log-probs and gradients of this rank's `batch` of pairs; update the policy."""
         with self._setup.phases("reference_logprobs"):
             pairs = self._with_reference(batch)
         objective = self._objective(pairs)
@@ -43,9 +43,9 @@ class DpoAlgorithm:
         }
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
-        """The loss on these pairs, and the share of them that the policy orders right. Collective.
+        """Return the loss on these pairs and the share that the policy ranks correctly. Collective.
 
-        A pair's reward is its margin: 0 before the first update, which is not right.
+        The reward of a pair is its margin. Before the first update it is 0, which counts as incorrect.
         """
         ranks = self._setup.ranks
         batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
@@ -62,14 +62,14 @@ class DpoAlgorithm:
         return batch.with_fields(Pairs, reference_logprobs=self.reference.logprobs(batch))
 
     def _objective(self, batch: Pairs) -> "PreferenceObjective":
-        """Of the global batch that this rank's `batch` is a part of. Collective."""
+        """Return the objective with the counts of the global batch. Collective."""
         counts = len(batch) / 2, float(batch.token_mask.sum()), float(batch.token_mask[::2].sum())
         num_pairs, num_tokens, num_chosen_tokens = self._setup.ranks.all_reduce_sum_data(*counts)
         return PreferenceObjective(
             settings=self._settings,
             num_pairs=num_pairs,
             num_tokens=num_tokens,
-            num_chosen_tokens=max(num_chosen_tokens, 1.0),  # they may be empty
+            num_chosen_tokens=max(num_chosen_tokens, 1.0),  # all chosen completions may be empty
         )
 
 
@@ -79,14 +79,14 @@ def _texts(examples: list[Example]) -> Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLosses(TokenLosses):
-    """The loss of tokens [B, S], computed once, and that of their pairs."""
+    """Token losses [B, S] and the loss of their pairs."""
 
     preference: PreferenceLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceObjective:
-    """DPO, with minus the mean log-prob of the chosen tokens where the recipe has it.
+    """The DPO loss, optionally with an SFT term: minus the mean log-prob of the chosen tokens.
 
     See abrun.backends.Objective. The counts are of the global batch.
     """

@@ -1,4 +1,4 @@
-"""What is trained, and how a step updates it: policy, value model, their learning rates, their state."""
+"""Updates of the trained models, policy and value model: optimizer steps, learning rates and state."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ VALUE_MODEL_PREFIX = "critic/"
 
 
 class Learner:
-    """Updates the policy on batches, and counts its updates. `value_model`: PPO's, which PPO updates."""
+    """Updates the policy and counts the updates. It saves the state of `value_model`, which PPO updates."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Learner:
         self.num_updates = 0
 
     def update(self, batch: B, objective: Objective[B], step: int) -> dict[str, float]:
-        """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
+        """Run one optimizer step on this rank's `batch`; return the metrics over all ranks. Collective."""
         return self.update_on_each([(batch, objective)], step)
 
     def update_on_each(
@@ -39,10 +39,10 @@ class Learner:
         step: int,
         before_each: Callable[[B], None] = lambda batch: None,
     ) -> dict[str, float]:
-        """An optimizer step for each batch and its objective; the metrics of all ranks. Collective.
+        """Run one optimizer step for each batch and objective; return the metrics over all ranks. Collective.
 
-        The batches' contributions to the metrics add up as those of microbatches do. The gradient's norm is
-        the mean over the optimizer steps.
+        Metrics are summed over the batches, like those of microbatches. The gradient norm is the mean over
+        the optimizer steps.
         """
         learning_rate = learning_rate_at(step, self._optimizer, self._num_steps)
         contributions, norms = [], []
@@ -61,7 +61,7 @@ class Learner:
         }
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's shards of all that is trained, in place: what its checkpoint holds."""
+        """Return this rank's shards of all trained state, in place: the contents of its checkpoint."""
         state = self._policy.local_state()
         if self._value_model is not None:
             value_state = self._value_model.local_state()
@@ -77,7 +77,7 @@ class Learner:
         return specs
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `local_state` of the same rank of an equal run gave."""
+        """Load a state that `local_state` returned on the same rank of a run with the same layout."""
         self._policy.load_local_state(state)
         if self._value_model is not None:
             self._value_model.load_local_state(
@@ -90,15 +90,15 @@ class Learner:
 
 
 def learning_rate_at(step: int, optimizer: Optimizer, num_steps: int) -> float:
-    """Linear warm-up to the recipe's learning rate, then its schedule down to the floor at `num_steps`.
+    """Return the learning rate of a step: linear warm-up, then the schedule down to the floor at `num_steps`.
 
-    constant: no way down. linear, cosine (arXiv:1608.03983, equation 5, one cycle): the last step has the
-    floor. Steps count from 1.
+    constant stays at the peak. linear and cosine (arXiv:1608.03983, equation 5, one cycle) reach the floor at
+    the last step. Steps count from 1.
     """
     peak, floor, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step <= warmup or optimizer.schedule == "constant":
         return peak * min(1.0, step / max(warmup, 1))
-    peak_step = max(warmup, 1)  # the step that has the peak
+    peak_step = max(warmup, 1)
     progress = (step - peak_step) / max(num_steps - peak_step, 1)
     remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return floor + (peak - floor) * remaining

@@ -1,4 +1,4 @@
-"""How long sequences become, and for which the model has too few positions."""
+"""Check of sequence lengths against the positions of the model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,14 +15,15 @@ from abrun.train.data import Data, check_length
 
 
 def max_sampled_tokens(config: OwnRunConfig) -> int:
-    """Tokens of the longest completion that is sampled in training; 0 where none is."""
+    """Return the maximum length of sampled completions in tokens; 0 if the algorithm samples none."""
     return config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
 
 
 def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: int) -> Iterator[int]:
-    """Of each example the tokens of its longest sequence; `sampled`: of a completion, if not its own.
+    """Yield the tokens of each example's longest sequence.
 
-    A part of them after the other: token ids take much more memory than texts.
+    `num_sampled` replaces the length of the completion if it is sampled; 0 uses the example's own
+    completions. Examples are tokenized in chunks, because token ids take much more memory than texts.
     """
     for start in range(0, len(examples), AT_ONCE):
         chunk = examples[start : start + AT_ONCE]
@@ -37,10 +38,10 @@ def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: in
 
 
 def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
-    """Raises RecipeError, on every rank, for a line of a file that is too long for the model. Collective.
+    """Raise RecipeError, on all ranks, for a line of a file that is too long for the model. Collective.
 
-    Of the lines that validation and the steps from `first` on take; what a tokenizer or a template makes
-    longer than its bytes, the steps will tell.
+    It checks the lines for validation and for the steps from `first_step` on. Lines that the tokenizer or a
+    chat template expands beyond the estimate from their bytes are only found by the step that uses them.
     """
     max_positions, num_sampled, failure = data.text.max_positions, max_sampled_tokens(config), ""
     check_length(data.text, num_sampled + 1, f"rollout.max_new_tokens: got {num_sampled}")
@@ -48,7 +49,7 @@ def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
     if max_positions is None or not lines:
         return
     try:
-        # A token is a byte at least: the texts of most files need not be tokenized for this
+        # A token has at least one byte, so most texts need not be tokenized.
         [overhead] = sequence_lengths_of(data.text, [min(lines, key=_num_bytes)], num_sampled)
         candidates = [line for line in lines if overhead + _num_bytes(line) > max_positions]
         local_candidates = candidates[data.ranks.rank :: data.ranks.size]
@@ -60,8 +61,8 @@ def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
                 with_sampled = f" with rollout.max_new_tokens {num_sampled}" if num_sampled else ""
                 fix = "shorten or remove the line" + (", under another --name" if first_step > 1 else "")
                 raise RecipeError(
-                    f"task: {line.source}: makes a sequence of {length} tokens{with_sampled}; this model "
-                    f"takes {max_positions}: {fix}"
+                    f"task: {line.source}: needs a sequence of {length} tokens{with_sampled}; this model "
+                    f"allows {max_positions}: {fix}"
                 )
     except RecipeError as error:
         failure = str(error)
@@ -70,14 +71,14 @@ def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
 
 
 def _examples_to_check(data: Data, config: OwnRunConfig, first_step: int) -> list[Example]:
-    """Each once."""
+    """Return the examples of a file that the run will use, without duplicates."""
     task, algorithm = data.task, config.algorithm
     if not isinstance(task, ProblemFile):
         return []
     start, stop = (first_step - 1) * data.batch_size, config.steps * data.batch_size
     drawn = task.examples(derive(data.seed, "data"), start, stop - start) if start < stop else []
     if isinstance(algorithm, PolicyGradientSettings) and algorithm.draws_again:
-        drawn = task.problems  # which of them, the steps will tell
+        drawn = task.problems  # any of them may be drawn
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())
 
 

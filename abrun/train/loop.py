@@ -1,4 +1,4 @@
-"""The loop around every algorithm: resume, step, record, checkpoint, stop when asked."""
+"""The training loop of all algorithms: resume, step, record, checkpoint, stop on request."""
 
 import gc
 import os
@@ -27,27 +27,27 @@ from abrun.train.validation import Validator
 
 
 class Interrupted(AbrunError):
-    """Training stopped because it was asked to; a checkpoint holds everything so far."""
+    """Training stopped on request; a checkpoint has all progress."""
 
 
 class Algorithm(Protocol):
-    """What one step is."""
+    """Interface of algorithms: one training step."""
 
-    samples: Sequence[Sample]  # some completions of the last one, those of the global batch on the first rank
+    samples: Sequence[Sample]  # sample completions of the last step; those of the first rank are recorded
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
         ...
 
     def update(self, batch: Any, step: int) -> dict[str, float]:
-        """The part of a step that follows its data: on this rank's `Sequences`, or `RolloutBatch` ones."""
+        """Run the part of a step after its data, on this rank's `Sequences` or `RolloutBatch`."""
         ...
 
 
 def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torch.device) -> None:
-    """Train a run to its end, from its newest checkpoint; rank 0 has the attempt's `writer`.
+    """Train a run to its end, from its newest checkpoint; rank 0 has the attempt's `writer`. Collective.
 
-    Raises Interrupted after a checkpoint when SIGTERM arrived. Every rank calls this.
+    Raises Interrupted, after saving a checkpoint, if SIGTERM arrived.
     """
     config = OwnRunConfig.model_validate(record.config)
     requests = Requests()
@@ -103,7 +103,7 @@ def _train(
             saved = step
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
-            raise Interrupted(f"{run.path}: stopped after step {saved}; launch with --resume to go on")
+            raise Interrupted(f"{run.path}: stopped after step {saved}; continue with --resume")
     progress.report("finishing", in_every_step=False)
     final_weights = None
     if config.checkpoint.final_weights:
@@ -114,7 +114,7 @@ def _train(
 
 
 class Requests:
-    """SIGTERM asks for a checkpoint and an end, SIGUSR1 for a checkpoint; all ranks answer together."""
+    """Requests by signal: SIGTERM saves a checkpoint and stops, SIGUSR1 saves one; all ranks act together."""
 
     def __init__(self) -> None:
         self._requested = {signal.SIGTERM: False, signal.SIGUSR1: False}
@@ -122,8 +122,8 @@ class Requests:
             signal.signal(number, self._note)
 
     def collect(self, ranks: Ranks) -> tuple[bool, bool]:
-        """(stop, save) as asked of any rank since the last call. Collective."""
-        # Taken before the collective: a signal that arrives while this rank waits in it is for the next call.
+        """Return (stop, save): whether any rank received a request since the last call. Collective."""
+        # Read before the collective: a signal that arrives during it is handled by the next call.
         requested, self._requested = self._requested, dict.fromkeys(self._requested, False)
         stop, save = ranks.all_reduce_max_world(list(requested.values()))
         return bool(stop), bool(save)
@@ -133,7 +133,10 @@ class Requests:
 
 
 def make_algorithm(setup: RunSetup) -> Algorithm:
-    """The algorithm that the recipe names, with the fault that it injects; the others are not imported."""
+    """Return the algorithm of the recipe, with its injected fault, if any.
+
+    Modules of other algorithms are not imported.
+    """
     algorithm = _algorithm_of(setup)
     if setup.config.injected_fault is not None:
         from abrun.train.faults import inject
@@ -163,7 +166,7 @@ def _algorithm_of(setup: RunSetup) -> Algorithm:
 
 
 def _performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
-    """Seconds and peaks of the step, the largest over all ranks, and the rates that follow from them."""
+    """Return times and memory peaks of the step, the maximum over all ranks, and the resulting throughput."""
     seconds, peaks = setup.phases.collect()
     merged = {**seconds, **peaks}
     result = dict(zip(merged, setup.ranks.all_reduce_max_world(list(merged.values())), strict=True))
@@ -175,23 +178,20 @@ def _performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
 
 
 def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
-    """Raises RecipeError, on every rank, where a run would go on with other prompts than it began with.
-
-    Collective.
-    """
+    """Raise RecipeError, on all ranks, if a resumed run has other prompts than it began with. Collective."""
     changed = False
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
         recorded_sha256 = (run.environment() or {}).get("prompts_sha256")
         changed = recorded_sha256 not in (None, prompts_sha256(_prompts(setup)))
     if setup.ranks.broadcast_world(changed):
         raise RecipeError(
-            "task: got other prompts than those that this run began with, as its file has changed, or the "
-            "package that draws them; restore it, or launch under another --name"
+            "task: the prompts differ from those that this run began with, because the file or the package "
+            "that generates them has changed; restore it, or launch under another --name"
         )
 
 
 def _prompts(setup: RunSetup) -> Any:
-    """All prompts of the run in order, a global batch at a time."""
+    """Yield all prompts of the run in order, one global batch at a time."""
     for step in range(1, setup.config.steps + 1):
         yield from (example.prompt for example in setup.data.examples(step))
 

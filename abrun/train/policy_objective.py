@@ -1,4 +1,4 @@
-"""The loss of a policy gradient on one microbatch, and its metrics; see abrun.rl for the formulas."""
+"""Loss and metrics of a policy gradient on one microbatch; see abrun.rl for the formulas."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -26,27 +26,27 @@ AnyBatch = TypeVar("AnyBatch", ScoredBatch, TrainBatch)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLosses(TokenLosses):
-    """The loss of tokens [...], computed once, and what its metrics report."""
+    """Token losses [...] of a policy objective, with the values for its metrics."""
 
     batch: TrainBatch  # with old log-probs
     policy_loss: PolicyLoss
-    kl_penalty: Tensor | None  # [...]; None: the loss has none
+    kl_penalty: Tensor | None  # [...]; None: not part of the loss
     reported: Tensor  # [...] float64, `shares` before the recipe's grad_divisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """The recipe's policy loss, with a KL penalty and an entropy bonus where the recipe has them.
+    """The policy loss of a recipe, with its KL penalty and entropy bonus, if any.
 
-    See abrun.backends.Objective. Metrics are means over the counts: the global batches of all updates of a
-    step. The batch says what a token counts in the loss of its update.
+    See abrun.backends.Objective. Metrics are means over the counts, which cover the global batches of all
+    updates in a step. The weight of a token in the loss of its update comes with the batch.
     """
 
     settings: Grpo | Ppo
     num_tokens: float
     num_sequences: float
     num_updates: int = 1
-    gradient_factor: float = 1.0  # what the recipe's grad_divisor makes of the loss for its gradient
+    gradient_factor: float = 1.0  # scales the gradient of the loss, for the recipe's grad_divisor
 
     @property
     def entropies(self) -> Entropies:
@@ -95,7 +95,7 @@ class PolicyObjective:
         return contribution
 
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
-        """Return the batch with this pass's own log-probs as the old ones, if no pass before it set them."""
+        """Return the batch with these log-probs as the old ones, unless an earlier pass has set them."""
         if batch.old_logprobs is not None:
             return batch
         return with_old_logprobs(batch, logprobs.detach(), self.settings)
@@ -118,7 +118,7 @@ class PolicyObjective:
         )
 
     def kl_penalty(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
-        """Return the KL penalty of each token [...]; None if the loss has none."""
+        """Return the KL penalty of each token [...]; None if it is not part of the loss."""
         if batch.reference_logprobs is None or self.settings.kl_in != "loss":
             return None
         return kl_penalty(
@@ -127,7 +127,7 @@ class PolicyObjective:
 
 
 def with_old_logprobs(batch: AnyBatch, old_logprobs: Tensor, settings: Grpo | Ppo) -> AnyBatch:
-    """Add old log-probs [...], and the importance weights that follow from them if the recipe corrects."""
+    """Set old log-probs [...] and, if the recipe has a correction, the resulting importance weights."""
     weights, correction = None, settings.importance_correction
     if correction is not None:
         weights = importance_weights(

@@ -1,4 +1,4 @@
-"""PPO: advantages are against a value model, which learns from the same completions."""
+"""PPO: advantages relative to a value model, which is trained on the same completions."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -27,14 +27,14 @@ from abrun.train.setup import RunSetup
 
 
 class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
-    """The algorithm of a recipe with `algorithm: {type: ppo}`."""
+    """PPO, for `algorithm: {type: ppo}`."""
 
     def __init__(self, setup: RunSetup, settings: Ppo, value_model: ValueModel) -> None:
         super().__init__(setup, settings)
         self._value_model = value_model
 
     def advantages(self, batch: ScoredBatch) -> tuple[ActorCriticBatch, Metrics]:
-        """Add advantages by GAE, whitened over the tokens of the global batch, old values and returns."""
+        """Add GAE advantages, whitened over the tokens of the global batch, old values and returns."""
         ppo, mask, all_reduce_sum = self._settings, batch.token_mask, self.setup.ranks.all_reduce_sum_data
         with self.setup.phases("values"):
             values = self._value_model.values(batch)
@@ -79,26 +79,26 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLosses(TokenLosses):
-    """The value loss of tokens [B, S], computed once, and what its metrics report."""
+    """Token losses [B, S] of the value model, with the values for their metrics."""
 
     value_loss: ValueLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PpoValueObjective:
-    """PPO's value loss; a token counts in it what it counts in the policy's. See abrun.backends."""
+    """PPO's value loss, with the same token weights as the policy loss. See abrun.backends."""
 
     clip_range: float | None
-    num_tokens: float  # of the global batches of all updates of a step, which the metrics are means over
+    num_tokens: float  # in the global batches of all updates of a step
     num_updates: int = 1
-    gradient_factor: float = 1.0  # of the loss, for its gradient
+    gradient_factor: float = 1.0  # scales the gradient of the loss
 
     @classmethod
     def for_update(cls, policy: PolicyObjective) -> Self:
-        """Return the value loss of the policy's update, with its counts.
+        """Return the value loss for a policy update, with its counts.
 
-        A grad_divisor of the recipe scales the gradient of a shared backbone, policy and value loss alike, so
-        that value_coefficient keeps its meaning; a backbone of its own has its own optimizer.
+        The recipe's grad_divisor scales the gradient of a shared backbone for policy and value loss alike, so
+        that value_coefficient keeps its meaning. A separate backbone has its own optimizer and is not scaled.
         """
         settings = policy.settings
         assert isinstance(settings, Ppo)

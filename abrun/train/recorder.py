@@ -1,4 +1,4 @@
-"""What our trainer records of a run: on rank 0, into its run directory and perhaps to wandb."""
+"""Records of a training run: rank 0 writes them into the run directory, and wandb gets them if configured."""
 
 import hashlib
 import platform
@@ -37,7 +37,7 @@ RECORDED_PACKAGES = (
 
 
 class Recorder:
-    """What all ranks call to record a run; rank 0 alone has a `writer`, the others do nothing."""
+    """Recorder that all ranks call; only rank 0 has a `writer`, on other ranks it does nothing."""
 
     def __init__(self, writer: RunWriter | None, config: OwnRunConfig) -> None:
         self._writer = writer
@@ -52,9 +52,9 @@ class Recorder:
         prompts: Iterable[str],
         started_from: Mapping[str, Any] | None,
     ) -> None:
-        """Record what the run depends on besides its configuration, its policy being the initial one.
+        """Record the environment of the run and its initial weights. Collective.
 
-        `started_from`: the checkpoint of another run that it began from. Collective.
+        Call it before the first update. `started_from`: the checkpoint of another run from which it began.
         """
         ranks = policy.ranks
         places = ranks.all_gather_world(
@@ -82,7 +82,7 @@ class Recorder:
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one step, and let the heart beat."""
+        """Append the metrics of a step, and update the heartbeat."""
         if self._writer:
             self._writer.metrics(step, values)
             self._writer.heartbeat(step)
@@ -92,13 +92,13 @@ class Recorder:
     def validation(
         self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]
     ) -> None:
-        """Append what a validation found, prompt by prompt."""
+        """Append the results of a validation for each prompt."""
         if self._writer:
             digest = prompts_sha256(prompts)
             self._writer.validation(step, prompts_sha256=digest, rewards=rewards, lengths=lengths)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append completions to be looked at, if there are any."""
+        """Append sample completions, if there are any."""
         if self._writer and samples:
             self._writer.samples(step, list(samples))
 
@@ -107,9 +107,9 @@ class Recorder:
             self._writer.event(event, **details)
 
     def finish(self, step: int, policy: Backend, final_weights: Mapping[str, Any] | None) -> None:
-        """The run is finished: the last of all that is written. Collective.
+        """Record the end of the run, with its final weights. Collective.
 
-        `final_weights`: its files' checksums.
+        `final_weights`: checksums of the saved files.
         """
         sketch: dict[str, Tensor] = {}
         weights: dict[str, Any] = {"final_weights_hash": hash_policy(policy, sketch)}
@@ -122,9 +122,9 @@ class Recorder:
 
 
 def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
-    """Says whether two policies have the same weights, on any backend and in any layout. Collective.
+    """Return a hash of the policy's weights that is equal on any backend and in any layout. Collective.
 
-    `sketch` is filled with the abrun.models.sketch_of each tensor, on every rank.
+    If `sketch` is given, it is filled with the abrun.models.sketch_of each tensor, on every rank.
     """
     ranks, local_sum = policy.ranks, 0
     sketches: dict[str, Tensor] = {}
@@ -140,7 +140,7 @@ def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:
-    """Identifies prompts in their order."""
+    """Return a hash of prompts in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
@@ -148,7 +148,7 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
 
 
 def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
-    """At which precision the log-probs of the LM head were computed; see abrun.kernels."""
+    """Return the precisions of the log-probs of the LM head; see abrun.kernels."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     float32_products = backend.matmul.fp32_precision
     return config.head_precision | {
@@ -157,7 +157,7 @@ def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
 
 
 def _driver(device: torch.device) -> str | None:
-    """The version of the driver of NVIDIA's GPUs, by its own word."""
+    """Return the version of NVIDIA's driver; None without a GPU or if it cannot be read."""
     try:
         version_text = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
     except OSError:

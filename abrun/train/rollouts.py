@@ -1,8 +1,8 @@
-"""The rollouts of a step: groups of completions, one a prompt, fetched until the step has enough of them.
+"""Rollouts of a step: groups of completions, one group a prompt, fetched until the step has enough.
 
-Which prompts are drawn, and every draw of a token, are functions of seed, step and fetch: a resumed run needs
-nothing of the steps before, and arms of one seed begin every step with the same prompts. Groups are counted
-and chosen over all ranks, in the order of the global batch: how many ranks there are changes nothing.
+Prompts and token draws are functions of seed, step and fetch. A resumed run needs nothing from earlier steps,
+and arms with the same seed start each step with the same prompts. Groups are counted and selected over all
+ranks in the order of the global batch, so the number of ranks has no effect.
 """
 
 import math
@@ -33,16 +33,16 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ, so that advantages relative to their mean are not all 0."""
+        """True if the rewards differ, so that advantages relative to their mean are not all 0."""
         return any(reward != self.rewards[0] for reward in self.rewards)
 
 
 class Rollouts:
-    """Samples and judges what a step trains on."""
+    """Samples the completions of a step and computes their rewards."""
 
     def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
-        # Whole fetches; only groups chosen for their signal are cut to a number.
+        # A step trains on whole fetches, except that dynamic_sampling selects `_target` groups.
         documents = self._settings.documents_per_step
         self._target = (
             math.ceil(documents / self._settings.group_size) if documents else self._settings.prompts_per_step
@@ -50,7 +50,10 @@ class Rollouts:
         self._num_fetches = math.ceil(self._target / self._settings.prompts_per_step)
 
     def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """This rank's sequences of a step, with rewards, and metrics of all that was drawn. Collective."""
+        """Return this rank's sequences of a step, with rewards, and metrics of all drawn completions.
+
+        Collective.
+        """
         with self._setup.sampler.awake() as engine:
             if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
                 return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
@@ -61,7 +64,7 @@ class Rollouts:
     def _collect_with_signal(
         self, engine: RolloutEngine, step: int, max_tries: int
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """Groups with signal, as drawn; after the last try, those without fill up what is missing."""
+        """Fetch until there are enough groups with signal; after the last try, add groups without signal."""
         ranks, local_groups = self._setup.ranks, []
         with_signal: list[Group] = []
         without_signal: list[Group] = []
@@ -79,7 +82,7 @@ class Rollouts:
         }
 
     def fetch(self, engine: RolloutEngine, step: int, fetch: int) -> list[Group]:
-        """This rank's share of one draw of prompts_per_step prompts."""
+        """Sample this rank's share of one fetch, which has prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
         examples = setup.data.examples(step, fetch)
         rows = range(len(examples) * size)[setup.ranks.data_slice(len(examples) * size)]
@@ -165,11 +168,11 @@ class Rollouts:
 
 
 def _check_finite(completions: list[Completion], step: int) -> None:
-    """Raises LaunchError where an engine has drawn from what is no distribution."""
+    """Raise LaunchError if a log-prob is not finite."""
     for logprob in filterfalse(
         math.isfinite, chain.from_iterable(completion.logprobs for completion in completions)
     ):
         raise LaunchError(
-            f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
-            "a lower policy.optimizer.learning_rate"
+            f"policy: got a log-prob of {logprob} at step {step}: the weights have diverged; use a lower "
+            "policy.optimizer.learning_rate"
         )

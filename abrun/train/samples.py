@@ -1,4 +1,4 @@
-"""A few of a step's completions, to be looked at: the prompt, the text, and what it was worth."""
+"""Sample completions of a step for inspection: prompt, text, reward and log-prob error."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,21 @@ from abrun.rl.batch import RolloutBatch
 from abrun.runs.samples import Sample
 from abrun.train.setup import RunSetup
 
-MAX_TEXT_LENGTH = 4000  # of a text that is kept
+MAX_TEXT_LENGTH = 4000  # characters of a recorded text
 
 
 def is_due(settings: KeptSamples | None, step: int) -> bool:
-    """At the first step and at every k-th."""
+    """Return True at the first step and at every k-th."""
     return settings is not None and (step == 1 or step % settings.every == 0)
 
 
 def collect_samples(setup: RunSetup, batch: RolloutBatch, group_size: int) -> list[Sample]:
-    """The first completion of each of a step's first prompts, before its first update. Collective.
+    """Return the first completion of each of the first prompts, before the step's first update. Collective.
 
-    Arms of one seed begin a step with the same prompts, so that these can be laid side by side. Every rank
-    computes those of its own share; the first rank's are the step's first. Their log-probs are never those of
-    compiled layers, which would be compiled once more for so few rows: `logprob_error` is then as exact, and
-    not to the bit that of what is trained.
+    Arms with the same seed start a step with the same prompts, so that their samples can be compared side by
+    side. Each rank computes the samples of its own share; those of the first rank are the first of the step.
+    The log-probs are computed without torch.compile, which would compile again for so few rows.
+    `logprob_error` is therefore as exact as in training, but not bit-identical.
     """
     settings = setup.config.keep_samples
     assert settings is not None
@@ -34,7 +34,7 @@ def collect_samples(setup: RunSetup, batch: RolloutBatch, group_size: int) -> li
     return [
         _make_sample(setup, *row)
         for row in zip(chosen.token_ids, chosen.token_mask, error, chosen.rewards, strict=True)
-        if row[1].any()  # else it was left out of the loss
+        if row[1].any()  # rows without tokens are masked in the loss
     ]
 
 
@@ -52,6 +52,6 @@ def _make_sample(setup: RunSetup, token_ids: Tensor, mask: Tensor, error: Tensor
 
 
 def _shorten(text: str) -> str:
-    """Its two ends, where it is long: a prompt's question and a completion's answer may be at either."""
+    """Keep both ends of a long text: a question or an answer may be at either."""
     half = MAX_TEXT_LENGTH // 2
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:half]} [...] {text[-half:]}"

@@ -1,4 +1,4 @@
-"""What every algorithm starts from, as one record of a rank's view of its run."""
+"""The common setup of all algorithms: one rank's view of a run."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from abrun.train.sampler import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """One rank's view of a run."""
+    """The models, data and tools of a run, as seen by one rank."""
 
     config: OwnRunConfig
     seed: int
@@ -30,7 +30,7 @@ class RunSetup:
     ranks: Ranks
     data: Data
     policy: Backend
-    value_model: ValueModel | None  # of PPO
+    value_model: ValueModel | None  # only for PPO
     learner: Learner
     sampler: Sampler
     phases: Phases
@@ -39,9 +39,9 @@ class RunSetup:
 def make_setup(
     config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device
 ) -> RunSetup:
-    """Load the model and the task of a run. Every rank calls this.
+    """Load the model and the task of a run. Collective.
 
-    Raises RecipeError where they do not fit together, and for what this version has not built.
+    Raises RecipeError if they do not fit together, or for a feature that is not built yet.
     """
     for line in not_built(config):
         raise RecipeError(line)
@@ -76,7 +76,7 @@ def make_setup(
 
 
 def make_reference(setup: RunSetup) -> Backend:
-    """A frozen policy with the run's initial weights."""
+    """Return a frozen policy with the initial weights of the run."""
     reference = make_backend(
         setup.config,
         setup.ranks,

@@ -18,9 +18,9 @@ from abrun.train.validation import Evaluation
 
 
 class SftAlgorithm:
-    """The algorithm of a recipe with `algorithm: {type: sft}`."""
+    """Supervised fine-tuning, for `algorithm: {type: sft}`."""
 
-    samples: Sequence[Sample] = ()  # it draws none
+    samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
@@ -31,7 +31,7 @@ class SftAlgorithm:
         return self.update(self._batches.batch(step), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
-        """Gradients of this rank's `batch` and one optimizer step."""
+        """Compute the gradients of this rank's `batch` and run one optimizer step."""
         num_tokens, num_sequences = self._setup.ranks.all_reduce_sum_data(
             float(batch.token_mask.sum()), len(batch)
         )
@@ -41,7 +41,7 @@ class SftAlgorithm:
         }
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
-        """The loss on these examples; a prompt's reward is minus its own. Collective."""
+        """Return the loss on these examples; the reward of a prompt is minus its loss. Collective."""
         ranks = self._setup.ranks
         batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
         logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
@@ -60,7 +60,7 @@ def _texts(examples: list[Example]) -> Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedObjective:
-    """Minus the log-prob, its mean over the completion tokens; see abrun.backends.Objective."""
+    """Minus the mean log-prob of the completion tokens; see abrun.backends.Objective."""
 
     num_tokens: float  # of the global batch
 

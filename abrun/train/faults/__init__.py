@@ -1,7 +1,7 @@
-"""Faults injected on purpose, by the names of `abrun.recipe.faults`: what a comparison must find.
+"""Injected faults, by their names in `abrun.recipe.faults`; a comparison must detect them.
 
-Each is one function of what a run has built (`FaultSite`), which wraps a method of one of its objects: the code
-that trains knows nothing of faults. Without one nothing is wrapped.
+Each fault is one function of a `FaultSite`, the objects of a run. It wraps a method of one of them, so the
+training code knows nothing of faults. Without a fault nothing is wrapped.
 """
 
 from abrun.train.faults.batch import BATCH_FAULTS
@@ -24,7 +24,7 @@ BY_SEAM = {
 
 
 def inject(setup: RunSetup, algorithm: object) -> None:
-    """Break what the recipe's `injected_fault` names, if any. Raises RecipeError where that is not there."""
+    """Inject the recipe's `injected_fault`, if any. Raises RecipeError if the run lacks what it changes."""
     injected = setup.config.injected_fault
     if injected is not None:
         functions = {name: function for seam in BY_SEAM.values() for name, function in seam.items()}

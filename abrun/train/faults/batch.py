@@ -1,4 +1,4 @@
-"""Faults of the data of a step: rewards, advantages, masks and weights. Letters: B sequences, S positions."""
+"""Faults in the data of a step: rewards, advantages, masks, weights. Dimensions: B sequences, S positions."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -30,7 +30,7 @@ def flipped_advantages(site: FaultSite) -> None:
 
 
 def rewards_of_other_rows(site: FaultSite) -> None:
-    """Those of about half a batch further: another prompt's."""
+    """Give rows the rewards of rows about half a batch further, which belong to other prompts."""
 
     def collect(inner, step: int) -> Collected:
         batch, metrics = inner(step)
@@ -52,7 +52,7 @@ def misgrouped(site: FaultSite) -> None:
 
 
 class _SingleRank(Ranks):
-    """Ranks of which each takes its share for all of the batch."""
+    """Ranks whose data collectives return only this rank's share."""
 
     def all_reduce_sum_data(self, *values: float) -> list[float]:
         return list(values)
@@ -62,7 +62,7 @@ class _SingleRank(Ranks):
 
 
 def whiten_per_rank(site: FaultSite) -> None:
-    """Advantages as the algorithm computes them from a rank's share; its metrics are of the batch."""
+    """Compute advantages from each rank's share of the batch; the metrics remain those of the whole batch."""
     algorithm, run_setup = site.algorithm, site.setup
     single_rank = _SingleRank(
         **{field.name: getattr(run_setup.ranks, field.name) for field in fields(run_setup.ranks)}
@@ -121,7 +121,7 @@ def late_half_batch(site: FaultSite) -> None:
 
 
 def padding_in_denominator(site: FaultSite) -> None:
-    """Of the rows [B, S] as they are padded: all positions from a completion's first on."""
+    """Count padding in the token mean: all positions [B, S] from the first completion token on."""
 
     def change(updates: Updates, step: int) -> Updates:
         changed = []

@@ -1,4 +1,4 @@
-"""Faults of the rollout engine: old weights, equal draws, changed tokens."""
+"""Faults in the rollout engine: stale weights, duplicate draws, changed tokens."""
 
 import itertools
 from collections import deque
@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 def stale_rollout_weights(site: FaultSite) -> None:
     delay = int(site.size)
-    # One that is never reached needs no copies: the first weights stay for ever.
+    # With a delay beyond the last step, the initial weights stay and one copy is enough.
     states: deque[State] = deque(maxlen=delay + 1)
 
     def weights_of(policy: Backend) -> State:
@@ -50,7 +50,7 @@ def _copy_weights(policy: Backend) -> State:
 
 
 def _sample_with_weights(site: FaultSite, weights_of: Callable[[Backend], State]) -> None:
-    """Sample from a second policy, which at each sync gets what `weights_of` makes of the first."""
+    """Sample from a second policy, which each sync loads with the weights that `weights_of` returns."""
     setup = site.setup
 
     def make(inner: Callable[[], Any]) -> Any:
@@ -66,7 +66,7 @@ def _sample_with_weights(site: FaultSite, weights_of: Callable[[Backend], State]
 
 @dataclass(frozen=True, kw_only=True)
 class _CopiedDraws(Draws):
-    """The last of a group's rows draw as its first ones do."""
+    """Draws in which the last rows of each group repeat those of its first rows."""
 
     group_size: int
     num_copies: int
@@ -117,7 +117,7 @@ def forced_eos(site: FaultSite) -> None:
 
 
 def retokenised(site: FaultSite) -> None:
-    """A log-prob keeps its position: those too many are cut off, and missing ones are 0."""
+    """Decode and re-encode completions; log-probs keep their positions, and missing ones are 0."""
     text = site.setup.data.text
 
     def retokenise(completion: Completion) -> Completion:
@@ -167,7 +167,7 @@ def _wrap_generate(site: FaultSite, generate: Callable[..., list[Completion]]) -
 
 
 def _change_engine(site: FaultSite, change: Callable[[Any], None]) -> None:
-    """Change the engine once it is made."""
+    """Apply `change` to the engine when it is made."""
 
     def make(inner: Callable[[], Any]) -> Any:
         engine = inner()

@@ -1,4 +1,4 @@
-"""Faults of the way from tokens to log-probs, and of its gradient. Letters: B sequences, S positions."""
+"""Faults between tokens and log-probs, and in their gradients. Dimensions: B sequences, S positions."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +78,7 @@ def labels_off_by_one(site: FaultSite) -> None:
 
 
 def rope_bf16(site: FaultSite) -> None:
-    """In the trainer's passes alone: the embedded engine shares the module."""
+    """Round RoPE frequencies to bfloat16 in the trainer's passes only; the torch engine shares the module."""
     module = _module(site.setup.policy)
     rotary = module.base.rotary_emb
     exact = rotary.inv_freq.clone()
@@ -94,7 +94,7 @@ def rope_bf16(site: FaultSite) -> None:
 
 
 def _module(policy: Any) -> Any:
-    """Of the dtensor backend."""
+    """Return the module of a policy on the dtensor backend."""
     return policy.module
 
 

@@ -1,4 +1,4 @@
-"""Faults of the loss, and of how microbatches add up to it."""
+"""Faults in the loss, and in the accumulation over microbatches."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 
 
 def microbatch_mean(site: FaultSite) -> None:
-    """Each microbatch's weights get the sum that all of them have on average."""
+    """Give the loss weights of each microbatch the same sum, the mean over all microbatches."""
 
     def forward_backward(inner, batch: TrainBatch, objective: PolicyObjective) -> MetricParts:
         microbatches = site.cut(batch)
@@ -32,7 +32,7 @@ def microbatch_mean(site: FaultSite) -> None:
 
 
 def rank_mean(site: FaultSite) -> None:
-    """Each rank's weights get the sum that all of them have on average."""
+    """Give the loss weights of each rank the same sum, the mean over all ranks."""
     ranks = site.setup.ranks
 
     def change(updates: Updates, step: int) -> Updates:
@@ -55,7 +55,10 @@ def last_microbatch_only(site: FaultSite) -> None:
 
 
 class _LastMicrobatchOnly:
-    """See abrun.backends.Objective: metrics of a microbatch are asked for after its losses."""
+    """Objective that keeps the losses of the last microbatch only; see abrun.backends.Objective.
+
+    It counts microbatches by their calls of `metrics`, which follow their losses.
+    """
 
     def __init__(self, inner: PolicyObjective, num_microbatches: int, share: float) -> None:
         self._inner, self._left, self._share = inner, num_microbatches, share
@@ -78,7 +81,7 @@ class _LastMicrobatchOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scaled(TokenLosses):
-    inner: PolicyLosses  # what metrics report
+    inner: PolicyLosses  # unscaled, for the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,10 @@ class _MeanWithPadding(PolicyObjective):
     size: float
 
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
-        """Of rows [B, S] as they are padded: all positions from a completion's first on."""
+        """Return the loss with sequence means that count padding.
+
+        The means are over all padded positions [B, S] from the first completion token on.
+        """
         assert batch.old_logprobs is not None
         tokens = batch.token_mask.sum(dim=1, keepdim=True)
         positions = batch.token_mask.cummax(dim=1).values.sum(dim=1, keepdim=True)

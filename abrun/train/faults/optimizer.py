@@ -1,4 +1,4 @@
-"""Faults of the optimizer's state, its precision and its schedule."""
+"""Faults in the state, the precision and the schedule of the optimizer."""
 
 import math
 from typing import Any

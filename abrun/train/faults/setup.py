@@ -1,4 +1,4 @@
-"""Faults of how models are set up; and what is none: initial weights moved by one ULP."""
+"""Faults in the setup of models, and a control: initial weights perturbed by one ULP."""
 
 from typing import Any
 
@@ -35,14 +35,16 @@ def dropout_on(site: FaultSite) -> None:
             module.attention_dropout, num_changed = site.size, num_changed + 1
     if not num_changed:
         name = type(policy.module.network).__name__
-        raise RecipeError(f"injected_fault: got 'dropout_on' with {name}, which has no dropout; drop it")
+        raise RecipeError(
+            f"injected_fault: got 'dropout_on' with {name}, which has no dropout; use another fault"
+        )
     torch.manual_seed(derive(site.setup.seed, "dropout", site.draw))
 
 
 def one_ulp(site: FaultSite) -> None:
-    """A number of the training dtype further, up or down; what is 0 stays.
+    """Move each weight by one ULP of the training dtype, up or down at random; weights of 0 stay.
 
-    A piece of a weight has its own signs, the same on every rank that has the piece.
+    Each shard of a weight has its own signs, the same on every rank that holds the shard.
     """
     setup = site.setup
     shard_specs, state = setup.policy.pieces(), setup.policy.local_state()
