@@ -51,7 +51,7 @@ def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
 def test_a_feature_to_come(tmp_path: Path) -> None:
     to_come = ("cluster.nodes=2", "rollout={engine: vllm, devices: 1}")
     directory = make_run(tmp_path / "run", run_config(*to_come))
-    message = expect_failure(directory, "rollout.devices: got 1 with cluster.nodes 2, not built yet", ranks=2)
+    message = expect_failure(directory, "rollout.devices: got 1 with cluster.nodes 2, which is not supported yet", ranks=2)
     expect_failed_event(directory, message)
 
 
@@ -115,7 +115,7 @@ def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, on_
 def test_memory_that_others_hold_is_said_to_be_theirs(
     monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool, snapshot
 ) -> None:
-    monkeypatch.setattr(progress, "doing", lambda: "the start")
+    monkeypatch.setattr(progress, "current_activity", lambda: "the start")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
