@@ -18,7 +18,7 @@ from abrun.models import Places, Text, has_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.sampling import filtered_logprobs, keep, packed, sample, sample_greedily
+from abrun.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
 from abrun.rollout import Completion
 from abrun.rollout.cuda_graphs import GraphReplayer, Step, run_unrecorded
 from abrun.rollout.draws import Draws
@@ -58,7 +58,7 @@ class TorchEngine:
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows_slice = slice(start, start + size)
-                settings = self._settings(prompts[rows_slice], temperature)
+                settings = self._sequence_settings(prompts[rows_slice], temperature)
                 sequences = _Sequences(
                     uniforms[rows_slice].to(self._device), **settings, with_support=with_support
                 )
@@ -85,7 +85,7 @@ class TorchEngine:
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows_slice = slice(start, start + size)
-                settings = self._settings(prompts[rows_slice], temperature)
+                settings = self._sequence_settings(prompts[rows_slice], temperature)
                 sequences = _ForcedSequences(
                     forced_tokens[rows_slice],
                     None if padded_support is None else padded_support[rows_slice],
@@ -116,7 +116,7 @@ class TorchEngine:
             padded[row, : len(token_support)] = token_support
         return padded.to(self._device)
 
-    def _settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
+    def _sequence_settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
         return {
             "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
             "end_ids": self._end_ids,
@@ -254,12 +254,12 @@ class _Sequences:
         if self._temperature == 0:
             return sample_greedily(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
-        logits = keep((logits / self._temperature).float(), self._filters)
+        logits = filter_logits((logits / self._temperature).float(), self._filters)
         if self._with_support:
-            self._record(packed(logits > float("-inf")))
+            self._record_support(pack_bits(logits > float("-inf")))
         return sample(logits, uniform)
 
-    def _record(self, support: Tensor) -> None:  # [B, W]
+    def _record_support(self, support: Tensor) -> None:  # [B, W]
         if self._support is None:  # allocated at the first draw, which is before any graph capture
             self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
         self._support.index_copy_(1, self._num_drawn, support[:, None])

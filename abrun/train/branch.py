@@ -101,7 +101,7 @@ class _SavedTensors:
 
     def __init__(self, files: list[Any]) -> None:
         # Keyed by full name and slices: if several ranks have the same shard, any of them will do.
-        self._places: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
+        self._sources: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
         assembled: dict[str, _AssembledTensor] = {}
         last_split: dict[str, list[Tensor]] = {}
         for file in files:
@@ -115,13 +115,13 @@ class _SavedTensors:
                     read = partial(_read_slice, file, name)
                     if not held.is_piece:
                         read = partial(assembled[repr(held.pieces)].read, index)
-                    self._places.setdefault(full_name, {}).setdefault(repr(shard.slices), (shard, read))
+                    self._sources.setdefault(full_name, {}).setdefault(repr(shard.slices), (shard, read))
 
     def __contains__(self, full_name: str) -> bool:
-        return full_name in self._places
+        return full_name in self._sources
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: next(iter(sources.values()))[0].shape for name, sources in self._places.items()}
+        return {name: next(iter(sources.values()))[0].shape for name, sources in self._sources.items()}
 
     def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
         """Read a local tensor as `dtype`; None keeps the saved dtype. Raises ValueError on another dtype."""
@@ -133,7 +133,7 @@ class _SavedTensors:
         """Read one shard, assembled from all saved shards that overlap with it."""
         tensor: Tensor | None = None
         num_read = 0
-        for shard, read in self._places[name].values():
+        for shard, read in self._sources[name].values():
             overlap = shard.common(wanted_shard)
             if overlap is None:
                 continue

@@ -9,7 +9,7 @@ from abrun.backends.head import Entropies
 from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, preference_metrics, spread_over_tokens
-from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts, merge_keys
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
@@ -26,7 +26,7 @@ class DpoAlgorithm:
     def __init__(self, setup: RunSetup, settings: Dpo) -> None:
         self._setup, self._settings = setup, settings
         self.reference = make_reference(setup)
-        self._batches = PrefetchedBatches(setup.data, _texts, setup.config.steps)
+        self._batches = PrefetchedBatches(setup.data, _to_texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -48,7 +48,7 @@ class DpoAlgorithm:
         The reward of a pair is its margin. Before the first update it is 0, which counts as incorrect.
         """
         ranks = self._setup.ranks
-        batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
+        batch = self._setup.data.encode(_to_texts(examples[ranks.data_slice(len(examples))]))
         pairs = self._with_reference(replace(batch, rows_per_sample=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
         (loss,) = ranks.all_reduce_sum_data(float(objective.losses(pairs, logprobs, None).shares.sum()))
@@ -73,7 +73,7 @@ class DpoAlgorithm:
         )
 
 
-def _texts(examples: list[Example]) -> Texts:
+def _to_texts(examples: list[Example]) -> Texts:
     return [(example.prompt, text) for example in examples for text in (example.completion, example.rejected)]
 
 
@@ -107,7 +107,7 @@ class PreferenceObjective:
             chosen = batch.token_mask.clone()
             chosen[1::2] = False
             weights = chosen.double() * self.settings.sft_coefficient / self.num_chosen_tokens
-            shares = shares + weighted(-logprobs, weights)
+            shares = shares + weighted_losses(-logprobs, weights)
         return PreferenceLosses(shares=shares, preference=preference)
 
     def metrics(

@@ -58,7 +58,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
     _check_prompts_unchanged(run, setup)
-    recorder.environment(config, setup.policy, _prompts(setup), origin and origin.recorded())
+    recorder.environment(config, setup.policy, _iterate_prompts(setup), origin and origin.recorded())
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
     finally:
@@ -90,7 +90,7 @@ def _train(
         values = algorithm.step(step)
         if step == start + 1:
             startup.freeze_survivors()
-        row = {**values, **_performance(setup, values)}
+        row = {**values, **_compute_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
         recorder.metrics(step, row)
@@ -137,7 +137,7 @@ def make_algorithm(setup: RunSetup) -> Algorithm:
 
     Modules of other algorithms are not imported.
     """
-    algorithm = _algorithm_of(setup)
+    algorithm = _import_algorithm(setup)
     if setup.config.injected_fault is not None:
         from abrun.train.faults import inject
 
@@ -145,7 +145,7 @@ def make_algorithm(setup: RunSetup) -> Algorithm:
     return algorithm
 
 
-def _algorithm_of(setup: RunSetup) -> Algorithm:
+def _import_algorithm(setup: RunSetup) -> Algorithm:
     settings = setup.config.algorithm
     if settings.type == "grpo":
         from abrun.train.grpo import GrpoAlgorithm
@@ -165,7 +165,7 @@ def _algorithm_of(setup: RunSetup) -> Algorithm:
     return SftAlgorithm(setup)
 
 
-def _performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
+def _compute_performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
     """Return times and memory peaks of the step, the maximum over all ranks, and the resulting throughput."""
     seconds, peaks = setup.phases.collect()
     merged = {**seconds, **peaks}
@@ -182,7 +182,7 @@ def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
     changed = False
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
         recorded_sha256 = (run.environment() or {}).get("prompts_sha256")
-        changed = recorded_sha256 not in (None, prompts_sha256(_prompts(setup)))
+        changed = recorded_sha256 not in (None, prompts_sha256(_iterate_prompts(setup)))
     if setup.ranks.broadcast_world(changed):
         raise RecipeError(
             "task: the prompts differ from those that this run began with, because the file or the package "
@@ -190,7 +190,7 @@ def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
         )
 
 
-def _prompts(setup: RunSetup) -> Any:
+def _iterate_prompts(setup: RunSetup) -> Any:
     """Yield all prompts of the run in order, one global batch at a time."""
     for step in range(1, setup.config.steps + 1):
         yield from (example.prompt for example in setup.data.examples(step))

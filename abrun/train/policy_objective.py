@@ -17,7 +17,7 @@ from abrun.rl.losses import (
     gspo_loss,
     kl_penalty,
     reinforce_loss,
-    weighted,
+    weighted_losses,
 )
 from abrun.rl.metrics import MetricParts, document_metrics, merge_keys, policy_metrics
 
@@ -65,7 +65,7 @@ class PolicyObjective:
         if self.settings.entropy_coefficient:
             assert entropy is not None
             losses = losses - self.settings.entropy_coefficient * entropy
-        reported = weighted(losses, batch.loss_weights)
+        reported = weighted_losses(losses, batch.loss_weights)
         return PolicyLosses(
             shares=reported * self.gradient_factor,
             reported=reported,
@@ -90,7 +90,7 @@ class PolicyObjective:
                 )
         if losses.kl_penalty is not None:
             weights = batch.token_mask.double() / self.num_tokens  # a mean over tokens under any reduction
-            contribution.sums["train/kl_penalty"] = weighted(losses.kl_penalty, weights).sum()
+            contribution.sums["train/kl_penalty"] = weighted_losses(losses.kl_penalty, weights).sum()
         contribution.sums["train/loss"] = losses.reported.sum() / self.num_updates
         return contribution
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from abrun.backends import ValueModel
 from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, ScoredBatch
-from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from abrun.rl.values import (
     ValueLoss,
@@ -18,7 +18,7 @@ from abrun.rl.values import (
     value_loss,
     value_loss_metrics,
     value_statistics,
-    whitened,
+    whiten,
 )
 from abrun.train.grpo import Metrics, PolicyGradient
 from abrun.train.learner import learning_rate_at
@@ -34,7 +34,7 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         self._value_model = value_model
 
     def advantages(self, batch: ScoredBatch) -> tuple[ActorCriticBatch, Metrics]:
-        """Add GAE advantages, whitened over the tokens of the global batch, old values and returns."""
+        """Add GAE advantages, whiten over the tokens of the global batch, old values and returns."""
         ppo, mask, all_reduce_sum = self._settings, batch.token_mask, self.setup.ranks.all_reduce_sum_data
         with self.setup.phases("values"):
             values = self._value_model.values(batch)
@@ -49,7 +49,7 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         metrics |= value_statistics(values, returns, mask, all_reduce_sum)
         if ppo.normalize_advantages:
             statistics = token_statistics(advantages, mask, all_reduce_sum)
-            advantages = whitened(advantages, mask, mean=statistics.mean, std=statistics.std)
+            advantages = whiten(advantages, mask, mean=statistics.mean, std=statistics.std)
         train_batch = batch.with_fields(
             ActorCriticBatch, advantages=advantages, old_values=values, returns=returns
         )
@@ -113,7 +113,7 @@ class PpoValueObjective:
         loss = value_loss(
             values, batch.old_values, batch.returns, batch.token_mask, clip_range=self.clip_range
         )
-        shares = weighted(loss.loss, batch.loss_weights) * self.gradient_factor
+        shares = weighted_losses(loss.loss, batch.loss_weights) * self.gradient_factor
         return ValueLosses(shares=shares, value_loss=loss)
 
     def metrics(self, batch: ActorCriticBatch, values: Tensor, losses: ValueLosses) -> MetricParts:

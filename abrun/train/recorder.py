@@ -58,7 +58,7 @@ class Recorder:
         """
         ranks = policy.ranks
         places = ranks.all_gather_world(
-            (socket.gethostname(), _device_name(ranks.device), _driver(ranks.device))
+            (socket.gethostname(), _device_name(ranks.device), _driver_version(ranks.device))
         )
         sketch: dict[str, Tensor] = {}
         initial_weights = hash_policy(policy, sketch)
@@ -74,7 +74,7 @@ class Recorder:
                 "hosts": sorted({host for host, _, _ in places}),
                 "drivers": sorted({driver for _, _, driver in places if driver}),
                 "dtype": config.policy.dtype,
-                "precision": _precision(config, ranks.device),
+                "precision": _head_precision(config, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
                 "started_from": started_from,
@@ -147,7 +147,7 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
+def _head_precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
     """Return the precisions of the log-probs of the LM head; see abrun.kernels."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     float32_products = backend.matmul.fp32_precision
@@ -156,7 +156,7 @@ def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
     }
 
 
-def _driver(device: torch.device) -> str | None:
+def _driver_version(device: torch.device) -> str | None:
     """Return the version of NVIDIA's driver; None without a GPU or if it cannot be read."""
     try:
         version_text = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""

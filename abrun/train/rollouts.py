@@ -59,7 +59,7 @@ class Rollouts:
                 return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
             fetches = range(self._num_fetches)
             groups = [group for fetch in fetches for group in self.fetch(engine, step, fetch)]
-            return self._batch(groups), self._metrics(groups)
+            return self._make_batch(groups), self._compute_metrics(groups)
 
     def _collect_with_signal(
         self, engine: RolloutEngine, step: int, max_tries: int
@@ -76,7 +76,9 @@ class Rollouts:
                 (with_signal if group.has_signal else without_signal).append(group)
             num_fetches += 1
         chosen = [*with_signal, *without_signal][: self._target]
-        return self._batch(chosen[ranks.data_slice(self._target)]), self._metrics(local_groups) | {
+        return self._make_batch(chosen[ranks.data_slice(self._target)]), self._compute_metrics(
+            local_groups
+        ) | {
             "train/dynamic_sampling_kept_share": len(with_signal) / (len(with_signal) + len(without_signal)),
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
@@ -105,7 +107,7 @@ class Rollouts:
             for prompt, start in zip(prompts, range(0, len(completions), size), strict=True)
         ]
 
-    def _batch(self, groups: list[Group]) -> RolloutBatch:
+    def _make_batch(self, groups: list[Group]) -> RolloutBatch:
         completions = [completion for group in groups for completion in group.completions]
         sequences = collate(
             [group.prompt for group in groups for _ in group.completions],
@@ -140,7 +142,7 @@ class Rollouts:
             factor=punishment.factor,
         ).float()
 
-    def _metrics(self, groups: list[Group]) -> dict[str, float]:
+    def _compute_metrics(self, groups: list[Group]) -> dict[str, float]:
         completions = [completion for group in groups for completion in group.completions]
         totals = self._setup.ranks.all_reduce_sum_data(
             len(completions),

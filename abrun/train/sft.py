@@ -8,7 +8,7 @@ from torch import Tensor
 
 from abrun.backends.head import Entropies
 from abrun.rl.batch import Sequences
-from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
@@ -24,7 +24,7 @@ class SftAlgorithm:
 
     def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
-        self._batches = PrefetchedBatches(setup.data, _texts, setup.config.steps)
+        self._batches = PrefetchedBatches(setup.data, _to_texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
@@ -43,7 +43,7 @@ class SftAlgorithm:
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
         """Return the loss on these examples; the reward of a prompt is minus its loss. Collective."""
         ranks = self._setup.ranks
-        batch = self._setup.data.encode(_texts(examples[ranks.data_slice(len(examples))]))
+        batch = self._setup.data.encode(_to_texts(examples[ranks.data_slice(len(examples))]))
         logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
         lengths = ranks.all_gather_data(batch.token_mask.sum(dim=1).tolist())
         sums = ranks.all_gather_data(logprobs.sum(dim=1).tolist())
@@ -54,7 +54,7 @@ class SftAlgorithm:
         )
 
 
-def _texts(examples: list[Example]) -> Texts:
+def _to_texts(examples: list[Example]) -> Texts:
     return [(example.prompt, example.completion) for example in examples]
 
 
@@ -69,7 +69,7 @@ class SupervisedObjective:
         return "none"
 
     def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
-        return TokenLosses(shares=weighted(-logprobs, batch.token_mask.double() / self.num_tokens))
+        return TokenLosses(shares=weighted_losses(-logprobs, batch.token_mask.double() / self.num_tokens))
 
     def metrics(
         self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None, losses: TokenLosses

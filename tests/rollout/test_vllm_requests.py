@@ -16,7 +16,7 @@ from abrun.recipe.policy import Model
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm import instance
 from abrun.rollout.vllm.colocated import ColocatedEngine
-from abrun.rollout.vllm.startup import LogTail, _arguments, _memory, cache_bytes
+from abrun.rollout.vllm.startup import LogTail, _engine_arguments, _memory_arguments, cache_bytes
 from tests.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
 
 PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
@@ -291,12 +291,12 @@ def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group:
 
 def test_it_is_started_to_return_the_log_probs_of_what_it_draws_from() -> None:
     cpu = torch.device("cpu")
-    plain = _arguments(config_of(), cpu, 1, None)
+    plain = _engine_arguments(config_of(), cpu, 1, None)
     assert (plain["logprobs_mode"], plain["generation_config"]) == ("processed_logprobs", "vllm")
     assert plain["dtype"] == "float32" and "hf_overrides" not in plain and "max_num_seqs" not in plain
     assert plain["max_model_len"] == -1  # it may be more than abrun takes, and than the cache has room for
     head = "policy.logprobs.head_dtype=float32"
-    other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
+    other = _engine_arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
     assert (other["dtype"], other["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
     assert other["max_num_seqs"] == 3
 
@@ -319,19 +319,19 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     recurrent = Qwen3NextConfig()  # vLLM wants a state for each of max_num_seqs
     for other in (recurrent, Gemma4TextConfig()):  # whose heads differ from layer to layer
         assert cache_bytes(run, 1, other) is None
-    assert _memory(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
-    assert _memory(run, 1, config, 140 * GIB) == {
+    assert _memory_arguments(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
+    assert _memory_arguments(run, 1, config, 140 * GIB) == {
         "kv_cache_memory_bytes": whole,
         "gpu_memory_utilization": whole / (140 * GIB),
     }
-    assert _memory(run, 1, config, 20 * GIB) == {
+    assert _memory_arguments(run, 1, config, 20 * GIB) == {
         "gpu_memory_utilization": 0.6
     }  # too much: as much as there is
     asked_for = config_of(*asked, *step, "rollout.gpu_memory_utilization=0.3")
-    assert _memory(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
+    assert _memory_arguments(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
     alone = config_of(*asked, *step, "rollout.devices=1")
-    assert _memory(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
-    assert _memory(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
+    assert _memory_arguments(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
+    assert _memory_arguments(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
 
 
 def test_what_vllm_goes_on_without_is_noted() -> None:

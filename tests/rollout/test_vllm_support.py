@@ -18,9 +18,9 @@ from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.policy import Rollout
-from abrun.rl.sampling import packed, unpacked
+from abrun.rl.sampling import unpack_bits
 from abrun.rollout.vllm import instance
-from abrun.rollout.vllm.startup import _arguments
+from abrun.rollout.vllm.startup import _engine_arguments
 from abrun.rollout.vllm.support import patch_sampler_output
 from tests.rollout.vllm_sampling import TEXT, config_of
 from tests.triton_interpreted import environment, needs_interpreter
@@ -43,7 +43,7 @@ class SamplingMaskTensors:
         flags = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
         for row, ids in zip(flags, sets, strict=True):
             row[torch.tensor(ids, dtype=torch.int64)] = True
-        self.packed_mask = packed(flags)
+        self.packed_mask = pack_bits(flags)
 
     def tolists(self, num_sampled_tokens: Any = None) -> Any:
         raise AssertionError("vLLM makes numbers of its bits")
@@ -153,7 +153,7 @@ def test_each_token_has_the_set_that_vllm_reports(vllm: Reporting) -> None:
     for completion, sets in zip(completions, SETS, strict=True):
         assert completion.support is not None and completion.support.dtype == torch.uint8
         assert completion.support.shape == (len(sets), -(-VOCABULARY // 8))
-        kept = unpacked(completion.support, VOCABULARY)
+        kept = unpack_bits(completion.support, VOCABULARY)
         assert [row.nonzero()[:, 0].tolist() for row in kept] == sets
     assert {parameters.top_k for parameters in vllm.parameters} == {VOCABULARY}, "all, yet not 0"
     assert engine_of("rollout.top_k=3").generate(REQUESTS)[0].support is not None
@@ -173,10 +173,10 @@ def test_without_filters_or_support_none_is_asked_for(vllm: Reporting) -> None:
     vllm.model_config.return_sampling_mask = vllm.sampler.return_sampling_mask = False
     for overrides in (["rollout.top_p=1.0"], ["rollout.top_p=0.9", "rollout.exact_support=false"]):
         config = config_of(*overrides)
-        assert "return_sampling_mask" not in _arguments(config, CPU, 1, None)
+        assert "return_sampling_mask" not in _engine_arguments(config, CPU, 1, None)
         assert engine_of(*overrides).generate(REQUESTS)[0].support is None
         assert vllm.parameters[-1].top_k == 0
-    assert _arguments(config_of("rollout.top_p=0.9"), CPU, 1, None)["return_sampling_mask"] is True
+    assert _engine_arguments(config_of("rollout.top_p=0.9"), CPU, 1, None)["return_sampling_mask"] is True
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "run: missing",
     ),
     "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; expected a mapping"),
-    "no checksum": (lambda path: edit_state(path, files={"rank-0.safetensors": {}}), "instead of the None written"),
+    "no checksum": (
+        lambda path: edit_state(path, files={"rank-0.safetensors": {}}),
+        "instead of the None written",
+    ),
     "other files": (lambda path: edit_state(path, files={"x": {}}), "files: got 1 for 1 ranks"),
     "num_ranks": (lambda path: edit_state(path, num_ranks=3), "files: got 1 for 3 ranks"),
     "num_ranks is text": (lambda path: edit_state(path, num_ranks="x"), "num_ranks: got 'x'"),

@@ -69,10 +69,10 @@ class VllmInstance:
                 self._support.switch(on=temperature is None)
             temperature = self._rollout.temperature if temperature is None else temperature
             for row, (prompt, seed) in enumerate(requests):
-                parameters = self._parameters(seed, temperature)
+                parameters = self._sampling_parameters(seed, temperature)
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
-            outputs = self._outputs(len(requests))
-            return [self._completion(output, temperature) for output in outputs]
+            outputs = self._run_requests(len(requests))
+            return [self._to_completion(output, temperature) for output in outputs]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens at temperature 1 without filters; 0 for the first token.
@@ -89,7 +89,7 @@ class VllmInstance:
         with self._calling_vllm("score"):
             for row, token_ids in enumerate(sequences):
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
-            prompt_logprobs = [list(output.prompt_logprobs) for output in self._outputs(len(sequences))]
+            prompt_logprobs = [list(output.prompt_logprobs) for output in self._run_requests(len(sequences))]
         return [
             [
                 0.0,
@@ -109,7 +109,7 @@ class VllmInstance:
             else:
                 self._reload(weights)
             if self._is_asleep:
-                self._map("kv_cache")
+                self._map_memory("kv_cache")
                 self._is_asleep = False
             # The prefix cache still has keys and values of the old weights.
             if not self._llm.reset_prefix_cache():
@@ -124,7 +124,7 @@ class VllmInstance:
             return 0
         with self._calling_vllm("sleep"):
             if not self._constants:
-                (self._constants,) = self._llm.apply_model(_constants)
+                (self._constants,) = self._llm.apply_model(_copy_constants)
             with _keeping_allocator_cache():
                 self._llm.sleep(level=2)
             self._is_asleep = True
@@ -137,7 +137,7 @@ class VllmInstance:
         """
         if self._is_asleep:
             with self._calling_vllm("wake"):
-                self._map("weights")
+                self._map_memory("weights")
                 with torch.inference_mode():  # some constants may be inference tensors
                     for constant, copy in self._constants:
                         constant.copy_(copy)
@@ -166,13 +166,13 @@ class VllmInstance:
         if self._device.type == "cpu":
             self._llm.apply_model(_repack)
 
-    def _map(self, tag: str) -> None:
+    def _map_memory(self, tag: str) -> None:
         """Map memory again; empty torch's cache first if too little memory is free."""
         if torch.cuda.mem_get_info(self._device)[0] < _sleeping_bytes() + SPARE_BYTES:
             torch.cuda.empty_cache()  # vLLM since 0.27 does this itself, at the trainer's expense
         self._llm.wake_up(tags=[tag])
 
-    def _outputs(self, count: int) -> list[Any]:
+    def _run_requests(self, count: int) -> list[Any]:
         """Run the engine until all requests have finished; return the outputs of requests 0 to count - 1."""
         engine, finished = self._llm.llm_engine, {}
         while engine.has_unfinished_requests():
@@ -189,7 +189,7 @@ class VllmInstance:
         with preserving_globals(self._device), raising_launch_errors(action, self._tail):
             yield
 
-    def _parameters(self, seed: int, temperature: float) -> Any:
+    def _sampling_parameters(self, seed: int, temperature: float) -> Any:
         library: Any = importlib.import_module("vllm.sampling_params")
         return library.SamplingParams(
             seed=seed,
@@ -207,7 +207,7 @@ class VllmInstance:
             output_kind=library.RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, request: Any, temperature: float) -> Completion:
+    def _to_completion(self, request: Any, temperature: float) -> Completion:
         (output,) = request.outputs
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a completion ended by {output.finish_reason!r}")
@@ -273,7 +273,7 @@ def _attentions(layer: Any) -> list[Any]:
     return [impl, *(impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else ())]
 
 
-def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
+def _copy_constants(model: Any) -> list[tuple[Tensor, Tensor]]:
     """Return small tensors that are neither parameters nor buffers, each with a copy on the CPU.
 
     Examples are ALiBi slopes and the scales of Gemma 3n. vLLM restores only buffers after its sleep.

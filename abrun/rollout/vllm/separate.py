@@ -106,10 +106,10 @@ class EngineProcesses:
         self, config: OwnRunConfig, end_ids: frozenset[int], folder: Path, device: torch.device
     ) -> None:
         progress.report("starting vllm")
-        size, places = self._size, _places(config)
-        for number in range(len(places)):
+        size, gpus = self._size, _assign_gpus(config)
+        for number in range(len(gpus)):
             engine, rank = divmod(number, size)
-            process = Process(number, rank, size, places[engine * size : (engine + 1) * size], folder)
+            process = Process(number, rank, size, gpus[engine * size : (engine + 1) * size], folder)
             self._processes.append(process)
             setup = EngineSetup(
                 config=config.model_dump(mode="json"),
@@ -118,13 +118,13 @@ class EngineProcesses:
                 engine=engine,
                 rank=rank,
                 number=number,
-                num_processes=len(places),
+                num_processes=len(gpus),
                 patience_s=self._silence_s,
             )
-            process.tell(setup)
+            process.send(setup)
         self._wait_for_answers("start")
-        self._ask("connect")
-        self._transfer = Transfer(folder, 0, 1 + len(places), device, self._silence_s)
+        self._request("connect")
+        self._transfer = Transfer(folder, 0, 1 + len(gpus), device, self._silence_s)
         self._wait_for_answers("connect to the trainer")
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
@@ -132,7 +132,7 @@ class EngineProcesses:
         count = -(-len(requests) // (len(self._processes) // self._size))
         for process in self._processes:
             start = process.number // self._size * count
-            process.tell(("generate", requests[start : start + count], temperature))
+            process.send(("generate", requests[start : start + count], temperature))
         answers = [pickle.loads(completions) for completions in self._wait_for_answers("generate")]
         return [completion for completions in answers for completion in completions]
 
@@ -140,10 +140,10 @@ class EngineProcesses:
         """Send the policy's weights to all engines at once."""
         assert self._transfer is not None
         action = "take the policy's weights"
-        self._ask("load")
+        self._request("load")
         for chunk in split_into_chunks(weights):
             self._wait_for_answers(action)  # ready
-            self._tell(describe_chunk(chunk))
+            self._send_to_all(describe_chunk(chunk))
             try:
                 self._transfer.send(chunk)
             except RuntimeError as error:  # from torch's process group
@@ -151,7 +151,7 @@ class EngineProcesses:
                 reason = " ".join(str(error).split())[:400]
                 raise LaunchError(f"rollout.engine: vllm cannot be sent weights: {reason}") from error
         self._wait_for_answers(action)
-        self._tell([])
+        self._send_to_all([])
         self._wait_for_answers(action)
 
     def close(self) -> None:
@@ -162,12 +162,12 @@ class EngineProcesses:
             process.end()
         self._open.close()
 
-    def _ask(self, *request: Any) -> None:
-        self._tell(request)
+    def _request(self, *request: Any) -> None:
+        self._send_to_all(request)
 
-    def _tell(self, message: Any) -> None:
+    def _send_to_all(self, message: Any) -> None:
         for process in self._processes:
-            process.tell(message)
+            process.send(message)
 
     def _wait_for_answers(self, action: str, patience_s: float | None = None) -> list[Any]:
         """Return the answers of all processes, in order. Raises LaunchError if one ends or hangs."""
@@ -184,7 +184,7 @@ class EngineProcesses:
                     continue
                 last_message_s = time.monotonic()
                 progress.report()
-                kind, value = process.hear(action)
+                kind, value = process.receive(action)
                 if kind != ALIVE:
                     answers[process.number] = value
             silent_s = time.monotonic() - max(last_message_s, awake.running_since_s())
@@ -224,17 +224,17 @@ class Process:
     def __str__(self) -> str:
         return f"vllm's process {self.number} (pid {self._process.pid}, {self._log.name})"
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message. The end of the process is not an error here, but in the wait for its answer."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(message)
 
-    def hear(self, action: str) -> tuple[str, Any]:
+    def receive(self, action: str) -> tuple[str, Any]:
         """Receive the next message. Raises LaunchError if the process has ended or reports a failure."""
         try:
             kind, value = self.channel.recv()
         except (EOFError, ConnectionResetError):
-            raise LaunchError(self._ending(action)) from None
+            raise LaunchError(self._describe_ending(action)) from None
         if kind == FAILED:
             raise LaunchError(value)
         return kind, value
@@ -247,7 +247,7 @@ class Process:
             self._process.kill()
         self._process.wait()
 
-    def _ending(self, action: str) -> str:
+    def _describe_ending(self, action: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_S)
         with self._log.open("rb") as log:
@@ -263,7 +263,7 @@ class Process:
         )
 
 
-def _places(config: OwnRunConfig) -> list[str]:
+def _assign_gpus(config: OwnRunConfig) -> list[str]:
     """Return the GPU of each process, as in CUDA_VISIBLE_DEVICES; they follow the training GPUs."""
     number, training = config.engine_devices, config.cluster.gpus_per_node
     if not training:

@@ -85,8 +85,8 @@ def raising_launch_errors(action: str, tail: LogTail) -> Iterator[None]:
         yield
     except Exception as error:  # vLLM may raise anything
         tail.has_failed = True
-        reason = _words(error)
-        if error.__cause__ and (cause := _words(error.__cause__)) not in reason:
+        reason = _describe_error(error)
+        if error.__cause__ and (cause := _describe_error(error.__cause__)) not in reason:
             reason += f" (from {cause})"
         if re.search(r"sampling distribution replay|model.runner.*v2|v2 model runner", reason, re.IGNORECASE):
             reason += "; rollout.exact_support: false avoids this"
@@ -97,7 +97,7 @@ def raising_launch_errors(action: str, tail: LogTail) -> Iterator[None]:
         ) from error
 
 
-def _words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return told(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
 
 
@@ -157,7 +157,7 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
             network = config_of(config.model)
             network.save_pretrained(folder)
             try:
-                llm = vllm.LLM(model=folder, **_arguments(config, device, num_ranks, network))
+                llm = vllm.LLM(model=folder, **_engine_arguments(config, device, num_ranks, network))
             except Exception:
                 _end_groups()
                 raise
@@ -224,7 +224,9 @@ def engine_group() -> ProcessGroup:
     return parallel_state.get_tp_group().cpu_group
 
 
-def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, network: Any) -> dict[str, Any]:
+def _engine_arguments(
+    config: OwnRunConfig, device: torch.device, num_ranks: int, network: Any
+) -> dict[str, Any]:
     rollout, on_gpu = config.rollout, device.type == "cuda"
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,  # prompts and completions are token ids
@@ -248,10 +250,12 @@ def _arguments(config: OwnRunConfig, device: torch.device, num_ranks: int, netwo
         arguments["distributed_executor_backend"] = "external_launcher"
         arguments["tensor_parallel_size"] = rollout.tensor_parallel
     device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    return arguments | _memory(config, num_ranks, network, device_bytes)
+    return arguments | _memory_arguments(config, num_ranks, network, device_bytes)
 
 
-def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None) -> dict[str, float]:
+def _memory_arguments(
+    config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None
+) -> dict[str, float]:
     """Return the arguments that limit device memory; `device_bytes` is None on a CPU."""
     rollout = config.rollout
     if rollout.gpu_memory_utilization:

@@ -29,13 +29,15 @@ class Transfer:
         store = FileStore(str(folder / STORE), size)
         self._device = device
         on_gpu, timeout = device.type == "cuda", timedelta(seconds=patience_s)
-        self._group: Any = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size, timeout)
+        self._group: Any = (
+            _make_nccl_group(store, rank, size) if on_gpu else _make_gloo_group(store, rank, size, timeout)
+        )
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects on first use
 
     def send(self, chunk: list[tuple[str, Tensor]]) -> None:
         """Send a chunk; the engine processes must call `receive` with its `describe_chunk`."""
         for _, tensor in chunk:
-            self._broadcast(_bytes(tensor.detach().contiguous()))
+            self._broadcast(_view_bytes(tensor.detach().contiguous()))
 
     def receive(self, metadata: ChunkMetadata) -> Iterator[tuple[str, Tensor]]:
         """Receive a chunk, then yield its tensors."""
@@ -43,7 +45,7 @@ class Transfer:
             (name, torch.empty(shape, dtype=dtype, device=self._device)) for name, dtype, shape in metadata
         ]
         for _, tensor in chunk:
-            self._broadcast(_bytes(tensor))
+            self._broadcast(_view_bytes(tensor))
         yield from chunk
 
     def abort(self) -> None:
@@ -74,15 +76,15 @@ def describe_chunk(chunk: list[tuple[str, Tensor]]) -> ChunkMetadata:
     return [(name, tensor.dtype, tensor.shape) for name, tensor in chunk]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _nccl(store: Any, rank: int, size: int) -> Any:
+def _make_nccl_group(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = COLLECTIVE_TIMEOUT  # ends this process; the wait for an answer times out earlier
     return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,7 +32,7 @@ class FaultSite:
         """Replace the objectives by another class, which also gets the size of the fault."""
         self.on_updates(
             lambda updates, step: [
-                (batch, kind(**_values(objective), size=self.size))  # pyright: ignore[reportCallIssue]
+                (batch, kind(**_field_values(objective), size=self.size))  # pyright: ignore[reportCallIssue]
                 for batch, objective in updates
             ]
         )
@@ -58,5 +58,5 @@ def partly_detached(values: Tensor, share: float) -> Tensor:
     return values.detach() if share == 1 else share * values.detach() + (1 - share) * values
 
 
-def _values(objective: PolicyObjective) -> dict[str, Any]:
+def _field_values(objective: PolicyObjective) -> dict[str, Any]:
     return {field.name: getattr(objective, field.name) for field in fields(objective)}
