@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.batch import Sequences
-from abrun.rl.sampling import unpack_bits
+from abrun.rl.sampling import pack_bits, unpack_bits
 from tests.backends import megatron_policies, policies
 from tests.backends.policies import Advised, WeightedLoss, some_batch
 from tests.spawn import run_ranks

@@ -18,7 +18,7 @@ from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.policy import Rollout
-from abrun.rl.sampling import unpack_bits
+from abrun.rl.sampling import pack_bits, unpack_bits
 from abrun.rollout.vllm import instance
 from abrun.rollout.vllm.startup import _engine_arguments
 from abrun.rollout.vllm.support import patch_sampler_output
