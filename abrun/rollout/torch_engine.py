@@ -59,7 +59,7 @@ class TorchEngine:
             for start in range(0, len(prompts), size):
                 rows_slice = slice(start, start + size)
                 settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _Sequences(
+                sequences = _DecodingBatch(
                     uniforms[rows_slice].to(self._device), **settings, with_support=with_support
                 )
                 completions.extend(self._generate(decoder, prompts[rows_slice], sequences))
@@ -86,7 +86,7 @@ class TorchEngine:
             for start in range(0, len(prompts), size):
                 rows_slice = slice(start, start + size)
                 settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _ForcedSequences(
+                sequences = _ForcedBatch(
                     forced_tokens[rows_slice],
                     None if padded_support is None else padded_support[rows_slice],
                     **settings,
@@ -126,7 +126,7 @@ class TorchEngine:
         }
 
     def _generate(
-        self, decoder: Decoder, prompts: list[list[int]], sequences: "_Sequences"
+        self, decoder: Decoder, prompts: list[list[int]], sequences: "_DecodingBatch"
     ) -> list[Completion]:
         progress.report()
         token_ids, attention_mask = self._left_padded(prompts)
@@ -140,7 +140,7 @@ class TorchEngine:
         return sequences.completions()
 
     def _decode_growing(
-        self, decoder: Decoder, sequences: "_Sequences", cache: Any, attention_mask: Tensor
+        self, decoder: Decoder, sequences: "_DecodingBatch", cache: Any, attention_mask: Tensor
     ) -> None:
         """Decode with the cache that the model family provides, which grows with every token."""
         for step in range(1, self._rollout.max_new_tokens):
@@ -152,7 +152,7 @@ class TorchEngine:
             sequences.draw(logits)
 
     def _decode_in_place(
-        self, decoder: Decoder, sequences: "_Sequences", cache: Any, is_token: Tensor
+        self, decoder: Decoder, sequences: "_DecodingBatch", cache: Any, is_token: Tensor
     ) -> None:
         """Decode with a preallocated cache, which is enlarged when completions need more places."""
         num_drawn, max_new_tokens = 1, self._rollout.max_new_tokens
@@ -170,7 +170,7 @@ class TorchEngine:
                         return
 
     def _make_step(
-        self, decoder: Decoder, sequences: "_Sequences", places: Places
+        self, decoder: Decoder, sequences: "_DecodingBatch", places: Places
     ) -> contextlib.AbstractContextManager[Step]:
         def step() -> None:
             places.take()
@@ -194,7 +194,7 @@ class TorchEngine:
         return torch.tensor(token_ids, device=device), torch.tensor(attention_mask, device=device)
 
 
-class _Sequences:
+class _DecodingBatch:
     """The sequences of a batch during sampling, in tensors with fixed addresses."""
 
     def __init__(
@@ -265,7 +265,7 @@ class _Sequences:
         self._support.index_copy_(1, self._num_drawn, support[:, None])
 
 
-class _ForcedSequences(_Sequences):
+class _ForcedBatch(_DecodingBatch):
     """Sequences with given tokens, which are scored as if they were drawn."""
 
     def __init__(
