@@ -34,7 +34,7 @@ from abrun.models.checks import disable_noise
 from abrun.models.presets import preset_config
 from abrun.models.sources import read_config
 from abrun.recipe.policy import Model
-from abrun.train.phases import overwritten
+from abrun.train.phases import find_overwritten_storage
 
 aten: Any = torch.ops.aten
 HOPPER = 132, 227 * 2**10  # a GPU's processors and bytes of shared memory, for the grids of Triton's kernels
@@ -70,7 +70,7 @@ class HollowTensors(TorchDispatchMode):
         self._of_dtensors = None if is_of_dtensors else self._of_dtensors
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
-            predecessor = None if is_of_dtensors else overwritten(func, args, result)
+            predecessor = None if is_of_dtensors else find_overwritten_storage(func, args, result)
             if predecessor is not None:
                 self._account.see_overwriting(predecessor, result.untyped_storage())
                 return result
