@@ -147,7 +147,7 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
     assert code == 130 and output.rstrip().endswith("--set trainer.parameters.own=0.05 --resume")
     assert begun() == {0, 1, 7}
     code, output, errors = run(*noisy[:2], "6", *noisy[3:], "--resume")
-    assert code == 2 and "got looks at [3, 4, 6] pairs" in errors
+    assert code == 2 and "got interim analyses at [3, 4, 6] pairs" in errors
     code, output, _ = run(*noisy, "--resume")
     assert code == 4 and begun() == {0, 1, 7, 2, 3} and output.count("not decided yet") == 2
 
@@ -155,13 +155,13 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max-seeds", "8"), "--max-seeds: got 8 without --until-decided"),
+        (("--max-seeds", "8"), "--max-seeds: got 8, which requires --until-decided"),
         (("--until-decided", "--max-seeds", "3"), "--max-seeds: got 3 with 3 seeds"),
         (("--until-decided", "--no-compare"), "--until-decided: got --no-compare"),
         (("--until-decided", "--detach"), "--detach: the local launcher"),
         (("--until-decided", "--launcher", "slurm"), "--until-decided: got launcher slurm"),
-        (("--until-decided", "--set", "compare.primary=[]"), "no claim with --until-decided"),
-        ((*STAGED, "--set", "compare.looks=[2, 3]"), "--max-seeds: got 5 with compare.looks [2, 3]"),
+        (("--until-decided", "--set", "compare.primary=[]"), "--until-decided needs a claim"),
+        ((*STAGED, "--set", "compare.looks=[2, 3]"), "--max-seeds: got 5, but compare.interim is [2, 3]"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[str, ...], said: str) -> None:

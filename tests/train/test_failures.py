@@ -51,7 +51,7 @@ def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
 def test_a_feature_to_come(tmp_path: Path) -> None:
     to_come = ("cluster.nodes=2", "rollout={engine: vllm, devices: 1}")
     directory = make_run(tmp_path / "run", run_config(*to_come))
-    message = expect_failure(directory, "rollout.devices: got 1 with cluster.nodes 2, not built yet", ranks=2)
+    message = expect_failure(directory, "rollout.devices: got 1 with cluster.nodes 2, which is not supported yet", ranks=2)
     expect_failed_event(directory, message)
 
 

@@ -52,7 +52,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     [
         (
             {"controls": {"faults": ["value_unshifted"]}},
-            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop it",
+            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop the fault",
         ),
         ({"controls": {"faults": ["one_ulp"]}}, "use controls.ulp_reruns"),
         ({"controls": {"faults": ["misgrouped", "misgrouped"]}}, "'misgrouped' twice"),
