@@ -119,7 +119,7 @@ MESSAGES: dict[Code, Message] = {
     Code.WRITE_INSTEAD: "write {value}",
     Code.WRITE_UNQUOTED: "write it without quotes",
     Code.WRITE_QUOTED: "put it in quotes",
-    Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit from each other ({cycle:join  > }); drop one",
+    Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit in a cycle ({cycle:join  > }); drop one",
     Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (at byte {byte}); save it as "
     "UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,
