@@ -42,7 +42,7 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
             result = compare(
                 f"a={runs_a}",
                 f"b={runs_b}",
-                primary=f"{metric}:{window}:{margin}",
+                claim=f"{metric}:{window}:{margin}",
                 output=report,
                 formats=("html", "json"),
                 **options,

@@ -45,7 +45,7 @@ class Code(StrEnum):
         return Reason(self, {name: _plain(value) for name, value in values.items()})
 
     # Verdict: what decides an arm
-    NO_CLAIM, NO_PRIMARY, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
+    NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
     GUARD_OPEN, ONE_RUN_EACH, POST_HOC = auto(), auto(), auto()
 
     # Validity: why no verdict can be given
@@ -88,7 +88,7 @@ class Code(StrEnum):
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
     TOKEN_ERROR_NOT_MEASURED, NOT_PAIRED, REFERENCE_SEEDS_UNUSED = auto(), auto(), auto()
     ULP_RUN_NOT_FINISHED, NO_RERUNS, LEARNING_NOT_RECORDED, RARE_FAILURES = auto(), auto(), auto(), auto()
-    NO_MARGIN, LEARNING_NOT_CHECKED, NO_FAULT_PLANTED, METRICS_WITHOUT_CLAIM = auto(), auto(), auto(), auto()
+    NO_MARGIN, LEARNING_NOT_CHECKED, NO_FAULT_INJECTED, METRICS_WITHOUT_CLAIM = auto(), auto(), auto(), auto()
     OTHER_CONDITIONS, EXCLUDED, SEEDS_LEFT_OUT, START_LEFT_OUT = auto(), auto(), auto(), auto()
     COUNTER_RESTARTED, FOUND_BY_STEP_ONE, FOUND_BY_GUARD, LIMITED_METRIC = auto(), auto(), auto(), auto()
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
@@ -106,13 +106,13 @@ class Code(StrEnum):
     # Next steps after a verdict
     FRESH_REFERENCE, FRESH_FOLDERS, FRESH_SEEDS, MARGIN_EXCEEDED = auto(), auto(), auto(), auto()
     HALVE_INTERVAL, MORE_THAN_1000_PAIRS, PAIRS_DECIDE, MARGIN_SUGGESTED = auto(), auto(), auto(), auto()
-    TEST_ON_FRESH_SEEDS, PLANT_FAULTS, LAUNCH_NEXT_CHANGE = auto(), auto(), auto()
+    TEST_ON_FRESH_SEEDS, INJECT_FAULTS, LAUNCH_NEXT_CHANGE = auto(), auto(), auto()
     COMPARE_NEXT_CHANGE, FREEZE_RUNS, SKIP_STEP_ONE, READ_ENDINGS = auto(), auto(), auto(), auto()
     FIND_MISMATCH, READ_COMPLETIONS, CONFIRM_ON_FRESH_SEEDS, TRAIN_LONGER = auto(), auto(), auto(), auto()
     DECLARE_METRIC, DECLARE_MARGIN, PLAN_SEEDS, TRAIN_THREE_SEEDS = auto(), auto(), auto(), auto()
-    FINISH_LOOK, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
+    FINISH_INTERIM_PAIRS, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
-    REPEAT_IN_FLOAT32, TRAIN_FOR_LOOK, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
+    REPEAT_IN_FLOAT32, TRAIN_FOR_INTERIM, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
     TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
     CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
     NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
@@ -168,9 +168,14 @@ class Code(StrEnum):
 
     # Refusals: comparing
     CLAIM_TWICE, CLAIM_ON_TEXT, CLAIM_NOT_RECORDED, OPTION_FOR_EXPERIMENT = auto(), auto(), auto(), auto()
-    ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, LOOKS_REFUSED = auto(), auto(), auto(), auto()
-    LOOKS_AT_REFERENCE, LOOKS_UNPAIRED, LOOKS_TOO_LATE, LOOKS_TOO_EARLY = auto(), auto(), auto(), auto()
-    ONLY_PLANTED_FAULTS, ONE_ARM, REPORT_IS_LINK, NO_FIGURES = auto(), auto(), auto(), auto()
+    ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, INTERIM_REFUSED = auto(), auto(), auto(), auto()
+    INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE, INTERIM_TOO_EARLY = (
+        auto(),
+        auto(),
+        auto(),
+        auto(),
+    )
+    ONLY_INJECTED_FAULTS, ONE_ARM, REPORT_IS_LINK, NO_FIGURES = auto(), auto(), auto(), auto()
     ARM_NOT_NAMED, ARM_WITHOUT_REFERENCE, MORE_THAN_SEEDS_DIFFERS = auto(), auto(), auto()
     SOURCE_OF_ONE_ARM, ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto(), auto()
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
@@ -203,8 +208,8 @@ class Code(StrEnum):
     DRIVER_WITHOUT_EXPERIMENT, DRIVER_WITHOUT_FOLDER, DRIVER_CANNOT_IMPORT_RAY = auto(), auto(), auto()
     REQUEUED_TOO_OFTEN, SLURM_COMMAND_FAILED, SLURM_COMMAND_MISSING = auto(), auto(), auto()
     SLURM_SILENT, SLURM_NOT_CONFIGURED, STAGES_NEED_CLAIM = auto(), auto(), auto()
-    STAGES_NEED_TREATMENT, MAX_SEEDS_AND_LOOKS, MAX_SEEDS_TOO_FEW = auto(), auto(), auto()
-    RESUME_OTHER_LOOKS, ARM_CHANGES_NOTHING, ARM_VALIDATION_DIFFERS = auto(), auto(), auto()
+    STAGES_NEED_TREATMENT, MAX_SEEDS_WITH_INTERIM, MAX_SEEDS_TOO_FEW = auto(), auto(), auto()
+    RESUME_OTHER_INTERIM, ARM_CHANGES_NOTHING, ARM_VALIDATION_DIFFERS = auto(), auto(), auto()
     TOLERANCE_WITHOUT_STEP_ONE, COMPARE_KEY_UNUSABLE, RECIPE_CLAIM_TWICE = auto(), auto(), auto()
     CLAIM_UNUSABLE, BISECT_ORDER_REVERSED, BISECT_SAME_COMMIT = auto(), auto(), auto()
     TOO_MANY_COMMITS, TOO_FEW_CANDIDATES, COMMIT_UNKNOWN = auto(), auto(), auto()
@@ -226,14 +231,15 @@ class Code(StrEnum):
     OVERRIDE_INDEX_NOT_ALLOWED, RECIPE_NOT_UTF8, DEFAULTS_CYCLE, WRITE_QUOTED = auto(), auto(), auto(), auto()
     WRITE_UNQUOTED, WRITE_INSTEAD, VALUE_NOT_ALLOWED, LENGTH_NOT_ALLOWED = auto(), auto(), auto(), auto()
     RULE_BROKEN, TYPE_UNKNOWN, TYPE_MISSING, VALUE_MISSING = auto(), auto(), auto(), auto()
-    KEY_OF_OTHER_TYPE, KEY_UNKNOWN, TOO_FEW_PROBLEMS, TOO_FEW_PROMPTS = auto(), auto(), auto(), auto()
+    KEY_OF_OTHER_TYPE, KEY_UNKNOWN, KEY_RENAMED, TOO_FEW_PROBLEMS = auto(), auto(), auto(), auto()
+    TOO_FEW_PROMPTS = auto()
     VALIDATION_TAKES_ALL, PROBLEMS_UNREADABLE, PROBLEM_TOO_DEEP = auto(), auto(), auto()
     PROBLEM_INVALID, PROBLEMS_EMPTY, REASONING_TASK_UNKNOWN = auto(), auto(), auto()
     REASONING_PARAMETERS_REFUSED, REASONING_SCORER_RUNS_CODE = auto(), auto()
     REASONING_TASK_NOT_REPEATABLE, REASONING_TASK_WITHOUT_ANSWER, VERIFIER_RAISED = auto(), auto(), auto()
     VERIFIER_RETURNED, VERIFIER_IMPORT_FAILED, VERIFIER_INVALID = auto(), auto(), auto()
     AUTO_NEEDS_LAUNCH, CONTROL_NEEDS_ABRUN_TRAINER, CONTROL_OF_FAULTY_BASELINE = auto(), auto(), auto()
-    CONTROL_NEEDS, RECIPE_TOO_DEEP, PRIMARY_LIMIT_SYNTAX, PROFILE_INVALID = auto(), auto(), auto(), auto()
+    CONTROL_NEEDS, RECIPE_TOO_DEEP, CLAIM_LIMIT_SYNTAX, PROFILE_INVALID = auto(), auto(), auto(), auto()
     DEFAULTS_TOO_MANY_FILES, RECIPE_EMPTY, RECIPE_NOT_A_MAPPING = auto(), auto(), auto()
     DEFAULTS_INVALID, DEFAULTS_TOO_MANY, DEFAULTS_MISSING, RECIPE_UNREADABLE = auto(), auto(), auto(), auto()
     RECIPE_TOO_LARGE, OVERRIDE_WITHOUT_EFFECT, OVERRIDE_INDEX_OF_NO_LIST = auto(), auto(), auto()
@@ -242,7 +248,7 @@ class Code(StrEnum):
     REFERENCE_WITHOUT_LEDGER, PLAN_FROM_AND_ASSUMED, PLAN_NEEDS_RECIPE = auto(), auto(), auto()
     SEARCHES_TWO, OPTION_NOT_PREDICTED, OPTION_NEEDS_PREDICT = auto(), auto(), auto()
     MASTER_DTYPE_UNKNOWN, OPTION_OF_OTHER_KIND, OPTION_NOT_ASKED = auto(), auto(), auto()
-    NO_FAULT_CAN_BE_PLANTED, FILE_EXISTS, RECIPE_NOT_FOUND = auto(), auto(), auto()
+    NO_FAULT_CAN_BE_INJECTED, FILE_EXISTS, RECIPE_NOT_FOUND = auto(), auto(), auto()
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
 
     # Refusals: run directories and logs

@@ -18,7 +18,7 @@ anything.
 ```sh
 abrun faults                                                   # this list; --json: for programs
 abrun faults misgrouped                                        # one, with the settings that it needs
-abrun sensitivity recipes/quickstart-faults.yaml               # plant all that the recipe can have
+abrun sensitivity recipes/quickstart-faults.yaml               # inject all that the recipe can have
 abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
 ```
 
@@ -27,7 +27,7 @@ the ordinary launcher and store. Each is judged by the recipe's own claims and g
 treatment, so that nothing is corrected for their number. A line says what makes the verdict MISMATCH, the
 earliest of it: step one, a guard, a claim, or nothing, and at which step, with the figures.
 
-What nothing catches is missed at two sizes, which the report names: that of the fault as it was planted, and
+What nothing catches is missed at two sizes, which the report names: that of the fault as it was injected, and
 that of the experiment (pairs, steps, margins). If the verdict on it is MATCH, it would have passed, and a
 match by such an experiment says nothing about such a fault; if it is INCONCLUSIVE, it would have prevented a
 match. For each, the report says what could show it: more pairs, more steps, a larger size, or a claim where
@@ -48,7 +48,7 @@ they are never part of:
 controls: {ulp_reruns: 2, faults: [flipped_advantages, {name: late_half_batch, size: 0.25}]}
 ```
 
-`planted_fault: NAME`, or `{name: NAME, size: ...}`, plants one in any arm: trust a test that you have seen
+`injected_fault: NAME`, or `{name: NAME, size: ...}`, injects one in any arm: trust a test that you have seen
 fail. A fault that a run cannot have (it needs packing, several updates, PPO) is refused in one line.
 
 `controls.ulp_reruns` are no fault: baselines with the same seed, each initial weight of which is moved to a
@@ -63,7 +63,7 @@ A size is how much of the fault there is, in its own unit; the one below is that
 
 def page() -> str:
     """The whole of docs/faults.md."""
-    lines = Table(COLUMNS, [*map(_row, FAULTS)]).markdown(str)
+    lines = Table(COLUMNS, [*map(_row, FAULTS)]).to_markdown(str)
     general = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.any_algorithm)
     return "\n".join([HEAD, *lines, f"\nSFT and DPO can have {general}; the others are a policy gradient's."])
 

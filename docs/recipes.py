@@ -22,7 +22,7 @@ a test compares the two.
 
 A recipe is a YAML file. `defaults:` names recipes to inherit from, one or a list (later wins), each by its
 path relative to the file. `--set key=value` changes a value by its dotted key, such as
-`compare.primary.0.margin=0.1`. `arms:` has for every arm what differs from the rest of the file, as dotted
+`compare.claims.0.margin=0.1`. `arms:` has for every arm what differs from the rest of the file, as dotted
 keys. Every key is checked, and what does not fit is refused in one line. "A section" is a mapping, whose
 fields stand under its own heading.
 

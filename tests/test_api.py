@@ -42,12 +42,12 @@ def test_a_result_holds_what_verdict_json_holds(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "apart/report/verdict.json").read_text())
     assert (result.verdict, result.exit_code, result.reasons) == ("MISMATCH", 3, written["reasons"])
     (claim,) = result.claims.to_dict("records")
-    (expected,) = written["primaries"]
+    (expected,) = written["claims"]
     assert claim["mean_difference"] == expected["mean_difference"] == pytest.approx(0.2, abs=0.02)
     assert list(claim["interval"]) == expected["interval"] and claim["result"] == "different"
     assert len(result.guards) == len(written["guards"]) and result.report is None
     assert "MISMATCH: apart" in str(result) and "MISMATCH" in repr(result)
-    post_hoc = abrun.compare(tmp_path / "apart", primary="train/reward:last 20%:0.5", formats=[])
+    post_hoc = abrun.compare(tmp_path / "apart", claim="train/reward:last 20%:0.5", formats=[])
     assert post_hoc.claims["margin_text"].tolist() == ["±0.5"] and post_hoc.content["post_hoc"]
 
 
@@ -75,7 +75,7 @@ def test_a_launch_is_an_experiment_and_waits(tmp_path: Path, monkeypatch: pytest
         seeds=[4, 7],
         name="mine",
         runs_dir=tmp_path,
-        overrides={"steps": 2, "compare.primary": []},
+        overrides={"steps": 2, "compare.claims": []},
         jobs=4,
     )
     assert experiment.exit_code == 0 and experiment.name == "mine"
@@ -95,7 +95,7 @@ def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_
             (tmp_path / f"{arm}-s{seed}.csv").write_text("iteration,score\n" + rows)
     asked = {"baseline": "old", "aliases": {"train/reward": "score"}, "step_column": "iteration"}
     result = abrun.compare(
-        f"csv:{tmp_path}", primary="train/reward:last 20%:0.05", formats=[], step_one=False, **asked
+        f"csv:{tmp_path}", claim="train/reward:last 20%:0.05", formats=[], step_one=False, **asked
     )
     (claim,) = result.claims.to_dict("records")
     assert claim["mean_difference"] == pytest.approx(0.01) and claim["num_pairs"] == 3
@@ -121,12 +121,12 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sources, "load_experiment", counted(sources.load_experiment))
     monkeypatch.setattr(foreign, "read_logs", counted(foreign.read_logs))
     logged = f"csv:{tmp_path}"
-    for source, options in ((str(tmp_path / "equal"), {}), (logged, {"baseline": "old", "looks": (2, 3)})):
+    for source, options in ((str(tmp_path / "equal"), {}), (logged, {"baseline": "old", "interim": (2, 3)})):
         readings.clear()
-        direct = abrun.compare(source, primary="train/reward:last 20%:0.05", formats=[], **options)
+        direct = abrun.compare(source, claim="train/reward:last 20%:0.05", formats=[], **options)
         assert len(readings) == 1 and len(direct.experiment.recorded.runs) >= 4
         readings.clear()
-        loaded = abrun.load(source, **options).compare(primary="train/reward:last 20%:0.05", formats=[])
+        loaded = abrun.load(source, **options).compare(claim="train/reward:last 20%:0.05", formats=[])
         assert len(readings) == 1 and loaded.content == direct.content
     readings.clear()
     with_cli = CliRunner().invoke(app, ["compare", str(tmp_path / "equal"), "--format", "json"])
@@ -164,7 +164,7 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
         lambda: abrun.load(tmp_path / "equal", patern="x"),
         lambda: abrun.compare(experiment, "other"),
         lambda: abrun.compare(experiment, unpaired=True),
-        lambda: abrun.compare(experiment, primary="train/rewrad:all:1", formats=[]),
+        lambda: abrun.compare(experiment, claim="train/rewrad:all:1", formats=[]),
         lambda: abrun.launch("quickstrat"),
     ):
         with pytest.raises(AbrunError) as caught:

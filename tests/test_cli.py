@@ -24,9 +24,9 @@ from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
-CLAIM = ["--set", "compare.primary.0.metric=train/rewrad"]
+CLAIM = ["--set", "compare.claims.0.metric=train/rewrad"]
 TO_COME = ["--set", "cluster.nodes=2", "--set", "rollout={engine: vllm, devices: 1}"]
-WINDOW = ["--set", "compare.primary.0.window=steps 2-4"]
+WINDOW = ["--set", "compare.claims.0.window=steps 2-4"]
 SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotlib")
 
 
@@ -181,7 +181,9 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
-        (["compare", "gone", "--primary", "reward"], "--primary: got 'reward'; allowed: METRIC:"),
+        (["compare", "gone", "--primary", "reward"], "--primary: has a new name; write --claim"),
+        (["compare", "gone", "--looks", "4,8"], "--looks: has a new name; write --interim"),
+        (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
         (["status", "gone"], "gone: no experiment here"),
         (["status"], "runs: no such folder"),
@@ -211,7 +213,7 @@ def test_a_closed_stdout_is_no_traceback(before: str, tmp_path: Path) -> None:
 def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
     known = "{metric: train/reward, margin: 0.05, sigma: 0.02, correlation: 0.5}"
     of_level = "{metric: train/entropy, margin: 5%, sigma: 0.02}"
-    claim = f"compare.primary=[{known}, {{metric: train/loss, margin: 1}}, {of_level}]"
+    claim = f"compare.claims=[{known}, {{metric: train/loss, margin: 1}}, {of_level}]"
     changes = ["--set", claim, "--set", "warm_start={steps: 7}", "--set", "controls.aa_reruns=1"]
     code, output, _ = run("launch", SMALL, "--dry-run", "--seeds", "0-2", "--jobs", "2", *changes)
     assert code == 0 and list(tmp_path.iterdir()) == []
@@ -227,8 +229,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     power = next(row for row in rows if row[:1] == ["train/reward"])
     assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
     assert 70 <= int(power[6].rstrip("%")) <= 85 and power[-1] == "pairs"
-    assert "unknown: see abrun plan --from EXPERIMENT, or set compare.primary.1.sigma" in output
-    assert "compare.primary.2.sigma" not in output  # of no use without the level
+    assert "unknown: see abrun plan --from EXPERIMENT, or set compare.claims.1.sigma" in output
+    assert "compare.claims.2.sigma" not in output  # of no use without the level
 
 
 @pytest.mark.megatron
@@ -356,14 +358,14 @@ def test_the_verdict_is_the_exit_code(
     run: Run, verdict: Any, result: str, options: list[str], code: int
 ) -> None:
     calls = verdict(result)
-    primary = ["--primary", "train/reward:last 20%:0.05", "--primary", "train/kl/mean:steps 1-9:0.1"]
-    assert run("compare", "mine", *primary, "--output", "report", *options)[:2] == (
+    claim = ["--claim", "train/reward:last 20%:0.05", "--claim", "train/kl/mean:steps 1-9:0.1"]
+    assert run("compare", "mine", *claim, "--output", "report", *options)[:2] == (
         code,
         f"The verdict: {result}\n",
     )
     ((sources, asked),) = calls
     assert sources == ["mine"] and asked["output"] == Path("report")
-    assert [(claim.metric, claim.window, claim.margin) for claim in asked["primaries"]] == [
+    assert [(claim.metric, claim.window, claim.margin) for claim in asked["claims"]] == [
         ("train/reward", "last 20%", 0.05),
         ("train/kl/mean", "steps 1-9", 0.1),
     ]

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DESCRIPTIVE = 4  # exit code of a comparison without a claim
-QUICK = ("--seeds", "0", "--no-compare", "--set", "compare.primary=[]")
+QUICK = ("--seeds", "0", "--no-compare", "--set", "compare.claims=[]")
 SHORT = ("--set", "steps=2", "--set", "controls.aa_reruns=0")
 QUICKSTART = ("abrun", "launch", "quickstart", *QUICK, *SHORT, "--set", "warm_start.steps=2")
 BOTH_ARMS = "arms={baseline: {}, treatment: {policy.logprobs.impl: chunked}}"

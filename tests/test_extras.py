@@ -90,7 +90,7 @@ def test_data_frames_without_pandas_are_one_line(without, tmp_path: Path) -> Non
         assert refusal.value.reason == Code.OF_SUBJECT(subject="data frames", problem=missing)
     for shown in (result._repr_html_(), result.experiment._repr_html_()):  # a notebook shows the rest
         assert html.escape(sentence(missing)) in shown
-    assert "MISMATCH: apart" in result._repr_html_() and result.content["primaries"]
+    assert "MISMATCH: apart" in result._repr_html_() and result.content["claims"]
 
 
 def test_a_package_that_a_python_lacks_is_left_out_and_named(

@@ -17,7 +17,7 @@ from abrun.launch.supervisor import Outcome
 from abrun.reasons import Code
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.report.comparing import compare_sources
-from abrun.runs.experiment import open_experiment, planned_runs, run_state
+from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -45,7 +45,7 @@ RECIPE: dict[str, Any] = {
     "steps": 10,
     "arms": {"baseline": {}, "treatment": {"trainer.parameters.shift": 0.0001}},
     "seeds": [0, 1, 2],
-    "compare": {"primary": [{"metric": "train/reward", "margin": 0.02}]},
+    "compare": {"claims": [{"metric": "train/reward", "margin": 0.02}]},
 }
 SHIFTED = {"trainer.parameters.shift": 0.06}
 
@@ -75,8 +75,8 @@ def verdict_of(name: str) -> dict[str, Any]:
     [
         ({}, "MATCH", 0),
         pytest.param({"arms.treatment": SHIFTED}, "MISMATCH", 3, marks=pytest.mark.slow),
-        pytest.param({"compare.primary.0.margin": 0.0001}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
-        pytest.param({"compare.primary": []}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
+        pytest.param({"compare.claims.0.margin": 0.0001}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
+        pytest.param({"compare.claims": []}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
         ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
         ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst
     ],
@@ -116,7 +116,7 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
 
 def begun(name: str) -> set[int]:
     experiment_dir = Path("runs") / name
-    states = [run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
+    states = [read_run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 
@@ -124,7 +124,7 @@ def begun(name: str) -> set[int]:
     ("changes", "seeds"),
     [
         ({}, {0, 1, 2}),
-        pytest.param({"compare.primary.0.margin": 0.0001}, {0, 1, 2, 3, 4}, marks=pytest.mark.slow),
+        pytest.param({"compare.claims.0.margin": 0.0001}, {0, 1, 2, 3, 4}, marks=pytest.mark.slow),
     ],
 )
 def test_python_stops_once_it_is_decided_as_the_command_does(
@@ -139,9 +139,9 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     assert begun("called") == begun("typed") == seeds
     assert (experiment.exit_code, result.exit_code) == (0, code)
     typed, called = verdict_of("typed"), verdict_of("called")
-    for key in ("verdict", "primaries", "post_hoc"):
+    for key in ("verdict", "claims", "post_hoc"):
         assert called[key] == typed[key]
-    assert called["arms"]["treatment"]["looks"] == typed["arms"]["treatment"]["looks"]
+    assert called["arms"]["treatment"]["interim"] == typed["arms"]["treatment"]["interim"]
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
     with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)

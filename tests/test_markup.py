@@ -82,7 +82,7 @@ def write_inputs(name: str) -> None:
         row = {"input": f"prompt {name}", "output": f"completion {name}", "score": 0.5, "step": 1}
         (folder / "1.jsonl").write_text(json.dumps(row) + "\n")
     claim = {"metric": name, "window": "last 20%", "margin": 0.05, "sigma": 0.01, "correlation": 0.5}
-    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "compare": {"primary": [claim]}}))
+    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "compare": {"claims": [claim]}}))
     (Path(f"{name}-empty")).mkdir(parents=True)
 
 

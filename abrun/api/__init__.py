@@ -151,7 +151,7 @@ class Result:
         name = html.escape(self.verdict_file.experiment)
         parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
         parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
-        if self.verdict_file.primaries:
+        if self.verdict_file.claims:
             parts.append(_as_html(self._claims_for_people))
         parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
@@ -230,7 +230,7 @@ def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) ->
 
 def compare(
     *sources: str | Path | Experiment,
-    primary: str | Sequence[str] | None = None,
+    claim: str | Sequence[str] | None = None,
     reference: str | Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
@@ -241,12 +241,12 @@ def compare(
 ) -> Result:
     """Judge whether arms converge the same way; `abrun compare`, whose options these are.
 
-    `sources` are those of `load`, or an `Experiment`. `primary`: claims such as
+    `sources` are those of `load`, or an `Experiment`. `claim`: claims such as
     'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`, in every format
     that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
     ComparisonError for what cannot be compared as asked.
     """
-    from abrun.recipe.claims import parse_primary
+    from abrun.recipe.claims import parse_claim
     from abrun.report.comparing import compare_contents
 
     given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
@@ -255,10 +255,10 @@ def compare(
     if given and reading:
         raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
     contents = given.contents if given else _read([str(each) for each in sources], runs_dir, reading)
-    claims = [primary] if isinstance(primary, str) else primary
+    claim_texts = [claim] if isinstance(claim, str) else claim
     comparison = compare_contents(
         contents,
-        primaries=[parse_primary(text) for text in claims] if claims else None,
+        claims=[parse_claim(text) for text in claim_texts] if claim_texts else None,
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
@@ -284,7 +284,7 @@ def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, An
 
 
 def _opened(contents: "SourceContents", exit_code: int = 0) -> Experiment:
-    return Experiment(contents, contents.experiment(alone=True, looks=()), exit_code)
+    return Experiment(contents, contents.experiment(alone=True, interim=()), exit_code)
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":

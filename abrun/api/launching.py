@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
 
-StateOfLooks = Literal["open", "step one", "decided", "not taken"]
+InterimState = Literal["open", "step one", "decided", "not taken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,8 @@ def launch_recipe(
     return _with_comparison(launched, command)
 
 
-def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
-    """Judge an experiment after a stage; a look is not taken where some run has not ended.
+def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
+    """Judge an experiment after a stage; an interim analysis is not taken where some run has not ended.
 
     "step one": it is open in every treatment that is undecided.
     """
@@ -115,18 +115,22 @@ def state_of_looks(experiment_dir: Path, num_pairs: int) -> StateOfLooks:
     from abrun.verdict.decide import judge
 
     experiment = load_experiment(experiment_dir)
-    arms = judge(experiment, experiment.compare.primary)
+    arms = judge(experiment, experiment.compare.claims)
     undecided = [arm for arm in arms if arm.verdict == "INCONCLUSIVE"]
     if not undecided:
         return "decided"
-    if not any(look.num_pairs == num_pairs and look.verdict for arm in arms for look in arm.looks):
+    if not any(
+        analysis.num_pairs == num_pairs and analysis.verdict
+        for arm in arms
+        for analysis in arm.interim_analyses
+    ):
         return "not taken"
     by_step_one = all(any(one.result == "open" for one in arm.step_one) for arm in undecided)
     return "step one" if by_step_one else "open"
 
 
 def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
-    """Declare the looks of a launch in stages."""
+    """Declare the interim analyses of a launch in stages."""
     if not options.until_decided:
         raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
     settings = launcher_settings(recipe.launcher, options.launcher)
@@ -161,17 +165,17 @@ def _run(
 
 
 def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Terminal") -> Outcome | None:
-    """Run the pairs up to each look, and judge, while more can decide."""
+    """Run the pairs up to each interim analysis, and judge, while more can decide."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:
-        stages.refuse_other_looks(recipe, planned.experiment_dir)
-    for num_pairs in recipe.compare.looks:
+        stages.refuse_other_interim(recipe, planned.experiment_dir)
+    for num_pairs in recipe.compare.interim:
         outcome = _run(planned, options, console, planned.plan.of_first_seeds(num_pairs))
         options = replace(options, resume=True)
         if outcome is None or outcome.stopped_by:
             break
         try:
-            state = state_of_looks(planned.experiment_dir, num_pairs)
+            state = interim_state(planned.experiment_dir, num_pairs)
         except AbrunError:  # told by the comparison that follows
             break
         except KeyboardInterrupt:
@@ -203,11 +207,11 @@ def _with_comparison(launched: Launched, command: str | None) -> Launched:
 
 def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     """What the job of a cluster that compares has printed, and its verdict."""
-    from abrun.report.comparing import verdict_in
+    from abrun.report.comparing import read_last_verdict
     from abrun.verdict.decide import EXIT_CODES
 
     try:
-        verdict = verdict_in(launched.experiment_dir)
+        verdict = read_last_verdict(launched.experiment_dir)
     except AbrunError as error:
         return _not_compared(replace(launched, compared=compared), str(error))
     if verdict is None:

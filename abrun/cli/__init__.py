@@ -24,6 +24,8 @@ __all__ = [
     "starting",
 ]  # the modules of commands, which register themselves
 
+RENAMED_OPTIONS = {"--primary": "--claim", "--looks": "--interim"}
+
 finish_help()
 
 
@@ -50,16 +52,19 @@ def _run() -> int:
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
-            from abrun.runs.access import is_allowed, unreadable
+            from abrun.runs.access import has_permission, unreadable_error
 
-            if not is_allowed(error.filename, os.R_OK):
-                return complain(str(unreadable(Path(error.filename))))
+            if not has_permission(error.filename, os.R_OK):
+                return complain(str(unreadable_error(Path(error.filename))))
         where = error.filename or "a file, perhaps standard output"
         return complain(f"{where}: {error.strerror or error}")
 
 
 def _usage(error: Any) -> str:
-    """What typer calls a usage error, in one line."""
+    """Return typer's usage error as one line."""
+    renamed = RENAMED_OPTIONS.get(getattr(error, "option_name", ""))
+    if renamed:
+        return f"{error.option_name}: has a new name; write {renamed}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "abrun"
     invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value

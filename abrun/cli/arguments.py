@@ -37,10 +37,10 @@ def names_of_recipes(incomplete: str) -> list[str]:
 
 def names_of_experiments(incomplete: str) -> list[str]:
     """For a shell that completes: those under `runs/`."""
-    from abrun.runs.experiment import experiments_in
+    from abrun.runs.experiment import list_experiments
 
     runs = Path("runs")
-    found = experiments_in(runs) if is_directory(runs) else []
+    found = list_experiments(runs) if is_directory(runs) else []
     return [path.name for path in found if path.name.startswith(incomplete)]
 
 
@@ -60,7 +60,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set a value by its dotted key, such as compare.primary.0.sigma=0.1; repeatable. A mapping or a "
+        help="Set a value by its dotted key, such as compare.claims.0.sigma=0.1; repeatable. A mapping or a "
         "list replaces what was there, 'arms={...}' too.",
     ),
 ]
@@ -78,7 +78,7 @@ Sources = Annotated[
 Claims = Annotated[
     list[str] | None,
     typer.Option(
-        "--primary",
+        "--claim",
         metavar="METRIC:WINDOW:MARGIN",
         help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
     ),
@@ -121,12 +121,12 @@ Unpaired = Annotated[
     bool,
     typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
 ]
-Looks = Annotated[
+Interim = Annotated[
     str | None,
     typer.Option(
         metavar="3,5,8",
         help="Interim analyses of runs that abrun did not launch, at these numbers of pairs (in the order of "
-        "their seeds): give the same at each. An experiment declares compare.looks.",
+        "their seeds): give the same at each. An experiment declares compare.interim.",
     ),
 ]
 NoStepOne = Annotated[
@@ -176,7 +176,9 @@ UntilDecided = Annotated[
 MaxSeeds = Annotated[
     int | None,
     typer.Option(
-        min=3, max=MOST_SEEDS, help="With --until-decided: seeds of the last stage (12, or its looks')."
+        min=3,
+        max=MOST_SEEDS,
+        help="With --until-decided: seeds of the last stage (12, or the last interim analysis').",
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
@@ -235,10 +237,10 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def parse_looks(text: str) -> tuple[int, ...]:
+def parse_interim(text: str) -> tuple[int, ...]:
     """`3,5,8`: numbers of pairs."""
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
-        raise RecipeError(Code.SETTING_REFUSED(field="--looks", got=shortened(text)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--interim", got=shortened(text)))
     return tuple(map(int, text.split(",")))
 
 

@@ -77,7 +77,7 @@ def bisect(
     from abrun.diagnose.bisect import report
     from abrun.diagnose.bisect.command import Bisection, bisect_recipe
     from abrun.diagnose.bisect.environments import environments_for
-    from abrun.diagnose.bisect.search import Design, looks
+    from abrun.diagnose.bisect.search import Design, pair_counts
 
     named = [] if name is None else [f"name={json.dumps(name)}"]
     loaded = bisect_recipe(recipe, [*with_seeds(overrides, seeds), *named])
@@ -89,7 +89,7 @@ def bisect(
         num_candidates=len(candidates) - 1,
         alpha=alpha,
         spare=spare,
-        counts=looks(first, max_seeds or 2 * first),
+        counts=pair_counts(first, max_seeds or 2 * first),
     )
     environments = environments_for(loaded, runs_dir, None if package else repo.resolve(), setup)
     directory = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")

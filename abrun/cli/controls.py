@@ -24,27 +24,32 @@ def faults(
     name: Annotated[str | None, typer.Argument(help="One of them, with all that is known of it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON: sizes and sources too.")] = False,
 ) -> None:
-    """List the faults that a recipe can plant: what each does, what it needs, and what should show it.
+    """List the faults that a recipe can inject: what each does, what it needs, and what should show it.
 
     Examples:
         abrun faults
         abrun faults flipped_advantages
     """
-    from abrun.recipe.faults import FAULTS, LIBRARY, PlantedFault
+    from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault
     from abrun.recipe.refusals import validated
-    from abrun.report.planted import details, library, library_json, of_algorithms
+    from abrun.report.injected import (
+        fault_algorithms_text,
+        fault_library_json,
+        fault_library_table,
+        fault_lines,
+    )
 
     chosen = FAULTS
     if name is not None:
-        chosen = (LIBRARY[validated(PlantedFault, {"name": name}, "abrun faults").name],)
+        chosen = (LIBRARY[validated(InjectedFault, {"name": name}, "abrun faults").name],)
     if as_json:
-        print(json.dumps(library_json(chosen), indent=1))
+        print(json.dumps(fault_library_json(chosen), indent=1))
     elif name is not None:
-        for line in details(chosen[0]):
+        for line in fault_lines(chosen[0]):
             console().say(line)
     else:
-        console().print(library())
-        said = f"{of_algorithms()} With settings, sizes and sources: abrun faults NAME"
+        console().print(fault_library_table())
+        said = f"{fault_algorithms_text()} With settings, sizes and sources: abrun faults NAME"
         console().say(said)
 
 
@@ -66,7 +71,7 @@ def samples(
         abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
     from abrun.recorded.samples import samples_in, side_by_side
-    from abrun.report.samples import samples_shown
+    from abrun.report.samples import render_samples
 
     names = [run] if against is None else [run, against]
     left, right = (samples_in(_folder_of(each, runs_dir)) for each in (run, against or run))
@@ -74,7 +79,7 @@ def samples(
     if not pairs:
         kept = ", ".join(map(str, left)) or "none (keep_samples: null keeps none)"
         raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
-    console().print(samples_shown(names, pairs))
+    console().print(render_samples(names, pairs))
     if against is not None and not any(pair.left and pair.right for pair in pairs):
         console().print(
             "No prompt was kept by both: runs of one seed draw the same prompts, and others do not.",
@@ -90,7 +95,7 @@ def sensitivity(
     names: Annotated[
         str | None,
         typer.Option(
-            "--faults", help="NAME or NAME:SIZE, by commas; default: all that the recipe can plant."
+            "--faults", help="NAME or NAME:SIZE, by commas; default: all that the recipe can inject."
         ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Instead of the recipe's: 0,1,2 or 0-4.")] = None,
@@ -106,7 +111,7 @@ def sensitivity(
     resume: Resume = False,
     device_memory: DeviceMemory = None,
 ) -> None:
-    """Plant faults in the baseline and say which of them the recipe's comparison would have caught.
+    """Inject faults in the baseline and say which of them the recipe's comparison would have caught.
 
     Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
 
@@ -119,7 +124,7 @@ def sensitivity(
     from abrun.launch.controls import with_faults_alone
     from abrun.recipe.experiment import load_recipe
 
-    faulty, not_planted = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
+    faulty, not_injected = with_faults_alone(load_recipe(recipe, with_seeds(overrides, seeds)), names)
     options = LaunchOptions(
         runs_dir=runs_dir,
         name=name,
@@ -133,28 +138,28 @@ def sensitivity(
     launched = launch_recipe(faulty, options, screen)
     say_how_to_continue(screen, launched)
     if not (launched.outcome and launched.outcome.stopped_by):
-        _say_what_was_caught(screen, faulty, launched.experiment_dir, not_planted)
+        _say_what_was_caught(screen, faulty, launched.experiment_dir, not_injected)
     raise typer.Exit(launched.exit_code)
 
 
 def _say_what_was_caught(
-    screen: "Terminal", recipe: "Declared", experiment_dir: Path, not_planted: Mapping[str, str]
+    screen: "Terminal", recipe: "Declared", experiment_dir: Path, not_injected: Mapping[str, str]
 ) -> None:
-    """Judge the planted faults, print the table and write it into the experiment's report."""
+    """Judge the injected faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
-    from abrun.report.planted import advice, caught_sentence, table, write_sensitivity
-    from abrun.verdict.planted import sensitivity as judge_faults
+    from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
+    from abrun.verdict.injected import sensitivity as judge_faults
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
-        raise RecipeError(Code.NO_FAULT_CAN_BE_PLANTED(recipe=recipe.name))
-    screen.print(table(found, paired=recipe.compare.paired))
-    for fault, lacks in not_planted.items():
-        screen.say(f"not planted: {fault}, which {lacks}")
-    for line in (*advice(found), caught_sentence(found, paired=recipe.compare.paired)):
+        raise RecipeError(Code.NO_FAULT_CAN_BE_INJECTED(recipe=recipe.name))
+    screen.print(sensitivity_table(found, paired=recipe.compare.paired))
+    for fault, lacks in not_injected.items():
+        screen.say(f"not injected: {fault}, which {lacks}")
+    for line in (*advice_lines(found), caught_sentence(found, paired=recipe.compare.paired)):
         screen.say(line)
     report = experiment_dir / "report"
-    path = write_sensitivity(found, not_planted, report, experiment_dir.name, recipe.compare)
+    path = write_sensitivity(found, not_injected, report, experiment_dir.name, recipe.compare)
     screen.say(f"All of it is in {path}, and as JSON beside it")
 
 

@@ -20,8 +20,8 @@ from abrun.cli.arguments import (
     Exclude,
     Formats,
     Group,
+    Interim,
     Json,
-    Looks,
     NoStepOne,
     Overrides,
     Pattern,
@@ -36,7 +36,7 @@ from abrun.cli.arguments import (
     VersionsDiffer,
     names_of_recipes,
     parse_formats,
-    parse_looks,
+    parse_interim,
     parse_seeds,
     recipe_file,
     typed_command,
@@ -47,7 +47,7 @@ from abrun.reasons import Code
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
-    from abrun.recipe.claims import Primary
+    from abrun.recipe.claims import Claim
     from abrun.recorded.experiment import Experiment
     from abrun.recorded.sources import Reading
     from abrun.report.comparing import Comparison
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @outlives_output
 def compare(
     sources: Sources,
-    primary: Claims = None,
+    claim: Claims = None,
     reference: Reference = None,
     arm: Annotated[str | None, typer.Option(help="With --reference: which arm (the baseline).")] = None,
     baseline: Baseline = None,
@@ -69,7 +69,7 @@ def compare(
     exclude: Exclude = None,
     versions_differ: VersionsDiffer = False,
     unpaired: Unpaired = False,
-    looks: Looks = None,
+    interim: Interim = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
     formats: Formats = None,
@@ -84,7 +84,7 @@ def compare(
 
     Examples:
         abrun compare quickstart
-        abrun compare runs/old runs/new --primary 'train/reward:last 20%:0.02'
+        abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02'
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare nightly --reference reference.json --format json --json
     """
@@ -94,11 +94,11 @@ def compare(
     if wandb and wanted == ["terminal"]:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
     reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    at = () if looks is None else parse_looks(looks)
+    interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
         sources,
-        replace(reading, versions_differ=versions_differ, unpaired=unpaired, looks=at),
-        primaries=_claims(primary),
+        replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
+        claims=_claims(claim),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
@@ -118,9 +118,9 @@ def compare(
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
     from abrun.recorded.sources import stored_in
-    from abrun.wandb_sync.report import upload
+    from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
+    print(shown(upload_report(comparison.content, comparison.files, stored_in(sources, runs_dir))))
 
 
 Budget = Annotated[
@@ -146,7 +146,7 @@ def freeze(
     sources: Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="The reference file to write.")],
     arm: Annotated[str | None, typer.Option(help="Which arm; default: the baseline.")] = None,
-    primary: Claims = None,
+    claim: Claims = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
@@ -160,12 +160,12 @@ def freeze(
 ) -> None:
     """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with.
 
-    It keeps the claims that the experiment declares, or those of --primary, which other runs need: by them
+    It keeps the claims that the experiment declares, or those of --claim, which other runs need: by them
     later runs are judged.
 
     Examples:
         abrun freeze quickstart --output quickstart.json
-        abrun freeze runs/old --primary 'train/reward:last 20%:0.02' -o old.json
+        abrun freeze runs/old --claim 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
     from abrun.diagnose.ledger.command import ledger_begun_by
@@ -173,7 +173,7 @@ def freeze(
     from abrun.report.comparing import freeze_arm
 
     reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    experiment = open_sources(sources, replace(reading, alone=True), _claims(primary))
+    experiment = open_sources(sources, replace(reading, alone=True), _claims(claim))
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
     begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
@@ -210,10 +210,10 @@ def _reading(
     )
 
 
-def _claims(primary: list[str] | None) -> "list[Primary] | None":
-    from abrun.recipe.claims import parse_primary
+def _claims(claim: list[str] | None) -> "list[Claim] | None":
+    from abrun.recipe.claims import parse_claim
 
-    return [parse_primary(text) for text in primary] if primary else None
+    return [parse_claim(text) for text in claim] if claim else None
 
 
 def _frozen(
@@ -221,8 +221,8 @@ def _frozen(
 ) -> str:
     """Say what a reference file now holds."""
     text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
-    if not experiment.compare.primary:
-        text += ", without a claim (--primary METRIC:WINDOW:MARGIN keeps one)"
+    if not experiment.compare.claims:
+        text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         text += f", with a ledger of changes (abrun ledger {output})"
     if replaced is not None:
@@ -315,14 +315,14 @@ def plan(
     Examples:
         abrun plan quickstart
         abrun plan quickstart --from pilot
-        abrun plan --from pilot --set compare.primary.0.margin=0.1
+        abrun plan --from pilot --set compare.claims.0.margin=0.1
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
     from abrun.launch.stages import until_decided
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
-    from abrun.report.planning import other_than_measured, plan_json, plan_report
+    from abrun.report.planning import pilot_differences_text, plan_json, render_plan
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
@@ -342,12 +342,12 @@ def plan(
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
         _refuse_without_pairs(measured, assuming)
-    if otherwise := measured and other_than_measured(loaded, measured):
+    if otherwise := measured and pilot_differences_text(loaded, measured):
         complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return
-    report = plan_report(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
+    report = render_plan(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
     console().print(report)
 
 

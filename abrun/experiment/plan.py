@@ -156,8 +156,8 @@ def _names(recipe: Declared) -> list[RunName]:
     return names + [
         RunName(arm=arm, seed=seed)
         for index, seed in enumerate(recipe.seeds)
-        for arm, planted in recipe.control_arms.items()
-        if planted.name != ONE_ULP or planted.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+        for arm, injected in recipe.control_arms.items()
+        if injected.name != ONE_ULP or injected.draw < _around(index, recipe.controls.ulp_reruns, recipe)
     ]
 
 
@@ -178,7 +178,7 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
     for key, metric in read:
         if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
             raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
-    claims = recipe.compare.primary
+    claims = recipe.compare.claims
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
             raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
@@ -326,7 +326,7 @@ def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
             "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True, "start_from": None}),
             "steps": warm_start.steps,
             "wandb": None,
-            "planted_fault": None,
+            "injected_fault": None,
         }
     )
 

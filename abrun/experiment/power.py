@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import (
@@ -60,7 +60,7 @@ class Spread:
         return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
 
 
-def assumed_spread(claim: Primary, has_reference: bool, *, paired: bool = True) -> Spread | None:
+def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) -> Spread | None:
     """From the recipe; None where the margin is absolute and sigma unknown. Unpaired, nothing correlates."""
     if not paired:
         claim = claim.model_copy(update={"correlation": 0.0})
@@ -81,19 +81,19 @@ class ClaimPower:
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
-    # Simulated, at looks [L] and their levels, of experiments [N]
+    # Simulated, at interim analyses [L] and their levels, of experiments [N]
     matches_at: Callable[[Sequence[int], Sequence[float]], NDArray[np.bool_]]
 
-    def of_looks(self, looks: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
-        """The expected number of pairs of an experiment that stops at a match, and P(match at any look)."""
-        passes = self.matches_at(looks, levels)
+    def expected_with_interim(self, counts: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
+        """Return the expected number of pairs when stopping at a match, and P(match at any analysis)."""
+        passes = self.matches_at(counts, levels)
         matched = passes.any(axis=0)
-        stopped = np.where(matched, np.array(looks)[passes.argmax(axis=0)], looks[-1])
+        stopped = np.where(matched, np.array(counts)[passes.argmax(axis=0)], counts[-1])
         return float(stopped.mean()), float(matched.mean())
 
 
 def claim_power(
-    claim: Primary, compare: Compare, spread: Spread | None, alpha: float = ALPHA
+    claim: Claim, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
     """Of the test that the verdict will use (see abrun.verdict.claims); None where sigma is unknown,
     and for what is no claim of equivalence.
@@ -128,7 +128,7 @@ def claim_power(
     )
 
 
-def _margin(claim: Primary, compare: Compare, spread: Spread | None) -> float | None:
+def _margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:
     """A claim's margin in units of its metric; None where what it is a share of is not known."""
     number, unit = claim.margin_in
     if unit == "sigma":  # of a reference: the verdict takes the lower bound of its sigma

@@ -217,13 +217,13 @@ def precision_differences(plan: Plan) -> list[Reason]:
 
 def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
-    if not compare.primary:
-        return Text("No claim declared (compare.primary): only step one and the guards can be judged.")
+    if not compare.claims:
+        return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
     from abrun.experiment.power import assumed_spread, claim_power
     from abrun.stats.equivalence import ALPHA
-    from abrun.stats.sequential import levels_of_looks  # scipy: half a second
+    from abrun.stats.sequential import interim_levels  # scipy: half a second
 
-    level = (levels_of_looks(compare.looks, spending=compare.looks_spending) or [ALPHA])[-1]
+    level = (interim_levels(compare.interim, spending=compare.alpha_spending) or [ALPHA])[-1]
     counted = units(paired=compare.paired)
     headings = [
         "metric",
@@ -235,7 +235,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         "80 % needs",
     ]
     rows = []
-    for index, claim in enumerate(compare.primary):
+    for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
         chances = claim_power(claim, compare, spread, level)
         if claim.margin is None:
@@ -244,7 +244,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
             )
             continue
         if chances is None:
-            assume = f", or set compare.primary.{index}.sigma" if spread is None else ""
+            assume = f", or set compare.claims.{index}.sigma" if spread is None else ""
             expected, needed = f"unknown: see abrun plan --from EXPERIMENT{assume}", ""
         else:
             expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
@@ -257,8 +257,8 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
 
 
 def _looks(compare: Compare) -> list[RenderableType]:
-    looks = ", ".join(map(str, compare.looks))
-    return [Text(f"Looks after {looks} pairs; the first that decides stands.")] if looks else []
+    counts = ", ".join(map(str, compare.interim))
+    return [Text(f"Interim analyses after {counts} pairs; the first that decides stands.")] if counts else []
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int) -> list[RenderableType]:

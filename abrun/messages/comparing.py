@@ -30,18 +30,18 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ALL_EXCLUDED: "--exclude: {patterns} leaves no run to compare; drop one",
     Code.EXCLUDES_NOTHING: "--exclude: '{pattern}' matches no run; there are {runs}",
     Code.SEEDS_NOT_RECORDED: "--seeds: there is no run of {seeds:list}; there are {recorded:list}",
-    Code.LOOKS_REFUSED: "--interim: got {looks}; allowed: two or more increasing numbers of pairs, from 2 "
-    "up, such as 3,5,8",
-    Code.LOOKS_AT_REFERENCE: "--interim: got {looks} with a reference, which allows no interim analyses; "
+    Code.INTERIM_REFUSED: "--interim: got {interim}; allowed: two or more increasing numbers of pairs, from "
+    "2 up, such as 3,5,8",
+    Code.INTERIM_WITH_REFERENCE: "--interim: got {interim} with a reference, which allows no interim "
+    "analyses; drop it",
+    Code.INTERIM_UNPAIRED: "--interim: got {interim} with unpaired runs; give both arms the same seeds, or "
     "drop it",
-    Code.LOOKS_UNPAIRED: "--interim: got {looks} with unpaired runs; give both arms the same seeds, or drop "
-    "it",
-    Code.LOOKS_TOO_LATE: "--interim: got {looks}, but there are only {num_pairs} pairs; train more for the "
-    "first analysis",
-    Code.LOOKS_TOO_EARLY: "--interim: got {looks}, but there are {num_pairs} pairs, and the last analysis "
-    "takes all; choose pairs with --seeds",
-    Code.ONLY_PLANTED_FAULTS: "{experiment}: has injected faults but no treatment; its report/sensitivity.md "
-    "says which were caught (abrun sensitivity --resume prints it)",
+    Code.INTERIM_TOO_LATE: "--interim: got {interim}, but there are only {num_pairs} pairs; train more for "
+    "the first analysis",
+    Code.INTERIM_TOO_EARLY: "--interim: got {interim}, but there are {num_pairs} pairs, and the last "
+    "analysis takes all; choose pairs with --seeds",
+    Code.ONLY_INJECTED_FAULTS: "{experiment}: has injected faults but no treatment; its "
+    "report/sensitivity.md says which were caught (abrun sensitivity --resume prints it)",
     Code.ONE_ARM: "{experiment}: has only the arm {arm:repr}, so there is nothing to compare; give "
     "--reference FILE (made by abrun freeze)",
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",

@@ -74,13 +74,13 @@ MESSAGES: dict[Code, Message] = {
     "declare one, or drop --until-decided",
     Code.STAGES_NEED_TREATMENT: "{recipe}: arms: only a baseline, but --until-decided compares arms; add a "
     "treatment, or drop --until-decided",
-    Code.MAX_SEEDS_AND_LOOKS: "--max-seeds: got {max_seeds}, but compare.interim is {looks} and ends with "
-    "all pairs; drop one of them",
+    Code.MAX_SEEDS_WITH_INTERIM: "--max-seeds: got {max_seeds}, but compare.interim is {interim} and ends "
+    "with all pairs; drop one of them",
     Code.MAX_SEEDS_TOO_FEW: "--max-seeds: got {got} with {seeds} seeds in the recipe; allowed: more than the "
-    "first interim analysis takes, {first_look}",
-    Code.RESUME_OTHER_LOOKS: "{directory}: --until-decided: got interim analyses at {looks} pairs, but it "
-    "was launched {before}, on which its error rate depends; resume it as it was launched, or choose another "
-    "--name",
+    "first interim analysis takes, {first_count}",
+    Code.RESUME_OTHER_INTERIM: "{directory}: --until-decided: got interim analyses at {interim} pairs, but "
+    "it was launched {before}, on which its error rate depends; resume it as it was launched, or choose "
+    "another --name",
     Code.ARM_CHANGES_NOTHING: "{recipe}: arms.{arm}: got {changes}, which resolves to the baseline's "
     "configuration; change at least one value (controls.aa_reruns repeats the baseline)",
     Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: differs from the baseline's, but all arms "

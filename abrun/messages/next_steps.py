@@ -55,7 +55,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MARGIN_SUGGESTED: _margin_suggested,
     # After a match
     Code.TEST_ON_FRESH_SEEDS: "{launched:if Declare the claim, and test it|Test the claim} on fresh seeds",
-    Code.PLANT_FAULTS: "Measure which bugs this comparison would catch, by injecting faults into the "
+    Code.INJECT_FAULTS: "Measure which bugs this comparison would catch, by injecting faults into the "
     "baseline",
     Code.LAUNCH_NEXT_CHANGE: "Launch it again after the next change",
     Code.COMPARE_NEXT_CHANGE: "Compare the runs of the next change with this reference, too",
@@ -74,7 +74,7 @@ MESSAGES: dict[Code, Message] = {
     "seeds{claim_needs:if : {claim_needs}}",
     Code.PLAN_SEEDS: "Or first plan the number of seeds",
     Code.TRAIN_THREE_SEEDS: "Three or more seeds can decide",
-    Code.FINISH_LOOK: "An interim analysis is still to come: let its pairs finish",
+    Code.FINISH_INTERIM_PAIRS: "An interim analysis is still to come: let its pairs finish",
     Code.RUN_IN_FLOAT32: "Train one step in float32 to tell rounding from a fault: there, rounding errors "
     "stay below 1e-4",
     Code.DECLARE_ROUNDING: _declare_rounding,
@@ -86,7 +86,7 @@ MESSAGES: dict[Code, Message] = {
     # Where runs of others stay open
     Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding cannot explain it; if rounding was "
     "the cause, leave step one out",
-    Code.TRAIN_FOR_LOOK: "An interim analysis is still to come: train both arms on {seeds_to_come:plural "
+    Code.TRAIN_FOR_INTERIM: "An interim analysis is still to come: train both arms on {seeds_to_come:plural "
     "seed} {seeds_to_come:join ,}",
     Code.CLAIM_ALIKE: "Claim that they agree within a margin that you accept ({margin})",
     Code.LOG_OR_TRAIN_LONGER: "No metric of these runs could show a difference: log what they learn, or "

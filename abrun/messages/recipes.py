@@ -109,6 +109,7 @@ def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
 
 MESSAGES: dict[Code, Message] = {
     Code.KEY_UNKNOWN: _unknown_key,
+    Code.KEY_RENAMED: "{source}: {field}: was renamed; use {name}",
     Code.KEY_OF_OTHER_TYPE: _key_of_other_type,
     Code.VALUE_MISSING: _value_missing,
     Code.TYPE_MISSING: _missing_type,
@@ -163,7 +164,7 @@ MESSAGES: dict[Code, Message] = {
     "fault; drop one of them",
     Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop the fault",
     Code.RECIPE_TOO_DEEP: "{source}: nested too deeply; a recipe needs only a few levels",
-    Code.PRIMARY_LIMIT_SYNTAX: "--claim: got {got}, a limit with a colon; write '<0.9x' for a ratio to the "
+    Code.CLAIM_LIMIT_SYNTAX: "--claim: got {got}, a limit with a colon; write '<0.9x' for a ratio to the "
     "baseline, or '<0.9' for a level",
     Code.PROFILE_INVALID: "{source}: got {got}; allowed: mappings under {allowed:list}",
     Code.DEFAULTS_TOO_MANY_FILES: "{source}: defaults: the recipe inherits from more than {max_files} files; "
@@ -204,7 +205,7 @@ MESSAGES: dict[Code, Message] = {
     Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr}, but --kind {kind} takes {takes}",
     Code.OPTION_NOT_ASKED: "{option}: missing, and there is no terminal to ask on; give it, such as {option} "
     "{example} (all options: abrun init --help)",
-    Code.NO_FAULT_CAN_BE_PLANTED: "{recipe}: controls.faults: no fault can be injected; see: abrun faults",
+    Code.NO_FAULT_CAN_BE_INJECTED: "{recipe}: controls.faults: no fault can be injected; see: abrun faults",
     Code.FILE_EXISTS: "{path}: already exists; choose another --name or --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, which is neither a file here nor a built-in recipe",
     Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which has no compare.reference; make one "

@@ -5,10 +5,10 @@ from abrun.reasons import Code
 
 _REFUSED = {
     "--faults": "; allowed: NAME or NAME:SIZE, such as misgrouped:2",
-    "--looks": "; allowed: numbers of pairs, such as 3,5,8",
+    "--interim": "; allowed: numbers of pairs, such as 3,5,8",
     "--name": "; allowed: letters, digits, '.', '_' and '-', at most 100",
     "--package": "; allowed: a name such as torch",
-    "--primary": "; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last 20%:0.05', "
+    "--claim": "; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last 20%:0.05', "
     "'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'",
     "--repo": ", which is no git repository; give the trainer's",
     "--seeds": "; allowed: numbers such as 0,1,2 or ranges such as 0-4",

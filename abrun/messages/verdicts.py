@@ -77,8 +77,8 @@ def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
 MESSAGES: dict[Code, Message] = {
     Code.NO_CLAIM: "no claim given: this describes the runs and tests nothing; for a verdict, add --claim "
     "METRIC:WINDOW:MARGIN",
-    Code.NO_PRIMARY: "no claim declared: step one and the guards pass, which does not show that the arms "
-    "converge alike; add compare.claims with a margin",
+    Code.NOTHING_CLAIMED: "no claim declared: step one and the guards pass, which does not show that the "
+    "arms converge alike; add compare.claims with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "

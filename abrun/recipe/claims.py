@@ -1,4 +1,4 @@
-"""What a comparison claims, declared before the runs: primaries with margins, guards, controls."""
+"""What a comparison claims, declared before the runs: claims with margins, guards, controls."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
 from abrun.reasons import Code
-from abrun.recipe.faults import NAMED, ONE_ULP, PlantedFault
+from abrun.recipe.faults import NAMED, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import nearest, shortened, validated
 from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
 
@@ -20,11 +20,11 @@ DEFAULT_WINDOW = "last 20%"
 WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO = r"\d+(\.\d+)?x"
-Spending = Literal["equal", "rising"]  # how looks share the level
+Spending = Literal["equal", "rising"]  # how interim analyses share the level
 Unit = Literal["", "sigma", "level", "climb"]  # what a margin is measured in; "": the metric's own unit
 
 
-class Primary(Section):
+class Claim(Section):
     """One declared claim: arms agree on `metric` over `window` within `margin`, keep a limit, or are `exact`.
 
     `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: in standard deviations of the
@@ -70,7 +70,7 @@ class Primary(Section):
         if type(number) not in (int, float) or not 0 < number < math.inf:
             raise FieldError(
                 f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
-                "--primary also '<1.2', '>0.65', '<0.6x', 'exact')"
+                "--claim also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
         if found and "%" in (found["unit"] or "") and number >= 100:
             raise FieldError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
@@ -159,24 +159,26 @@ class Guards(Section):
     peak_memory_ratio: Positive | None = None  # likewise
 
 
-def can_be_looks(looks: Sequence[int]) -> bool:
+def is_interim_schedule(counts: Sequence[int]) -> bool:
     """Return whether these are two or more numbers of pairs going up from 2."""
-    return len(looks) > 1 and looks[0] > 1 and all(a < b for a, b in pairwise(looks))
+    return len(counts) > 1 and counts[0] > 1 and all(a < b for a, b in pairwise(counts))
 
 
 class Compare(Section):
     """The comparison, declared before the runs and hashed into the experiment at launch."""
 
-    primary: list[Primary] = Field(default=[], max_length=100)
+    claims: list[Claim] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
     # Relative, of all metrics or by name, {train/gen_kl_error: 0.05}; None: by A/A reruns, or the dtype
     step_one_tolerance: float | dict[str, float] | None = None
     # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
     paired: bool = True
-    looks: list[Count] = Field(default=[])  # numbers of pairs at which a verdict may be taken; the last: all
-    # Levels of the looks: the same for each, or in proportion to its pairs, which costs less power
-    looks_spending: Spending = "equal"
+    interim: list[Count] = Field(
+        default=[]
+    )  # numbers of pairs at which a verdict may be taken; the last: all
+    # Levels of the interim analyses: the same for each, or in proportion to its pairs, which costs less power
+    alpha_spending: Spending = "equal"
     reference: PathText | None = (
         None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
     )
@@ -199,12 +201,14 @@ class Compare(Section):
                 )
         return tolerance
 
-    @field_validator("looks")
+    @field_validator("interim")
     @classmethod
-    def _looks_go_up(cls, looks: list[int]) -> list[int]:
-        if looks and not can_be_looks(looks):
-            raise FieldError(f"got {looks}; allowed: two or more numbers of pairs going up from 2, as [4, 8]")
-        return looks
+    def _interim_counts_rise(cls, interim: list[int]) -> list[int]:
+        if interim and not is_interim_schedule(interim):
+            raise FieldError(
+                f"got {interim}; allowed: two or more numbers of pairs going up from 2, as [4, 8]"
+            )
+        return interim
 
 
 class Controls(Section):
@@ -215,12 +219,12 @@ class Controls(Section):
     )
     # With initial weights moved by one ULP of policy.dtype: what so small a difference grows into
     ulp_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
-    # Each planted at every seed: what the comparison would have caught. Names of docs/faults.md, or sections
-    faults: list[Annotated[PlantedFault, NAMED]] = Field(default=[], max_length=100)
+    # Each injected at every seed: what the comparison would have caught. Names of docs/faults.md, or sections
+    faults: list[Annotated[InjectedFault, NAMED]] = Field(default=[], max_length=100)
 
     @field_validator("faults")
     @classmethod
-    def _faults_differ(cls, faults: list[PlantedFault]) -> list[PlantedFault]:
+    def _faults_differ(cls, faults: list[InjectedFault]) -> list[InjectedFault]:
         arms = [fault.arm for fault in faults]
         twice = next((arm for arm in arms if arms.count(arm) > 1), None)
         if twice:
@@ -229,10 +233,10 @@ class Controls(Section):
             raise FieldError(f"got {ONE_ULP!r}, which is no fault; use controls.ulp_reruns")
         return faults
 
-    def arms(self, num_seeds: int) -> dict[str, PlantedFault]:
-        """What is planted in each arm of a control."""
+    def arms(self, num_seeds: int) -> dict[str, InjectedFault]:
+        """What is injected in each arm of a control."""
         rounds = range(-(-self.ulp_reruns // num_seeds))
-        moved = {f"one-ulp{f'-{i + 1}' if i else ''}": PlantedFault(name=ONE_ULP, draw=i) for i in rounds}
+        moved = {f"one-ulp{f'-{i + 1}' if i else ''}": InjectedFault(name=ONE_ULP, draw=i) for i in rounds}
         return moved | {fault.arm: fault for fault in self.faults}
 
 
@@ -240,7 +244,7 @@ def _is_distance(limit: float | str | None) -> bool:
     return limit is not None and not isinstance(limit, str) and limit > 0
 
 
-def claim_text(claim: Primary) -> str:
+def claim_text(claim: Claim) -> str:
     """What is claimed besides where: `±0.02`, `below 0.6 x the baseline`, `exact`."""
     if claim.margin is not None:
         return f"±{claim.margin}" if isinstance(claim.margin, str) else f"±{claim.margin:g}"
@@ -252,29 +256,29 @@ def claim_text(claim: Primary) -> str:
     return f"{text}'s excess over 1" if claim.limits_excess else text
 
 
-def parse_primary(text: str) -> Primary:
+def parse_claim(text: str) -> Claim:
     """A claim given as METRIC:WINDOW:MARGIN on the command line; a metric's name may hold colons.
 
     In the place of the margin: `<1.2` (below), `>0.65` (above), `<0.6x` (of the baseline), or `exact`.
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin):
-        raise RecipeError(Code.SETTING_REFUSED(field="--primary", got=shortened(text)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--claim", got=shortened(text)))
     if window[:1] in ("<", ">"):
-        raise RecipeError(Code.PRIMARY_LIMIT_SYNTAX(got=shortened(text)))
+        raise RecipeError(Code.CLAIM_LIMIT_SYNTAX(got=shortened(text)))
     if margin == "exact":
-        return validated(Primary, {"metric": metric, "window": window, "exact": True}, "--primary")
+        return validated(Claim, {"metric": metric, "window": window, "exact": True}, "--claim")
     field = {"<": "below", ">": "above"}.get(margin[0], "margin")
     text = margin if field == "margin" else margin[1:].strip()
     try:
         number: float | str = float(text)
     except ValueError:
         number = text
-    return validated(Primary, {"metric": metric, "window": window, field: number}, "--primary")
+    return validated(Claim, {"metric": metric, "window": window, field: number}, "--claim")
 
 
-def primary_option(claim: Primary) -> str:
-    """What `parse_primary` reads the claim from; its transform, climb and planning are not in it."""
+def claim_option(claim: Claim) -> str:
+    """What `parse_claim` reads the claim from; its transform, climb and planning are not in it."""
     said: object = claim.margin
     if claim.limit is not None:
         said = f"<{claim.below}" if claim.below is not None else f">{claim.above}"

@@ -24,7 +24,7 @@ from abrun.recipe.claims import (
 from abrun.recipe.command import (
     CommandRunConfig,
 )
-from abrun.recipe.faults import LIBRARY, ONE_ULP, PlantedFault, lacking
+from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, lacking
 from abrun.recipe.launcher import LauncherSettings
 from abrun.recipe.merging import (
     merge,
@@ -45,7 +45,7 @@ from abrun.recipe.run import (
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
-from abrun.runs.layout import NAME
+from abrun.runs.layout import NAME_PATTERN
 
 BASELINE = "baseline"
 MOST_ARMS = 1000
@@ -85,7 +85,7 @@ class Declared(Section):
     @field_validator("name")
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(NAME_PATTERN, name):
             raise FieldError(
                 f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
             )
@@ -106,7 +106,7 @@ class Declared(Section):
     def _arms_have_a_baseline(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if len(arms) > MOST_ARMS:
             raise FieldError(f"got {len(arms)} arms; allowed: at most {MOST_ARMS}")
-        bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
+        bad = [arm for arm in arms if not re.fullmatch(NAME_PATTERN, arm)]
         if bad:
             raise FieldError(
                 f"got an arm named {shortened(bad[0])}; allowed: letters, digits, '.', '_' and '-'"
@@ -147,23 +147,23 @@ class Declared(Section):
         return validated(type(self), tree, self.name)
 
     @property
-    def control_arms(self) -> dict[str, PlantedFault]:
-        """What is planted in each arm that is there as a control."""
+    def control_arms(self) -> dict[str, InjectedFault]:
+        """What is injected in each arm that is there as a control."""
         return self.controls.arms(len(self.seeds))
 
     def control_config(self, arm: str) -> OwnRunConfig:
-        """The baseline's configuration with what a control plants. Raises RecipeError where it cannot."""
-        planted, baseline = self.control_arms[arm], self.run_config(BASELINE)
-        field = "ulp_reruns" if planted.name == ONE_ULP else "faults"
+        """The baseline's configuration with what a control injects. Raises RecipeError where it cannot."""
+        injected, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=planted.name))
-        if baseline.planted_fault is not None:
-            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=planted.name))
-        lacks = lacking(LIBRARY[planted.name], baseline)
+            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=injected.name))
+        if baseline.injected_fault is not None:
+            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=injected.name))
+        lacks = lacking(LIBRARY[injected.name], baseline)
         if lacks:
-            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=planted.name, needs=lacks))
-        content = {**baseline.model_dump(), "planted_fault": planted.model_dump()}
+            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=injected.name, needs=lacks))
+        content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
 

@@ -1,4 +1,4 @@
-"""Faults that a recipe can plant in its runs, each after a real bug, and what each needs to be there.
+"""Faults that a recipe can inject in its runs, each after a real bug, and what each needs to be there.
 
 The library is `faults.toml`; what the faults do is in `abrun.train.faults`, by the same names.
 """
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from abrun.recipe.section import FieldError, Positive, Section
 from abrun.redaction import shortened
 
-ONE_ULP = "one_ulp"  # no fault: what controls.ulp_reruns plants
+ONE_ULP = "one_ulp"  # no fault: what controls.ulp_reruns injects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +132,13 @@ def what_it_takes(fault: Fault) -> dict[str, str]:
 
 
 def lacking(fault: Fault, run: Any) -> str | None:
-    """What an OwnRunConfig lacks of what a fault needs, and how it gets it; None: it can be planted."""
+    """What an OwnRunConfig lacks of what a fault needs, and how it gets it; None: it can be injected."""
     if run.algorithm.type not in ("grpo", "ppo") and not fault.any_algorithm:
         return "needs advantages; set algorithm.type: grpo or ppo"
     return next((NEEDS[need][1] for need in fault.needs if not NEEDS[need][0](run)), None)
 
 
-class PlantedFault(Section):
+class InjectedFault(Section):
     """What is broken on purpose in a run: a name of `abrun faults`, and how much of it."""
 
     name: str
@@ -174,9 +174,9 @@ class PlantedFault(Section):
 
 
 def _named(value: Any) -> Any:
-    """`planted_fault: NAME` as the section that it stands for."""
+    """`injected_fault: NAME` as the section that it stands for."""
     return {"name": value} if isinstance(value, str) else value
 
 
-NAMED = BeforeValidator(_named, json_schema_input_type=str | PlantedFault)
-NAMED_OR_NONE = BeforeValidator(_named, json_schema_input_type=str | PlantedFault | None)
+NAMED = BeforeValidator(_named, json_schema_input_type=str | InjectedFault)
+NAMED_OR_NONE = BeforeValidator(_named, json_schema_input_type=str | InjectedFault | None)

@@ -15,6 +15,12 @@ from abrun.redaction import shortened
 M = TypeVar("M", bound=BaseModel)
 
 LIMITS = ("gt", "ge", "lt", "le", "expected")  # what pydantic says of numbers and of literals
+RENAMED_KEYS = {
+    "primary": "claims",
+    "looks": "interim",
+    "looks_spending": "alpha_spending",
+    "planted_fault": "injected_fault",
+}
 PLAIN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"  # what YAML reads as a number or a truth value
 
 
@@ -140,8 +146,10 @@ def _types_with(key: str, siblings: Iterable[type[BaseModel]]) -> list[str | Non
 
 
 def unknown(field: str, key: str, section: type[BaseModel], *, source: str, others: Sequence[str]) -> Reason:
-    """Return that a section does not have a key, with the key that may be meant."""
+    """Return the refusal of a key that a section does not have, with the key that was probably meant."""
     allowed = sorted(section.model_fields)
+    if RENAMED_KEYS.get(key) in allowed:
+        return Code.KEY_RENAMED(source=source, field=field, name=RENAMED_KEYS[key])
     return Code.KEY_UNKNOWN(
         source=source, field=field, nearest=closest(key, allowed), allowed=allowed, others=others
     )

@@ -118,14 +118,14 @@ def _without_experts(field: str, off: Any) -> Rule:
 
 
 def _claim_of_one_seed(recipe: Any) -> Any:
-    claim = next((claim for claim in recipe.compare.primary if not claim.exact), None)
+    claim = next((claim for claim in recipe.compare.claims if not claim.exact), None)
     return claim and len(recipe.seeds) == 1 and {"bound": claim.bound}
 
 
 def _needs_pairs(compare: Any) -> Any:
-    claims = ["exact" for claim in compare.primary if claim.exact]
-    claims += ["final_weights" for claim in compare.primary if claim.metric == "final_weights"]
-    needing = ["looks"] * bool(compare.looks) + claims
+    claims = ["exact" for claim in compare.claims if claim.exact]
+    claims += ["final_weights" for claim in compare.claims if claim.metric == "final_weights"]
+    needing = ["interim"] * bool(compare.interim) + claims
     return needing and not compare.paired and {"needing": needing[0]}
 
 
@@ -371,8 +371,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
              lambda run: (run.algorithm.type == "ppo" and run.algorithm.value_head_dtype != "float32"
                  and run.policy.backend.type == "megatron"),
              "got {got} with policy.backend.type 'megatron', whose masters are float32; use float32"),
-        Rule("planted_fault", lambda run: run.fault_lacks and {"got": run.planted_fault.name},
-             "got {got}, which {fault_lacks}, or planted_fault: null"),
+        Rule("injected_fault", lambda run: run.fault_lacks and {"got": run.injected_fault.name},
+             "got {got}, which {fault_lacks}, or injected_fault: null"),
         Rule("validation.num_prompts",
              lambda run: run.validation and _uneven(run.validation.num_prompts, run.data_parallel),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"),
@@ -432,15 +432,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
              lambda recipe: (recipe.arms.keys() & recipe.control_arms.keys()
                  and {"got": min(recipe.arms.keys() & recipe.control_arms.keys())}),
              "got {got}, the name of an arm of controls; choose another"),
-        Rule("compare.looks",
-             lambda recipe: (recipe.compare.looks and recipe.compare.looks[-1] != len(recipe.seeds)
-                 and {"seeds": len(recipe.seeds), "looks": recipe.compare.looks}),
-             "got {looks} with {seeds} seeds; the last look takes all pairs: make it the number of seeds"),
+        Rule("compare.interim",
+             lambda recipe: (recipe.compare.interim and recipe.compare.interim[-1] != len(recipe.seeds)
+                 and {"seeds": len(recipe.seeds), "interim": recipe.compare.interim}),
+             "got {interim} with {seeds} seeds; the last analysis uses all pairs: end with {seeds}"),
         Rule("seeds", lambda recipe: len(set(recipe.seeds)) < len(recipe.seeds),
              "got {got} with a seed twice; every seed once"),
         Rule("seeds", _claim_of_one_seed,
-             "got one seed with {bound} (compare.primary), which needs the spread over seeds; give two or "
-             "more, or compare.primary: [] for the step-one check alone"),
+             "got one seed with {bound} (compare.claims), which needs the spread over seeds; give two or "
+             "more, or compare.claims: [] for the step-one check alone"),
     ),
 }
 # fmt: on

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, PlantedFault, lacking
+from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, InjectedFault, lacking
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import (
     NO_FILTERS,
@@ -156,7 +156,7 @@ class OwnRunConfig(RunConfig):
     wandb: Wandb | None = None
     keep_samples: KeptSamples | None = KeptSamples()  # of a policy gradient; null: none
     # Broken on purpose, for a verdict to find: a name of docs/faults.md, or a section
-    planted_fault: Annotated[PlantedFault | None, NAMED_OR_NONE] = None
+    injected_fault: Annotated[InjectedFault | None, NAMED_OR_NONE] = None
 
     @property
     def engine_devices(self) -> int:
@@ -196,8 +196,8 @@ class OwnRunConfig(RunConfig):
 
     @property
     def fault_lacks(self) -> str | None:
-        """What a planted fault needs that the run lacks, and how it gets it; None: nothing."""
-        return self.planted_fault and lacking(LIBRARY[self.planted_fault.name], self)
+        """What a injected fault needs that the run lacks, and how it gets it; None: nothing."""
+        return self.injected_fault and lacking(LIBRARY[self.injected_fault.name], self)
 
     @property
     def decodes(self) -> bool:

@@ -62,7 +62,7 @@ def claim_tests_in(folder: Path) -> Iterator[ClaimTest]:
 def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
     """Return the test of a treatment that is made now."""
     compare = experiment.compare
-    claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.primary)
+    claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.claims)
     sides = experiment.sides(arm).finished
     treated = [_recorded_hash(run) for run in sides.treatments]
     pairs = (
@@ -70,7 +70,7 @@ def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
         if compare.paired
         else treated
     )
-    question = _hash(*claims, str(compare.paired), str(compare.looks))
+    question = _hash(*claims, str(compare.paired), str(compare.interim))
     return ClaimTest(question=question, pairs=frozenset(pairs))
 
 

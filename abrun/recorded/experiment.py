@@ -13,8 +13,8 @@ from abrun.extras import is_imported
 from abrun.logs.log import Recording, listed
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Compare, Primary
-from abrun.recipe.faults import ONE_ULP, PlantedFault
+from abrun.recipe.claims import Claim, Compare
+from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
@@ -169,8 +169,8 @@ class Experiment:
     launched_pairs: int = 0
     decided: tuple[Reason, ...] = ()  # what the recipe left to its launch, a line each with the reason
     reference: Reference | None = None
-    # Baselines in which something was planted: what by arm, and their runs, which no verdict is about.
-    planted: Mapping[str, PlantedFault] = field(default_factory=dict)
+    # Baselines in which something was injected: what by arm, and their runs, which no verdict is about.
+    injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[
@@ -209,7 +209,7 @@ class Experiment:
             return []
         baselines, treatments = self.arm(self.baseline), self.arm(arm)
         reruns = [run for run in self.runs.values() if run.name.rerun]
-        moved = [run for name, run in self.controls.items() if self.planted[name.arm].name == ONE_ULP]
+        moved = [run for name, run in self.controls.items() if self.injected[name.arm].name == ONE_ULP]
         return [
             Pair(
                 seed=seed,
@@ -245,7 +245,7 @@ class Experiment:
         """The faults that arms have as part of them, each with its arms: `misgrouped in treatment`."""
         found: dict[str, dict[str, None]] = {}
         for run in self.runs.values():
-            fault = (run.config or {}).get("planted_fault.name")
+            fault = (run.config or {}).get("injected_fault.name")
             if fault not in (None, ONE_ULP):
                 found.setdefault(str(fault), {})[run.name.arm] = None
         return [f"{fault} in {' and '.join(arms)}" for fault, arms in found.items()]
@@ -256,11 +256,11 @@ class Experiment:
         return self.directory is not None
 
     @property
-    def can_plant(self) -> bool:
-        """Whether `abrun sensitivity` can plant faults in the baseline."""
+    def can_inject(self) -> bool:
+        """Whether `abrun sensitivity` can inject faults in the baseline."""
         configs = [run.config or {} for run in self.arm(self.baseline).values()]
         refused = any(
-            one.get("trainer.type") == "command" or one.get("planted_fault.name") is not None
+            one.get("trainer.type") == "command" or one.get("injected_fault.name") is not None
             for one in configs
         )
         return self.has_recipe and not (self.regression or refused)
@@ -319,30 +319,30 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
     return steps, values[: len(pairs)], values[len(pairs) :]
 
 
-def claims_on_recorded(experiment: Experiment, primaries: Sequence[Primary]) -> list[Primary]:
+def claims_on_recorded(experiment: Experiment, claims: Sequence[Claim]) -> list[Claim]:
     """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
 
     Raises ComparisonError for any other, and for one given twice: by hand, that is a typing error.
     """
     known = experiment.metrics()
-    found: list[Primary] = []
-    for primary in primaries:
-        metric = experiment.renamed.get(primary.metric, primary.metric)
+    found: list[Claim] = []
+    for claim in claims:
+        metric = experiment.renamed.get(claim.metric, claim.metric)
         ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
         if metric not in known and len(ending) == 1:
             metric = ending[0]
-        claim = primary.model_copy(update={"metric": metric}) if metric in known else primary
-        if claim in found:
-            raise ComparisonError(Code.CLAIM_TWICE(metric=primary.metric))
-        found.append(claim)
+        recorded = claim.model_copy(update={"metric": metric}) if metric in known else claim
+        if recorded in found:
+            raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
+        found.append(recorded)
         if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
-                raise ComparisonError(Code.CLAIM_ON_TEXT(metric=primary.metric, unread=unread[0]))
-            close = difflib.get_close_matches(primary.metric, known, n=1)
+                raise ComparisonError(Code.CLAIM_ON_TEXT(metric=claim.metric, unread=unread[0]))
+            close = difflib.get_close_matches(claim.metric, known, n=1)
             raise ComparisonError(
                 Code.CLAIM_NOT_RECORDED(
-                    metric=primary.metric,
+                    metric=claim.metric,
                     close=close[0] if close else None,
                     recorded=listed(list(known), 12),
                 )

@@ -37,8 +37,8 @@ class Entry(_Part):
     environment_sha256: str  # of their versions and devices
     moved: str | None  # what else is not what it was after the entry before
     margin: str
-    looks: list[int]  # numbers of pairs at which the verdict could be taken
-    looks_spending: Spending = "equal"
+    interim: list[int]  # numbers of pairs at which the verdict could be taken
+    alpha_spending: Spending = "equal"
     seeds: list[int]
     differences: list[Finite]  # treatment - baseline, by seed
     levels: list[Finite]  # the treatment's window, by seed

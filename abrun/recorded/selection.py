@@ -33,7 +33,7 @@ class Reading:
     versions_differ: bool = False  # versions that follow the arm are the treatment
     unpaired: bool = False  # runs are independent, whatever their seeds
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
-    looks: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
+    interim: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
     alone: bool = False  # one arm is enough: its counterpart is a reference
 
     @property
@@ -50,7 +50,7 @@ class Reading:
             "--alias": ",".join(self.aliases) or None,
             "--step-column": self.step_column,
             "--seeds": ",".join(map(str, self.seeds)) if self.seeds is not None else None,
-            "--looks": ",".join(map(str, self.looks)) or None,
+            "--interim": ",".join(map(str, self.interim)) or None,
             "--exclude": ",".join(self.exclude) or None,
             "--versions-differ": "true" if self.versions_differ else None,
         }

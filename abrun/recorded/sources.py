@@ -7,7 +7,7 @@ from typing import Any
 
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
-from abrun.recipe.claims import Primary, can_be_looks
+from abrun.recipe.claims import Claim, is_interim_schedule
 from abrun.recorded.experiment import Experiment, claims_on_recorded
 from abrun.recorded.foreign import Sources, foreign_experiment, read_foreign
 from abrun.recorded.selection import Reading
@@ -42,7 +42,7 @@ class SourceContents:
             return self.recorded
         reading = replace(self.reading, **changes)
         experiment = foreign_experiment(self.recorded, reading)
-        return _with_looks(experiment, reading) if reading.looks else experiment
+        return _with_interim(experiment, reading) if reading.interim else experiment
 
 
 def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
@@ -55,33 +55,33 @@ def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
 
 
 def open_sources(
-    sources: Sequence[str], reading: Reading, primaries: Sequence[Primary] | None = None
+    sources: Sequence[str], reading: Reading, claims: Sequence[Claim] | None = None
 ) -> Experiment:
-    """The runs that sources name; `primaries` replace the declared claims.
+    """The runs that sources name; `claims` replace the declared claims.
 
     Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
     """
     experiment = read_sources(sources, reading).experiment()
-    if primaries is None:
+    if claims is None:
         return experiment
-    primaries = claims_on_recorded(experiment, primaries)
-    compare = experiment.compare.model_copy(update={"primary": primaries})
+    claims = claims_on_recorded(experiment, claims)
+    compare = experiment.compare.model_copy(update={"claims": claims})
     return replace(experiment, compare=compare)
 
 
-def _with_looks(experiment: Experiment, reading: Reading) -> Experiment:
+def _with_interim(experiment: Experiment, reading: Reading) -> Experiment:
     """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
-    given, looks = reading.given["--looks"], reading.looks
-    if not can_be_looks(looks):
-        raise ComparisonError(Code.LOOKS_REFUSED(looks=given))
+    given, counts = reading.given["--interim"], reading.interim
+    if not is_interim_schedule(counts):
+        raise ComparisonError(Code.INTERIM_REFUSED(interim=given))
     if reading.alone:
-        raise ComparisonError(Code.LOOKS_AT_REFERENCE(looks=given))
+        raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=given))
     if not experiment.compare.paired:
-        raise ComparisonError(Code.LOOKS_UNPAIRED(looks=given))
+        raise ComparisonError(Code.INTERIM_UNPAIRED(interim=given))
     num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
-    if num_pairs < looks[0]:
-        raise ComparisonError(Code.LOOKS_TOO_LATE(looks=given, num_pairs=num_pairs))
-    if num_pairs > looks[-1]:
-        raise ComparisonError(Code.LOOKS_TOO_EARLY(looks=given, num_pairs=num_pairs))
-    compare = experiment.compare.model_copy(update={"looks": list(looks)})
+    if num_pairs < counts[0]:
+        raise ComparisonError(Code.INTERIM_TOO_LATE(interim=given, num_pairs=num_pairs))
+    if num_pairs > counts[-1]:
+        raise ComparisonError(Code.INTERIM_TOO_EARLY(interim=given, num_pairs=num_pairs))
+    compare = experiment.compare.model_copy(update={"interim": list(counts)})
     return replace(experiment, compare=compare)

@@ -1,4 +1,4 @@
-"""Looks at an experiment before all of its pairs have ended: the level of each, for all to keep one together.
+"""Group-sequential levels: one for each interim analysis, so that all of them keep one error rate.
 
 A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels in
 proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
@@ -21,15 +21,15 @@ _DRAWS = 200_000  # of an experiment: the level of .05 is met to .0005
 _MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
 
 
-def level_of_a_look(counts: Sequence[int], level: float = ALPHA) -> float:
-    """The one-sided level of each look at `counts` pairs, of which all together err at `level`."""
-    return levels_of_looks(counts, level)[0] if counts else level
+def interim_level(counts: Sequence[int], level: float = ALPHA) -> float:
+    """Return the one-sided level of every interim analysis at `counts` pairs, for `level` in all."""
+    return interim_levels(counts, level)[0] if counts else level
 
 
-def levels_of_looks(counts: Sequence[int], level: float = ALPHA, spending: Spending = "equal") -> list[float]:
-    """Return the one-sided level of each look at `counts` pairs, of which all together err at `level`.
+def interim_levels(counts: Sequence[int], level: float = ALPHA, spending: Spending = "equal") -> list[float]:
+    """Return the one-sided level of each interim analysis at `counts` pairs, for `level` in all.
 
-    "rising": a look's level is proportional to its share of the pairs. Early looks cost less power.
+    "rising": a level is proportional to its share of the pairs. Early analyses cost less power.
     """
     if len(counts) < 2:
         return [level] * len(counts)
@@ -59,7 +59,7 @@ def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA)
 
 @cache
 def _smallest_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
-    """Sorted over simulated experiments without an effect: the smallest p / share of their looks."""
+    """Sorted over simulated experiments without an effect: the smallest p / share of their analyses."""
     rng = np.random.default_rng(0)
     total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
     smallest, before = np.ones(_DRAWS), 0

@@ -11,7 +11,7 @@ from scipy import special
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
@@ -29,11 +29,11 @@ from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma
 from abrun.verdict.margins import Margin, yardstick
 from abrun.verdict.results import (
     ONE_TEST,
-    Claim,
+    ClaimResult,
+    ClaimTerms,
     ErrorRates,
     Estimate,
     Power,
-    PrimaryResult,
     Result,
     Test,
     detect,
@@ -46,36 +46,36 @@ from abrun.verdict.whole_curve import curve_warnings
 SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
 
 
-def judge_primary(
+def judge_equivalence(
     arm: str,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     margin: Margin,
     grid: Steps,
     rates: ErrorRates = ONE_TEST,
     *,
     may_repeat: bool = False,
-) -> PrimaryResult:
+) -> ClaimResult:
     """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
 
     Equivalence is an intersection-union test: every claim at full alpha, no correction. It needs every pair
     (of independent arms every run), and runs that could have shown a difference. Raises ComparisonError for
     an empty window.
     """
-    metric, finished = primary.metric, sides.finished
-    transform = primary.transform or default_transform(metric)
-    bounds = window_bounds(primary.window, grid, metric) if len(grid) else None
-    steps, baseline, treatment = _in_window(finished, primary, bounds)
-    bounds = on_shared_steps(primary.window, bounds, steps)
+    metric, finished = claim.metric, sides.finished
+    transform = claim.transform or default_transform(metric)
+    bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
+    steps, baseline, treatment = _in_window(finished, claim, bounds)
+    bounds = on_shared_steps(claim.window, bounds, steps)
     used = finished.of(_usable(baseline), _usable(treatment))
     in_window = (
         baseline[[run in used.baselines for run in finished.baselines]],
         treatment[[run in used.treatments for run in finished.treatments]],
     )
     repeated = one_run_as_two_seeds(finished, metric)
-    claim = Claim(
+    terms = ClaimTerms(
         metric=metric,
-        window=primary.window,
+        window=claim.window,
         steps=bounds,
         num_steps=len(steps),
         transform=transform,
@@ -88,14 +88,14 @@ def judge_primary(
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(used)
-    result = PrimaryResult(
-        arm=arm, claim=claim, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
+    result = ClaimResult(
+        arm=arm, claim=terms, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
     )
     outside = outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(used.sizes) and bounds and not repeated:
-        result = _tested(result, used, primary, margin, in_window)
+        result = _tested(result, used, claim, margin, in_window)
     if used.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -119,40 +119,40 @@ def _test(margin: Margin, *, paired: bool) -> Test:
 
 
 def _tested(
-    result: PrimaryResult,
+    result: ClaimResult,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     margin: Margin,
     in_window: tuple[Array, Array],
-) -> PrimaryResult:
+) -> ClaimResult:
     """A result with its statistics, and what makes them mean nothing."""
     bounds = result.claim.steps
     assert bounds is not None
-    arms = [summaries(values, primary) for values in in_window]
+    arms = [summaries(values, claim) for values in in_window]
     last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
-    measured = yardstick(margin, arms[0], baselines, primary, last)
+    measured = yardstick(margin, arms[0], baselines, claim, last)
     lacking = _no_yardstick(margin, measured, arms[0]) if several else None
     if lacking:
         return replace(result, problem=result.problem or lacking)
-    step = resolution(sides.runs, primary, moving(*in_window, paired=sides.paired))
+    step = resolution(sides.runs, claim, moving(*in_window, paired=sides.paired))
     plain = with_statistics(result, *arms, yardstick=measured)
     result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
-    climb = float(np.mean(climbs(baselines, primary, last)))
+    climb = float(np.mean(climbs(baselines, claim, last)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
     absolute_margin = result.claim.margin
     if not several or absolute_margin is None:
         return result
-    problem = result.problem or not_learned(baselines, primary, last, absolute_margin)
+    problem = result.problem or not_learned(baselines, claim, last, absolute_margin)
     result = replace(result, problem=problem)
     steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
     warnings = [
         *result.warnings,
-        *_margin_warnings(result, baselines, primary),
+        *_margin_warnings(result, baselines, claim),
         *([Code.WIDE_STEPS()] if steps_decide else []),
         *curve_warnings(
             sides,
-            primary.metric,
+            claim.metric,
             result.claim.transform,
             bounds,
             absolute_margin,
@@ -171,33 +171,31 @@ def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Re
     return None
 
 
-def _margin_warnings(
-    result: PrimaryResult, baselines: Sequence[RecordedRun], primary: Primary
-) -> Iterator[Reason]:
+def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], claim: Claim) -> Iterator[Reason]:
     """Yield warnings on a claim's margin and its baseline."""
-    claim, estimate = result.claim, result.estimate
-    assert claim.steps is not None and claim.margin is not None and estimate.standard_error is not None
-    still = dead_seeds(baselines, primary, claim.steps[1], claim.margin)
+    terms, estimate = result.claim, result.estimate
+    assert terms.steps is not None and terms.margin is not None and estimate.standard_error is not None
+    still = dead_seeds(baselines, claim, terms.steps[1], terms.margin)
     if still and not result.problem:
         yield Code.SEEDS_NOT_CLIMBED(num=still, of=len(baselines))
     if estimate.certified_bound == 0:
-        yield Code.BOUND_OF_ZERO(paired=claim.paired)
+        yield Code.BOUND_OF_ZERO(paired=terms.paired)
     level = abs(estimate.baseline_mean or 0.0)
-    if claim.transform == "identity" and 0 < level < claim.margin:
+    if terms.transform == "identity" and 0 < level < terms.margin:
         yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
 
 
-def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
+def _in_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
     """Steps [W] of the window, and both arms' values [R, W] there."""
-    steps, values = stack(sides.runs, primary.metric)
+    steps, values = stack(sides.runs, claim.metric)
     first, last = bounds or (0, 0)
     inside = (steps >= first) & (steps <= last)
-    recorded = union(run.series(primary.metric).steps for run in sides.runs)
+    recorded = union(run.series(claim.metric).steps for run in sides.runs)
     if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(
-                metric=primary.metric,
-                window=primary.window,
+                metric=claim.metric,
+                window=claim.window,
                 num=len(recorded),
                 steps=[recorded[0], recorded[-1]],
             )
@@ -207,13 +205,13 @@ def _in_window(sides: Sides, primary: Primary, bounds: tuple[int, int] | None) -
 
 
 def with_statistics(
-    result: PrimaryResult,
+    result: ClaimResult,
     baseline: Array,
     treatment: Array,
     *,
     yardstick: Array | None = None,
     resolution: float = 0.0,
-) -> PrimaryResult:
+) -> ClaimResult:
     """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
     if min(len(baseline), len(treatment)) < 2:
         return result
@@ -283,7 +281,9 @@ def _decided(equivalent: bool) -> Result:
     return "equivalent" if equivalent else "undecided"
 
 
-def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, least: float) -> Reason | None:
+def _skewed(
+    claim: ClaimTerms, baseline: Array, treatment: Array, *, step: float, least: float
+) -> Reason | None:
     """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
     if not claim.paired:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
@@ -294,7 +294,7 @@ def _skewed(claim: Claim, baseline: Array, treatment: Array, *, step: float, lea
     return skew_warning(samples, step=step, least=least)
 
 
-def _decisions(result: PrimaryResult) -> tuple[bool, bool]:
+def _decisions(result: ClaimResult) -> tuple[bool, bool]:
     """Return whether a claim by itself is shown, and whether the opposite is."""
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
@@ -309,7 +309,7 @@ def _errors_at_the_margin(
     return [difference(end, treatment, paired=paired)[1] for end in ends]
 
 
-def _power(claim: Claim, test: Tost, error: float, sd: float, freedom: float) -> Power:
+def _power(claim: ClaimTerms, test: Tost, error: float, sd: float, freedom: float) -> Power:
     """Return the power by the standard error and the sd of a difference at the margin (see `power_at`)."""
     assert claim.margin is not None
     margin, alpha = claim.margin, claim.alpha
@@ -325,7 +325,7 @@ def _power(claim: Claim, test: Tost, error: float, sd: float, freedom: float) ->
     )
 
 
-def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolution: float) -> PrimaryResult:
+def _in_sigmas(result: ClaimResult, baseline: Array, treatment: Array, resolution: float) -> ClaimResult:
     claim, estimate = result.claim, result.estimate
     number, alpha = claim.margin_number, claim.alpha
     test = sigma_test(baseline, treatment, number, alpha, resolution, paired=claim.paired)
@@ -357,10 +357,10 @@ def _in_sigmas(result: PrimaryResult, baseline: Array, treatment: Array, resolut
     )
 
 
-def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
+def with_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
     """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
 
-    Differences are many looks at one experiment: the family is every claim of every treatment.
+    Differences are many tests of one experiment: the family is every claim of every treatment.
     """
     estimates = [result.estimate for result in results]
     from_zero = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
@@ -377,7 +377,7 @@ def with_holm(results: Sequence[PrimaryResult]) -> list[PrimaryResult]:
     return final
 
 
-def _with_mismatch(result: PrimaryResult) -> PrimaryResult:
+def _with_mismatch(result: ClaimResult) -> ClaimResult:
     """A result as a mismatch where one is shown; undecided by two pairs, or two runs of an arm.
 
     Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, Sides, no_shared_step
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.sequential import levels_of_looks
-from abrun.verdict.claims import judge_primary, with_holm
+from abrun.stats.sequential import interim_levels
+from abrun.verdict.claims import judge_equivalence, with_holm
 from abrun.verdict.description import (
     Description,
     description_reasons,
@@ -23,7 +23,7 @@ from abrun.verdict.guards import Guard, Saving, check_guards, measure_savings, n
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.margins import resolved_margin
 from abrun.verdict.outcomes import outcome
-from abrun.verdict.results import ErrorRates, PrimaryResult
+from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.step_one import StepOne, step_one
 from abrun.verdict.untested import not_tested, step_one_unread
 from abrun.verdict.validity import Coverage, coverage, differences, invalid_reasons
@@ -36,7 +36,7 @@ _SHOWN_FAULTS = 6  # of a kind of fault that every run may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class InterimAnalysis:
     """A verdict taken when that many pairs had ended, at its share of alpha."""
 
     num_pairs: int
@@ -59,7 +59,7 @@ class ArmSection:
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: Coverage
     num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
-    looks: list[Look]  # empty where none were declared: one verdict over all pairs
+    interim_analyses: list[InterimAnalysis]  # empty where none were declared: one verdict over all pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,74 +71,80 @@ class ArmVerdict(ArmSection):
     divergence: list[Divergence]
     final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
     descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
-    primaries: list[PrimaryResult]
+    claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
 
 
 def judge(
     experiment: Experiment,
-    primaries: Sequence[Primary],
+    claims: Sequence[Claim],
     *,
     alpha: float = ALPHA,
     may_repeat: bool = False,
 ) -> list[ArmVerdict]:
     """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
 
-    With looks declared, the first that decides stands: each tests at a level of which all of them together
-    err no more often than one verdict would (see abrun.stats.sequential). `alpha` is what a match, and what a
-    mismatch, may err; `may_repeat`: arms that are bit-identical were expected to be.
+    With interim analyses declared, the first that decides stands: each tests at a level of which all of
+    them together err no more often than one verdict would (see abrun.stats.sequential). `alpha` is what a
+    match, and what a mismatch, may err; `may_repeat`: arms that are bit-identical were expected to be.
     """
     margins = [
-        resolved_margin(primary, experiment.reference) if primary.margin is not None else None
-        for primary in primaries
+        resolved_margin(claim, experiment.reference) if claim.margin is not None else None for claim in claims
     ]
-    may_repeat = may_repeat or any(primary.exact for primary in primaries)
+    may_repeat = may_repeat or any(claim.exact for claim in claims)
     arms = experiment.treatments
-    planned = looks_of(experiment, len(primaries), alpha)
-    taken = [look for look in planned if all(_ended(experiment, arm, look) for arm in arms)] or planned[:1]
+    planned = planned_analyses(experiment, len(claims), alpha)
+    taken = [
+        analysis for analysis in planned if all(_ended(experiment, arm, analysis) for arm in arms)
+    ] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
-    looks: dict[str, list[Look]] = {arm: [] for arm in arms}
-    for look in taken:
-        rates = ErrorRates(look.alpha, look.alpha_difference)
+    analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
+    for analysis in taken:
+        rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
         results = []
         for arm in arms:
-            sides = experiment.sides(arm, look.num_pairs)
-            for primary, margin in zip(primaries, margins, strict=True):
-                grid = experiment.steps_of(primary.metric)
+            sides = experiment.sides(arm, analysis.num_pairs)
+            for claim, margin in zip(claims, margins, strict=True):
+                grid = experiment.steps_of(claim.metric)
                 if margin:
-                    result = judge_primary(arm, sides, primary, margin, grid, rates, may_repeat=may_repeat)
+                    result = judge_equivalence(arm, sides, claim, margin, grid, rates, may_repeat=may_repeat)
                 else:
-                    result = judge_limit(arm, sides, primary, grid, rates)
+                    result = judge_limit(arm, sides, claim, grid, rates)
                 results.append(result)
         results = with_holm(results)
         for arm in arms:
-            if not looks[arm] or looks[arm][-1].verdict == "INCONCLUSIVE":
+            if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 of_arm = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, primaries, of_arm, look)
-                looks[arm].append(replace(look, verdict=judged[arm].verdict))
-    if not experiment.compare.looks:
+                judged[arm] = judge_arm(experiment, arm, claims, of_arm, analysis)
+                analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
+    if not experiment.compare.interim:
         return list(judged.values())
-    return [replace(one, looks=[*looks[arm], *planned[len(looks[arm]) :]]) for arm, one in judged.items()]
+    return [
+        replace(one, interim_analyses=[*analyses[arm], *planned[len(analyses[arm]) :]])
+        for arm, one in judged.items()
+    ]
 
 
-def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) -> list[Look]:
-    """The declared looks; where there are none, one at all pairs.
+def planned_analyses(
+    experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA
+) -> list[InterimAnalysis]:
+    """The declared interim analyses; where there are none, one at all pairs.
 
     Of the `alpha` in which equal arms may be called a mismatch, the guards and step one have the share that
     `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment has its part of that, before
-    it is spread over the looks.
+    it is spread over them.
     """
-    counts = experiment.compare.looks or [
+    counts = experiment.compare.interim or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     ]
     for_guards = experiment.compare.guards.alpha * alpha / ALPHA
     family = max(1, num_claims * len(experiment.treatments))
-    spending = experiment.compare.looks_spending
-    of_matches = levels_of_looks(counts, alpha, spending)
-    of_mismatches = levels_of_looks(counts, (alpha - for_guards) / family, spending)
+    spending = experiment.compare.alpha_spending
+    of_matches = interim_levels(counts, alpha, spending)
+    of_mismatches = interim_levels(counts, (alpha - for_guards) / family, spending)
     return [
-        Look(
+        InterimAnalysis(
             num_pairs=count,
             alpha=of_match,
             alpha_difference=family * of_mismatch,
@@ -148,32 +154,32 @@ def looks_of(experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA) 
     ]
 
 
-def _ended(experiment: Experiment, arm: str, look: Look) -> bool:
-    pairs = experiment.pairs(arm)[: look.num_pairs]
+def _ended(experiment: Experiment, arm: str, analysis: InterimAnalysis) -> bool:
+    pairs = experiment.pairs(arm)[: analysis.num_pairs]
     runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-    return len(pairs) >= look.num_pairs and all(run.finished or run.status == "failed" for run in runs)
+    return len(pairs) >= analysis.num_pairs and all(run.finished or run.status == "failed" for run in runs)
 
 
 def judge_arm(
     experiment: Experiment,
     arm: str,
-    primaries: Sequence[Primary],
-    results: Sequence[PrimaryResult],
-    look: Look,
+    claims: Sequence[Claim],
+    results: Sequence[ClaimResult],
+    analysis: InterimAnalysis,
 ) -> ArmVerdict:
-    """One treatment's verdict at one look, from the results of its claims and everything beside them."""
-    sides = experiment.sides(arm)  # what broke after the look is no less broken
+    """Return one treatment's verdict at one interim analysis, from its claims and all other evidence."""
+    sides = experiment.sides(arm)  # what broke after the analysis is no less broken
     pairs, compare = experiment.pairs(arm), experiment.compare
-    invalid = invalid_reasons(experiment, arm, look.num_pairs, primaries)
+    invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
-    tests = look.alpha_guards / num_tests(compare)
+    tests = analysis.alpha_guards / num_tests(compare)
     excused = pairs if sides.paired else opposed(sides)
     guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
-    first_steps = step_one(arm, pairs, compare, tests, look.num_pairs)
+    first_steps = step_one(arm, pairs, compare, tests, analysis.num_pairs)
     unread = step_one_unread(experiment, arm, first_steps)
     first_steps = [] if unread else first_steps
-    diverged = divergence(arm, pairs, primaries)
+    diverged = divergence(arm, pairs, claims)
     ended = final_weights(arm, pairs)
     verdict, reasons = decide(
         invalid,
@@ -185,8 +191,8 @@ def judge_arm(
         apart=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
         has_recipe=experiment.has_recipe,
     )
-    described = descriptions(experiment, arm, primaries)
-    if described or not (primaries or experiment.launched_compare_sha256):
+    described = descriptions(experiment, arm, claims)
+    if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _as_described(experiment, sides, described, verdict, reasons)
     if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
         results = [replace(result, result="not tested") for result in results]
@@ -194,21 +200,21 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=not_tested(experiment, sides, primaries, first_steps, diverged, unread),
-        num_pairs=sum(pair.finished for pair in pairs[: look.num_pairs]),
+        not_tested=not_tested(experiment, sides, claims, first_steps, diverged, unread),
+        num_pairs=sum(pair.finished for pair in pairs[: analysis.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
         treatment_diff=differences(experiment, arm),
         coverage=coverage(sides),
-        num_metrics=None if primaries or not described else num_metrics(sides),
+        num_metrics=None if claims or not described else num_metrics(sides),
         step_one=first_steps,
         divergence=diverged,
         final_weights=[ended] if ended else [],
         descriptions=described,
-        primaries=list(results),
+        claims=list(results),
         guards=guards,
         savings=savings,
-        looks=[],
+        interim_analyses=[],
     )
 
 
@@ -222,7 +228,7 @@ def _as_described(
     """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
     if experiment.launched_compare_sha256 is None:
         instead = Code.NO_CLAIM() if described else no_shared_metric(sides)
-        reasons = [instead if reason.code == Code.NO_PRIMARY else reason for reason in reasons]
+        reasons = [instead if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
     one_each = described and max(sides.finished.sizes) == 1
     if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
@@ -235,7 +241,7 @@ def decide(
     invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
-    primaries: Sequence[PrimaryResult],
+    claims: Sequence[ClaimResult],
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
@@ -251,7 +257,7 @@ def decide(
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
         return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
-    outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in primaries]
+    outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in claims]
     wrong = [
         *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
         *(
@@ -272,8 +278,8 @@ def decide(
         ),
         *(reason for result, reason in outcomes if result.result not in ("equivalent", "holds")),
     ]
-    if not primaries:
-        open_questions.append(Code.NO_PRIMARY())
+    if not claims:
+        open_questions.append(Code.NOTHING_CLAIMED())
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return "MATCH", [reason for _, reason in outcomes]

@@ -22,12 +22,12 @@ from abrun.metric_names import (
     with_role,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Primary
+from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.recorded.experiment import Experiment, Sides, stack
 from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
 from abrun.stats.power import freedom_per_run, pairs_needed
 from abrun.stats.series import Array, window_bounds
-from abrun.verdict.claims import judge_primary
+from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolved_margin
 from abrun.verdict.results import Detected, detect
 from abrun.verdict.summaries import climbs, direction_in, moving, reduced, resolution
@@ -68,19 +68,19 @@ class Description:
     runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
-def descriptions(experiment: Experiment, arm: str, primaries: Sequence[Primary]) -> list[Description]:
+def descriptions(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
     """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
 
     None where abrun launched the runs and there are several, or where an arm has none.
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
-    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (primaries or launched)):
+    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (claims or launched)):
         return []
-    windows = {primary.metric: primary.window for primary in primaries}
+    windows = {claim.metric: claim.window for claim in claims}
     others = [one for one in _ranked(sides) if one not in windows]
     wanted = windows | dict.fromkeys(others[:MOST_OTHERS], DEFAULT_WINDOW)
-    declared = experiment if primaries or launched else None
+    declared = experiment if claims or launched else None
     found = (_description(arm, sides, metric, window, declared) for metric, window in wanted.items())
     return [one for one in found if one]
 
@@ -102,13 +102,13 @@ def claimable(experiment: Experiment) -> Description | None:
         claim = claim_on(found)
         margin = resolved_margin(claim, None)
         grid = experiment.steps_of(metric)
-        if judge_primary(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
+        if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
             return found
     return None
 
 
-def claim_on(found: Description) -> Primary:
-    return Primary(metric=found.metric, window=found.window, margin=found.margin)
+def claim_on(found: Description) -> Claim:
+    return Claim(metric=found.metric, window=found.window, margin=found.margin)
 
 
 def num_metrics(sides: Sides) -> tuple[int, int]:
@@ -218,10 +218,10 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     return [finding, *([Code.OTHER_METRICS(apart=apart, alike=alike)] if apart or alike else [])]
 
 
-def _plain(metric: str) -> Primary:
+def _plain(metric: str) -> Claim:
     """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
     # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
-    return Primary.model_construct(metric=metric, margin=1.0, transform="identity")
+    return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
 def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, Reason]:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from abrun.metric_names import STEP_ONE
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Pair, RecordedRun, stack, stack_pairs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
@@ -42,10 +42,10 @@ class Divergence:
     share_of_seed_spread: float | None  # the mean difference over that
 
 
-def divergence(arm: str, pairs: Sequence[Pair], primaries: Sequence[Primary]) -> list[Divergence]:
-    """T2 for the step-one metrics and the primaries, as far as they are recorded."""
+def divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
+    """T2 for the step-one metrics and the claims, as far as they are recorded."""
     finished = [pair for pair in pairs if pair.finished]
-    metrics = dict.fromkeys([*(primary.metric for primary in primaries), *STEP_ONE])
+    metrics = dict.fromkeys([*(claim.metric for claim in claims), *STEP_ONE])
     found = (_divergence(arm, finished, metric) for metric in metrics) if finished else ()
     return [one for one in found if one]
 

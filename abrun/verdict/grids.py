@@ -6,7 +6,7 @@ import numpy as np
 
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, RecordedRun, union
 from abrun.stats.series import Steps, shared_steps, window_bounds
 
@@ -49,13 +49,13 @@ def _recorded(
 
 
 def text_in_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
 
     The window is also read as it would stand with the steps of those values. A guard reads all of a run.
     """
-    windows = [*((one.metric, one.window) for one in primaries), (TOKEN_MULT_PROB_ERROR, "all")]
+    windows = [*((one.metric, one.window) for one in claims), (TOKEN_MULT_PROB_ERROR, "all")]
     for metric, window in windows:
         dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
         if not any(len(steps) for steps in dropped.values()):
@@ -121,7 +121,7 @@ def _steps_missing(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], exp
 
 def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
     """A note for each claimed metric, or else one of step one, that some arm recorded at other steps."""
-    claimed = [primary.metric for primary in experiment.compare.primary]
+    claimed = [claim.metric for claim in experiment.compare.claims]
     notes = []
     for arm in arms:
         sides = experiment.sides(arm).finished

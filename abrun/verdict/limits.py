@@ -14,7 +14,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary, claim_text
+from abrun.recipe.claims import Claim, claim_text
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
@@ -23,11 +23,11 @@ from abrun.verdict.final_weights import distance
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
 from abrun.verdict.results import (
     ONE_TEST,
-    Claim,
+    ClaimResult,
+    ClaimTerms,
     Detected,
     ErrorRates,
     Estimate,
-    PrimaryResult,
     Reduction,
     detect,
 )
@@ -42,10 +42,10 @@ _REDUCED = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": 
 def judge_limit(
     arm: str,
     sides: Sides,
-    primary: Primary,
+    claim: Claim,
     grid: Steps,
     rates: ErrorRates = ONE_TEST,
-) -> PrimaryResult:
+) -> ClaimResult:
     """A limit or an exact claim over the pairs, before `with_holm`; every planned pair (run) is needed.
 
     A limit holds where the one-sided 1 - alpha bound of the mean over seeds keeps it (of the ratio: the
@@ -54,42 +54,42 @@ def judge_limit(
     hold.
     """
     finished = sides.finished
-    bounds = window_bounds(primary.window, grid, primary.metric) if len(grid) else None
-    of_ratio = primary.limit is not None and primary.limit[1]
-    claim = Claim(
-        metric=primary.metric,
-        window=primary.window,
+    bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
+    of_ratio = claim.limit is not None and claim.limit[1]
+    terms = ClaimTerms(
+        metric=claim.metric,
+        window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if primary.limits_excess else "identity",
-        reduction=_reduction(primary.metric),
-        test="exact" if primary.exact else "ratio limit" if of_ratio else "limit",
+        transform="log_excess" if claim.limits_excess else "identity",
+        reduction=_reduction(claim.metric),
+        test="exact" if claim.exact else "ratio limit" if of_ratio else "limit",
         margin=None,
         margin_unit="",
-        margin_number=primary.limit[0] if primary.limit else 0.0,
-        margin_text=claim_text(primary),
+        margin_number=claim.limit[0] if claim.limit else 0.0,
+        margin_text=claim_text(claim),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(finished)
-    problem = _untestable(primary, sides)
-    if bounds and not primary.exact and len(shared := stack(finished.runs, primary.metric)[0]):
+    problem = _untestable(claim, sides)
+    if bounds and not claim.exact and len(shared := stack(finished.runs, claim.metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
-        bounds = on_shared_steps(primary.window, bounds, inside)
-        claim = replace(claim, steps=bounds)
-        finished = _on_shared_steps(finished, primary.metric, shared)
-    result = PrimaryResult(arm=arm, claim=claim, problem=problem)
+        bounds = on_shared_steps(claim.window, bounds, inside)
+        terms = replace(terms, steps=bounds)
+        finished = _on_shared_steps(finished, claim.metric, shared)
+    result = ClaimResult(arm=arm, claim=terms, problem=problem)
     if bounds is None or not min(finished.sizes) or problem:
         return replace(result, problem=problem or Code.NONE_FINISHED(paired=sides.paired))
-    return _exact(result, finished, bounds) if primary.exact else _limit(result, finished, primary, bounds)
+    return _exact(result, finished, bounds) if claim.exact else _limit(result, finished, claim, bounds)
 
 
-def _untestable(primary: Primary, sides: Sides) -> Reason | None:
+def _untestable(claim: Claim, sides: Sides) -> Reason | None:
     """Return why these runs cannot show a limit, or that arms are the same bit for bit."""
-    finished, metric = sides.finished, primary.metric
-    if (primary.exact or metric == FINAL_WEIGHTS) and not sides.paired:
-        return Code.PAIRS_ALONE(exact=primary.exact)
+    finished, metric = sides.finished, claim.metric
+    if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
+        return Code.PAIRS_ALONE(exact=claim.exact)
     of_machine = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"  # no seed moves it
-    repeated = None if primary.exact or of_machine else one_run_as_two_seeds(finished, metric)
+    repeated = None if claim.exact or of_machine else one_run_as_two_seeds(finished, metric)
     lacking = None if finished.sizes == sides.sizes else pairs_lacking(finished, sides, equivalence=False)
     return cut_short(finished.runs) or repeated or lacking
 
@@ -107,7 +107,7 @@ def _on_shared_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
     return replace(sides, baselines=baselines, treatments=treatments)
 
 
-def _exact(result: PrimaryResult, sides: Sides, bounds: tuple[int, int]) -> PrimaryResult:
+def _exact(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> ClaimResult:
     metric = result.claim.metric
     empty = no_signal(sides, metric, may_repeat=True) or one_run_as_two_seeds(sides)
     for pair in zip(sides.baselines, sides.treatments, strict=True):
@@ -141,11 +141,11 @@ def _first_difference(
     )
 
 
-def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[int, int]) -> PrimaryResult:
-    assert primary.limit is not None
-    if primary.metric == FINAL_WEIGHTS:
-        return _distances(result, sides, primary.limit[0])
-    limit, of_ratio = primary.limit
+def _limit(result: ClaimResult, sides: Sides, claim: Claim, bounds: tuple[int, int]) -> ClaimResult:
+    assert claim.limit is not None
+    if claim.metric == FINAL_WEIGHTS:
+        return _distances(result, sides, claim.limit[0])
+    limit, of_ratio = claim.limit
     counter = shared_peak_counter(sides.runs)
 
     def levels(transform: Transform) -> list[Array]:
@@ -157,7 +157,7 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
     baseline, treatment = levels("identity")
     transform: Transform = "identity"
     left, right = baseline, treatment
-    if primary.limits_excess:
+    if claim.limits_excess:
         transform = "log_excess"
         left, right = levels(transform)
     elif of_ratio:
@@ -165,11 +165,11 @@ def _limit(result: PrimaryResult, sides: Sides, primary: Primary, bounds: tuple[
         left, right = comparable(baseline, transform), comparable(treatment, transform)
     needed = np.concatenate([left, right]) if of_ratio else right
     if not np.isfinite(needed).all():
-        kind = "excess" if primary.limits_excess else "positive" if of_ratio else "number"
+        kind = "excess" if claim.limits_excess else "positive" if of_ratio else "number"
         return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
-    scale = primary.model_copy(update={"transform": transform})
+    scale = claim.model_copy(update={"transform": transform})
     window = _averaged(result.claim, sides, bounds, of_ratio=of_ratio)
-    step, is_below = resolution_of(sides.runs, scale, window), primary.below is not None
+    step, is_below = resolution_of(sides.runs, scale, window), claim.below is not None
     estimate = Estimate(
         baseline_mean=float(baseline.mean()) if np.isfinite(baseline).all() else None,
         treatment_mean=float(treatment.mean()),
@@ -191,7 +191,7 @@ def _detected(left: Array, right: Array, alpha: float, resolution: float, *, pai
     return detect(left, right, test.mean_difference, test.interval, paired=paired)
 
 
-def _averaged(claim: Claim, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
+def _averaged(claim: ClaimTerms, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
     """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
     runs = sides.runs if of_ratio else sides.treatments
     steps, values = stack(runs, claim.metric)
@@ -202,7 +202,7 @@ def _averaged(claim: Claim, sides: Sides, bounds: tuple[int, int], *, of_ratio: 
     return moving(values[:num_baselines], values[num_baselines:], paired=of_ratio and sides.paired)
 
 
-def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResult:
+def _distances(result: ClaimResult, sides: Sides, limit: float) -> ClaimResult:
     """Of the final weights of each pair: their mean, not that of their logarithms.
 
     Two runs part all at once, some seeds sooner than others, so that distances of one treatment can be 3e-5
@@ -216,7 +216,7 @@ def _distances(result: PrimaryResult, sides: Sides, limit: float) -> PrimaryResu
 
 
 def _tested(
-    result: PrimaryResult,
+    result: ClaimResult,
     left: Array | None,
     right: Array,
     limit: float,
@@ -224,7 +224,7 @@ def _tested(
     is_log: bool,
     below: bool,
     resolution: float = 0.0,
-) -> PrimaryResult:
+) -> ClaimResult:
     """Of one sample, or of the difference right - left of two that are not paired."""
     scale = np.exp if is_log else float
     bound = float(np.log(limit)) if is_log else limit
@@ -253,7 +253,7 @@ def _tested(
 
 def _level(
     run: RecordedRun,
-    claim: Claim,
+    claim: ClaimTerms,
     bounds: tuple[int, int],
     counter: str | None,
     transform: Transform,

@@ -8,7 +8,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.messages.numbers import margin_of_reference_text, margin_text
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare, Primary, Unit
+from abrun.recipe.claims import Claim, Compare, Unit
 from abrun.recorded.experiment import Experiment, RecordedRun, Reference, stack, union
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
@@ -25,30 +25,30 @@ class Margin:
     text: str
 
 
-def resolved_margin(primary: Primary, reference: Reference | None) -> Margin:
+def resolved_margin(claim: Claim, reference: Reference | None) -> Margin:
     """A claim's margin. Sigmas of a reference become absolute, by the lower 95 % bound of its sigma: were the
     estimate taken as it is, every second margin would be wider than what was declared.
 
     Raises ComparisonError where the reference does not know its sigma.
     """
-    number, unit = primary.margin_in
+    number, unit = claim.margin_in
     if unit != "sigma" or reference is None:
         return Margin(number=number, unit=unit, text=margin_text(number, unit))
     if not any(
-        (c.metric, c.window, c.transform) == (primary.metric, primary.window, primary.transform)
-        for c in reference.compare.primary
+        (c.metric, c.window, c.transform) == (claim.metric, claim.window, claim.transform)
+        for c in reference.compare.claims
     ):
         raise ComparisonError(
             Code.SIGMA_UNKNOWN(
-                metric=primary.metric,
-                margin=primary.margin,
-                window=primary.window,
+                metric=claim.metric,
+                margin=claim.margin,
+                window=claim.window,
                 reference=reference.name,
-                known=[f"{claim.metric} over {claim.window}" for claim in reference.compare.primary],
+                known=[f"{c.metric} over {c.window}" for c in reference.compare.claims],
             )
         )
     runs = [run for run in reference.runs if not run.name.rerun]
-    margin = number * _sigma_bound(primary, runs, {"reference": reference.name})
+    margin = number * _sigma_bound(claim, runs, {"reference": reference.name})
     return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
@@ -59,38 +59,38 @@ def frozen_claims(experiment: Experiment, arm: str) -> Compare:
     """
     runs = list(experiment.arm(arm).values())
     kept = []
-    for primary in experiment.compare.primary:
-        number, unit = primary.margin_in if primary.margin is not None else (0.0, "")
+    for claim in experiment.compare.claims:
+        number, unit = claim.margin_in if claim.margin is not None else (0.0, "")
         if unit == "sigma":
-            margin = number * _sigma_bound(primary, runs, {"arm": arm, "experiment": experiment.name})
-            primary = primary.model_copy(update={"margin": float(f"{margin:.3g}")})
-        kept.append(primary)
-    return experiment.compare.model_copy(update={"primary": kept})
+            margin = number * _sigma_bound(claim, runs, {"arm": arm, "experiment": experiment.name})
+            claim = claim.model_copy(update={"margin": float(f"{margin:.3g}")})
+        kept.append(claim)
+    return experiment.compare.model_copy(update={"claims": kept})
 
 
-def _sigma_bound(primary: Primary, runs: list[RecordedRun], whose: dict[str, str]) -> float:
+def _sigma_bound(claim: Claim, runs: list[RecordedRun], whose: dict[str, str]) -> float:
     """Return the lower bound of the runs' sigma in units of the transformed metric."""
-    values = window_summaries(runs, primary)
+    values = window_summaries(runs, claim)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(Code.NO_SPREAD(metric=primary.metric, margin=primary.margin, whose=whose))
+        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.margin, whose=whose))
     return sigma_lower_bound(sigma, len(values))
 
 
-def window_summaries(runs: list[RecordedRun], primary: Primary) -> Array:
+def window_summaries(runs: list[RecordedRun], claim: Claim) -> Array:
     """A claim's window of every run, one number a run [R]."""
-    grid = union(run.series(primary.metric).steps for run in runs)
-    first, last = window_bounds(primary.window, grid, primary.metric)
-    steps, values = stack(runs, primary.metric)
-    return summaries(values[:, (first <= steps) & (steps <= last)], primary)
+    grid = union(run.series(claim.metric).steps for run in runs)
+    first, last = window_bounds(claim.window, grid, claim.metric)
+    steps, values = stack(runs, claim.metric)
+    return summaries(values[:, (first <= steps) & (steps <= last)], claim)
 
 
 def yardstick(
-    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], primary: Primary, last: int
+    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last: int
 ) -> Array | None:
     """What a relative margin is a share of, one number a pair [P], above 0 in the mean; None: it has none."""
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":
-        return climbs(baselines, primary, last)
+        return climbs(baselines, claim, last)
     return None

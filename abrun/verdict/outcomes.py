@@ -6,10 +6,10 @@ from typing import Any
 from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
 from abrun.verdict.claims import SHARED
-from abrun.verdict.results import Claim, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
-def outcome(result: PrimaryResult, *, has_recipe: bool = True) -> Reason:
+def outcome(result: ClaimResult, *, has_recipe: bool = True) -> Reason:
     """Return what is shown of one claim; `has_recipe`: the arms were trained by one recipe."""
     claim, estimate = result.claim, result.estimate
     detected = asdict(estimate.detected) if estimate.detected else None
@@ -32,7 +32,7 @@ def outcome(result: PrimaryResult, *, has_recipe: bool = True) -> Reason:
 
 
 def _equivalence_outcome(
-    result: PrimaryResult, over: dict[str, Any], detected: dict[str, Any] | None
+    result: ClaimResult, over: dict[str, Any], detected: dict[str, Any] | None
 ) -> Reason:
     claim, estimate = result.claim, result.estimate
     shared = {
@@ -70,7 +70,7 @@ def _equivalence_outcome(
     )
 
 
-def _tested_over(claim: Claim, *, has_recipe: bool) -> dict[str, Any]:
+def _tested_over(claim: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     """Return what an outcome is said of: runs, steps and recipe."""
     return {
         "pairs": claim.num_pairs,
@@ -82,7 +82,7 @@ def _tested_over(claim: Claim, *, has_recipe: bool) -> dict[str, Any]:
     }
 
 
-def _limit_outcome(result: PrimaryResult, over: dict[str, Any], detected: dict[str, Any] | None) -> Reason:
+def _limit_outcome(result: ClaimResult, over: dict[str, Any], detected: dict[str, Any] | None) -> Reason:
     claim, estimate = result.claim, result.estimate
     measure: str = claim.reduction
     if claim.metric == FINAL_WEIGHTS:

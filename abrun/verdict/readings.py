@@ -18,7 +18,7 @@ class Readings:
     num_pairs: list[int]  # of each different set of pairs that these claims were tested on
     false_match: (
         float | None
-    )  # rate at the margin, where the first match is taken; None: tested once, or looks
+    )  # rate at the margin, where the first match is taken; None: tested once, or interim analyses
     num_comparisons: int  # of these runs, each with other claims
 
 
@@ -26,10 +26,10 @@ def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTe
     """Count the earlier readings that share a pair with this one."""
     reading = claim_test_of(experiment, arm)
     same_runs = {reading, *(one for one in earlier if one.pairs & reading.pairs)}
-    looks = {reading}
-    if not experiment.compare.looks:  # declared: their levels allow for all of them
-        looks = {one for one in same_runs if one.question == reading.question}
-    sets = sorted((sorted(one.pairs) for one in looks), key=lambda pairs: (len(pairs), pairs))
+    counted = {reading}
+    if not experiment.compare.interim:  # declared: their levels allow for all of them
+        counted = {one for one in same_runs if one.question == reading.question}
+    sets = sorted((sorted(one.pairs) for one in counted), key=lambda pairs: (len(pairs), pairs))
     return Readings(
         arm=arm,
         num_pairs=[len(pairs) for pairs in sets],

@@ -13,7 +13,6 @@ from abrun.stats.series import Array
 Reduction = Literal["mean", "median", "maximum", "minimum"]
 Test = Literal[
     "paired TOST",
-    "control variate TOST",  # in files of earlier versions alone
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
@@ -68,7 +67,7 @@ ONE_TEST = ErrorRates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ClaimTerms:
     """What is claimed, and the runs and steps that it is tested on."""
 
     metric: str
@@ -82,7 +81,7 @@ class Claim:
     margin_unit: Unit  # it was declared in: the metric's own (""), or the baseline's sigma, level, climb
     margin_number: float  # in that unit; a share of the level or climb
     margin_text: str
-    alpha: float  # of each one-sided test: 0.05, or this look's level
+    alpha: float  # of each one-sided test: 0.05, or this interim analysis's level
     alpha_difference: float  # of a difference beyond the margin, over all claims: what the guards leave of it
     num_pairs: int = 0
     seeds: tuple[int, ...] = ()  # of the pairs
@@ -92,7 +91,7 @@ class Claim:
     def paired(self) -> bool:
         return self.num_runs is None
 
-    def over(self, sides: Sides) -> "Claim":
+    def over(self, sides: Sides) -> "ClaimTerms":
         """Return the claim with the pairs, or runs, that it is tested on."""
         if not sides.paired:
             return replace(self, num_pairs=0, seeds=(), num_runs=sides.sizes)
@@ -145,11 +144,11 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrimaryResult:
+class ClaimResult:
     """T3 for one declared claim. `verdict.json` has its parts side by side in one row."""
 
     arm: str
-    claim: Claim
+    claim: ClaimTerms
     estimate: Estimate = Estimate()
     power: Power = Power()
     problem: Reason | None = None  # why these runs cannot show equivalence, whatever the numbers are

@@ -23,7 +23,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import NO_SERIES, Array, Series
@@ -59,9 +59,7 @@ def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason 
     return cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
 
 
-def not_learned(
-    baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float
-) -> Reason | None:
+def not_learned(baselines: Sequence[RecordedRun], claim: Claim, last: int, margin: float) -> Reason | None:
     """Why the baseline learned too little for a claim to mean anything.
 
     A metric that learning moves in one direction must have climbed by more than the margin by the window's
@@ -69,18 +67,18 @@ def not_learned(
     such thing is known: there some metric that has a direction must have climbed at all, where one is
     recorded. Time and memory do not depend on what is learned.
     """
-    if not primary.climbs or is_clock(primary.metric) or unit_of(primary.metric) == "bytes":
+    if not claim.climbs or is_clock(claim.metric) or unit_of(claim.metric) == "bytes":
         return None
-    if direction_in(baselines[0], primary.metric):
+    if direction_in(baselines[0], claim.metric):
         low, still = (
-            climb_bound(climbs(baselines, primary, last)),
-            dead_seeds(baselines, primary, last, margin),
+            climb_bound(climbs(baselines, claim, last)),
+            dead_seeds(baselines, claim, last, margin),
         )
         if low > margin and 2 * still < len(baselines):
             return None
         if low > margin:
             return Code.DEAD_SEEDS(num=still, of=len(baselines), margin=margin, step=last)
-        mean = float(np.mean(climbs(baselines, primary, last)))
+        mean = float(np.mean(climbs(baselines, claim, last)))
         return Code.CLIMB_NOT_SHOWN(margin=margin, step=last, climb=mean, bound=low)
     learners = learning_metrics(baselines)
     # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
@@ -90,9 +88,9 @@ def not_learned(
     return Code.NOTHING_CLIMBED(step=last, metrics=[*bounds], bound=max(bounds.values()))
 
 
-def dead_seeds(baselines: Sequence[RecordedRun], primary: Primary, last: int, margin: float) -> int:
+def dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last: int, margin: float) -> int:
     """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
-    return int((climbs(baselines, primary, last) <= margin).sum()) if primary.climbs else 0
+    return int((climbs(baselines, claim, last) <= margin).sum()) if claim.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
@@ -111,7 +109,7 @@ def climb_bound(values: Array, num_metrics: int = 1) -> float:
 
 
 def _climbs(runs: Sequence[RecordedRun], metric: str, last: int) -> Array:
-    return climbs(runs, Primary(metric=metric, margin=1.0, transform=default_transform(metric)), last)
+    return climbs(runs, Claim(metric=metric, margin=1.0, transform=default_transform(metric)), last)
 
 
 def cut_short(runs: Sequence[RecordedRun]) -> Reason | None:

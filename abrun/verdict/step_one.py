@@ -22,7 +22,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step
-from abrun.runs.records import started_after
+from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
@@ -73,23 +73,24 @@ def step_one(
 ) -> list[StepOne]:
     """T1 for every metric of the list that the first step of some pair has in both arms, at `alpha` in all.
 
-    A failure is one of any pair, also after a look at the first `num_pairs`; what is open is so by those.
+    A failure is one of any pair, also after an interim analysis of the first `num_pairs`; what is open is so
+    by those.
     A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
     where the first recorded step is a later one than the runs' first, or may be: updates have been made.
     """
-    looked_at = {pair.seed for pair in pairs[:num_pairs]}
+    analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
         pair
         for pair in pairs
-        if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment) and not pair.begins_anew
+        if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
-    found = (_step_one(arm, pairs, metric, compare, share, looked_at) for metric in STEP_ONE)
+    found = (_step_one(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
     return [one for one in found if one]
 
 
 def _step_one(
-    arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, looked_at: Set[int]
+    arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, analysed_seeds: Set[int]
 ) -> StepOne | None:
     deviations = []
     for pair in pairs:
@@ -116,7 +117,9 @@ def _step_one(
         if known or deviation > GROSS:
             result = "fail"
         elif metric in RAISED_BY_ROUNDING:
-            early = [far for far, (_, one, _) in zip(moved, deviations, strict=True) if one.seed in looked_at]
+            early = [
+                far for far, (_, one, _) in zip(moved, deviations, strict=True) if one.seed in analysed_seeds
+            ]
             result = "open" if early and np.median(early) > tolerance else "not tested"
         else:
             result = "fail" if _shifted(moved, tolerance, alpha) else "not tested"

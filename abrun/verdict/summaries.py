@@ -8,7 +8,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.metric_names import REWARD, Transform, default_reduction, default_transform, direction, unit_of
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
 from abrun.stats.series import Array
 
@@ -53,9 +53,9 @@ def reduced(values: Array, metric: str) -> Array:
     return np.median(values, axis=-1) if default_reduction(metric) == "median" else np.mean(values, axis=-1)
 
 
-def summaries(values: Array, primary: Primary) -> Array:
+def summaries(values: Array, claim: Claim) -> Array:
     """One number a run [R] of a claim's values in its window [R, W]."""
-    return reduced(transformed(values, _transform(primary), primary.metric), primary.metric)
+    return reduced(transformed(values, _transform(claim), claim.metric), claim.metric)
 
 
 def moving(baseline: Array, treatment: Array, *, paired: bool) -> Array:
@@ -63,7 +63,7 @@ def moving(baseline: Array, treatment: Array, *, paired: bool) -> Array:
     return treatment - baseline if paired else np.concatenate([baseline, treatment])
 
 
-def resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> float:
+def resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) -> float:
     """The step in which summaries of a window move, on the claim's scale; 0 for values that are no counts.
 
     An accuracy over 16 prompts moves in sixteenths. Its mean over k validations moves in 16 k-ths if every
@@ -71,14 +71,14 @@ def resolution(runs: Sequence[RecordedRun], primary: Primary, window: Array) -> 
     holds the differences of N pairs, or the values of N runs that are not paired, as recorded: the step is
     divided by the mean number of stretches without a change. Bytes repeat themselves for good reason: 0.
     """
-    values = np.concatenate([run.series(primary.metric).values for run in runs])
+    values = np.concatenate([run.series(claim.metric).values for run in runs])
     values = values[np.isfinite(values)]
-    step = 0.0 if unit_of(primary.metric) == "bytes" or not len(values) else _smallest_step(values)
+    step = 0.0 if unit_of(claim.metric) == "bytes" or not len(values) else _smallest_step(values)
     stretches = 1.0
-    if window.size and default_reduction(primary.metric) != "median":
+    if window.size and default_reduction(claim.metric) != "median":
         changes = np.abs(np.diff(window, axis=-1)) > step / 2  # less is the log's rounding
         stretches += float(changes.sum(axis=-1).mean())
-    if step and _transform(primary) != "identity":
+    if step and _transform(claim) != "identity":
         step /= float(np.abs(values).max())
     return step / stretches
 
@@ -113,14 +113,14 @@ def last_digit(values: Array) -> float:
     return 0.0
 
 
-def climbs(runs: Sequence[RecordedRun], primary: Primary, last: int) -> Array:
+def climbs(runs: Sequence[RecordedRun], claim: Claim, last: int) -> Array:
     """What each run [R] has learned by step `last`: its last tenth less its first, as learning moves it.
 
     The mean of the last tenth of the steps from the first recorded one to `last` less that of the first
     tenth, on the claim's scale; positive for a reward that rose and for a loss that fell. NaN where the
     metric has no direction, or fewer than two steps.
     """
-    return np.array([_climb(run, primary, last) for run in runs])
+    return np.array([_climb(run, claim, last) for run in runs])
 
 
 def direction_in(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
@@ -128,17 +128,17 @@ def direction_in(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
     return direction(metric, policy_gradient=REWARD in run.metrics)
 
 
-def _climb(run: RecordedRun, primary: Primary, last: int) -> float:
-    series, sign = run.series(primary.metric), direction_in(run, primary.metric)
+def _climb(run: RecordedRun, claim: Claim, last: int) -> float:
+    series, sign = run.series(claim.metric), direction_in(run, claim.metric)
     steps, values = series.steps[series.steps <= last], series.values[series.steps <= last]
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
-    if sign is None or len(steps) < 2 or outside_domain(values, _transform(primary)):
+    if sign is None or len(steps) < 2 or outside_domain(values, _transform(claim)):
         return np.nan
     tenth = (steps[-1] - steps[0]) / 10
-    values = transformed(values, _transform(primary), primary.metric)
+    values = transformed(values, _transform(claim), claim.metric)
     start, end = values[steps <= steps[0] + tenth], values[steps >= steps[-1] - tenth]
     return sign * float(end.mean() - start.mean())
 
 
-def _transform(primary: Primary) -> Transform:
-    return primary.transform or default_transform(primary.metric)
+def _transform(claim: Claim) -> Transform:
+    return claim.transform or default_transform(claim.metric)

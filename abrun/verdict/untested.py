@@ -6,7 +6,7 @@ import numpy as np
 
 from abrun.metric_names import MEMORY_PEAK, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recipe.faults import ONE_ULP
 from abrun.recorded.experiment import Experiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA
@@ -49,9 +49,9 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     )
 
 
-def _claimed_metrics(sides: Sides, primaries: Sequence[Primary]) -> set[str]:
+def _claimed_metrics(sides: Sides, claims: Sequence[Claim]) -> set[str]:
     """Return the metrics that claims are on; one on `memory` is on the peaks of all phases."""
-    claimed = {primary.metric for primary in primaries}
+    claimed = {claim.metric for claim in claims}
     runs = sides.finished.runs
     counter = shared_peak_counter(runs) if MEMORY_PEAK in claimed else None
     return claimed | {*(shared_memory_metrics(runs, counter) if counter else ())}
@@ -60,7 +60,7 @@ def _claimed_metrics(sides: Sides, primaries: Sequence[Primary]) -> set[str]:
 def not_tested(
     experiment: Experiment,
     sides: Sides,
-    primaries: Sequence[Primary],
+    claims: Sequence[Claim],
     first_steps: Sequence[StepOne],
     diverged: Sequence[Divergence],
     step_one_unread: Reason | None,
@@ -69,7 +69,7 @@ def not_tested(
     begun = [run for run in sides.runs if run.status != "pending"]
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
     steps = experiment.all_steps()
-    others = len({*experiment.metrics()} - _claimed_metrics(sides, primaries))
+    others = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
     unsettled = [one for one in first_steps if one.result == "not tested"]
     reasons = [*experiment.left_out]
     reasons += [_step_one_not_settled(one, has_recipe=experiment.has_recipe) for one in unsettled]
@@ -85,18 +85,18 @@ def not_tested(
     if any(one.noise_floor == "unknown" for one in diverged):
         reasons.append(Code.NO_RERUNS(has_recipe=experiment.has_recipe))
     baselines = [run for run in runs if run.name.arm == experiment.baseline]
-    if baselines and primaries and not learning_metrics(baselines):
+    if baselines and claims and not learning_metrics(baselines):
         reasons.append(Code.LEARNING_NOT_RECORDED())
     clean = len(sides.finished.treatments)
     if clean and clean == len(sides.treatments):
         rate = 1 - ALPHA ** (1 / clean)
         reasons.append(Code.RARE_FAILURES(num_runs=clean, paired=sides.paired, rate=rate))
-    reasons += _unclaimed(primaries)
+    reasons += _unclaimed(claims)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
-    if primaries and launched and all(planted.name == ONE_ULP for planted in experiment.planted.values()):
+    if claims and launched and all(injected.name == ONE_ULP for injected in experiment.injected.values()):
         faults = experiment.faults_of_arms()
-        reasons.append(Code.NO_FAULT_PLANTED(faults=faults, can_plant=experiment.can_plant))
-    if primaries and others > 0:
+        reasons.append(Code.NO_FAULT_INJECTED(faults=faults, can_inject=experiment.can_inject))
+    if claims and others > 0:
         reasons.append(Code.METRICS_WITHOUT_CLAIM(num_metrics=others))
     if len(steps):
         reasons.append(
@@ -105,11 +105,11 @@ def not_tested(
     return reasons
 
 
-def _unclaimed(primaries: Sequence[Primary]) -> Iterator[Reason]:
+def _unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
     """Yield what the claims leave out as they were declared."""
-    if primaries and all(primary.margin is None for primary in primaries):
+    if claims and all(claim.margin is None for claim in claims):
         yield Code.NO_MARGIN()
-    unlearned = [primary.metric for primary in primaries if not primary.climbs]
+    unlearned = [claim.metric for claim in claims if not claim.climbs]
     if unlearned:
         yield Code.LEARNING_NOT_CHECKED(metrics=unlearned)
 
@@ -133,7 +133,7 @@ def _unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
 
 def _unfinished_ulps(experiment: Experiment) -> Iterator[Reason]:
     for name, run in experiment.controls.items():
-        if experiment.planted[name.arm].name == ONE_ULP and not run.finished:
+        if experiment.injected[name.arm].name == ONE_ULP and not run.finished:
             yield Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
 
 

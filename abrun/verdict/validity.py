@@ -16,7 +16,7 @@ from abrun.metric_names import (
     is_clock,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
 from abrun.redaction import in_yaml
@@ -39,7 +39,7 @@ OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
-    experiment: Experiment, arm: str, num_pairs: int, primaries: Sequence[Primary]
+    experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
     """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
 
@@ -65,19 +65,19 @@ def invalid_reasons(
         *_copies(runs),
         *_config_differences(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
         *_environment_differences(experiment, arm, sides),
-        *_unlike_metrics(experiment, finished, primaries),
-        *_baseline_not_a_number(experiment, [run for run in baselines if not run.name.rerun], primaries),
+        *_unlike_metrics(experiment, finished, claims),
+        *_baseline_not_a_number(experiment, [run for run in baselines if not run.name.rerun], claims),
     ]
 
 
 def _unlike_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield what finished runs lack at the steps where claims and guards read them."""
-    yield from _other_steps(experiment, [run for run in finished if not run.thinned], primaries)
-    yield from _other_windows(experiment, finished, primaries)
-    yield from _missing_metrics(experiment, finished, primaries)
-    yield from text_in_windows(experiment, finished, primaries)
+    yield from _other_steps(experiment, [run for run in finished if not run.thinned], claims)
+    yield from _other_windows(experiment, finished, claims)
+    yield from _missing_metrics(experiment, finished, claims)
+    yield from text_in_windows(experiment, finished, claims)
 
 
 def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
@@ -312,16 +312,16 @@ def _environment_differences(experiment: Experiment, arm: str, sides: Sides) -> 
             yield from environment_difference(baseline, run, key)
 
 
-def _windows(experiment: Experiment, primaries: Sequence[Primary]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
-    for primary in primaries:
-        grid = experiment.steps_of(primary.metric)
+    for claim in claims:
+        grid = experiment.steps_of(claim.metric)
         if len(grid):
-            yield primary.metric, window_bounds(primary.window, grid, primary.metric)
+            yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
 def _other_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
     if apart := no_shared_step(finished):
@@ -332,17 +332,17 @@ def _other_steps(
     if trained_here:
         recorded = [one for one in STEP_ONE if all(len(run.series(one)) for run in finished)]
         windows = dict.fromkeys(recorded[:1])
-    for metric, bounds in _windows(experiment, primaries):
+    for metric, bounds in _windows(experiment, claims):
         windows.setdefault(metric, bounds)
     for metric, bounds in windows.items():
         yield from unlike_grids(finished, metric, bounds, strict=trained_here)
 
 
 def _other_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
-    for metric, (first, last) in _windows(experiment, primaries if experiment.regression else ()):
+    for metric, (first, last) in _windows(experiment, claims if experiment.regression else ()):
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
             steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
@@ -358,11 +358,11 @@ def _other_windows(
 
 
 def _missing_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
     of_whole_runs = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
-    needed = {one.metric: "primary" for one in primaries if one.metric not in of_whole_runs}
+    needed = {one.metric: "claim" for one in claims if one.metric not in of_whole_runs}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
@@ -401,9 +401,9 @@ def _missing(
 
 
 def _baseline_not_a_number(
-    experiment: Experiment, baselines: Sequence[RecordedRun], primaries: Sequence[Primary]
+    experiment: Experiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    for metric, (first, last) in _windows(experiment, primaries):
+    for metric, (first, last) in _windows(experiment, claims):
         for run in baselines:
             step = run.first_non_finite(metric, first, last)
             if step is not None:

@@ -18,15 +18,15 @@ from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
+from abrun.verdict.injected import Sensitivity, sensitivity
 from abrun.verdict.machines import code_notes, stack_notes
-from abrun.verdict.planted import Sensitivity, sensitivity
 from abrun.verdict.readings import Readings, count_readings, reading_notes
-from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms, Estimate, Power
 from abrun.verdict.step_one import StepOne
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _EVIDENCE = (
-    "primaries",
+    "claims",
     "descriptions",
     "guards",
     "step_one",
@@ -34,8 +34,7 @@ _EVIDENCE = (
     "final_weights",
     "savings",
 )
-_PARTS = {"claim": Claim, "estimate": Estimate, "power": Power}  # of a result, which make one row
-_RETIRED = ("by_prompt", "spent")  # in files of this schema version that earlier abruns wrote
+_PARTS = {"claim": ClaimTerms, "estimate": Estimate, "power": Power}  # of a result, which make one row
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -61,7 +60,7 @@ class VerdictFile:
     post_hoc: bool
     num_pairs: int
     paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
-    primaries: list[PrimaryResult]
+    claims: list[ClaimResult]
     descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
     guards: list[Guard]
     step_one: list[StepOne]
@@ -76,7 +75,7 @@ class VerdictFile:
     notes: list[Reason]
     wandb: dict[str, str]  # by run, where its mirror is seen
     environments: list[EnvironmentOfRuns]
-    sensitivity: Sensitivity | None  # of planted faults; None: the experiment has none (controls.faults)
+    sensitivity: Sensitivity | None  # of injected faults; None: the experiment has none (controls.faults)
     reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
 
 
@@ -156,7 +155,7 @@ def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
     return [
         arm
         for arm in arms
-        if arm.verdict != "INVALID" and any(one.result != "not tested" for one in arm.primaries)
+        if arm.verdict != "INVALID" and any(one.result != "not tested" for one in arm.claims)
     ]
 
 
@@ -179,12 +178,12 @@ def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
-    return {**records.as_json(content), "primaries": claim_rows(content)}
+    return {**records.as_json(content), "claims": claim_rows(content)}
 
 
 def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
     """Return a row for each claim's result, as verdict.json has it."""
-    return [row_of_claim(records.as_json(result)) for result in content.primaries]
+    return [row_of_claim(records.as_json(result)) for result in content.claims]
 
 
 def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
@@ -227,8 +226,8 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(_without_retired(content))
-        restored["primaries"] = [_parts_of_row(row) for row in restored["primaries"]]
+        restored = records.with_reasons(_with_note_codes(content))
+        restored["claims"] = [_parts_of_row(row) for row in restored["claims"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
         first = error.errors()[0]
@@ -239,12 +238,11 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
 
 
-def _without_retired(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping without evidence of earlier versions; a note without a code of today is its text."""
-    kept = {name: value for name, value in content.items() if name not in _RETIRED}
+def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
     noted = zip(content["note_codes"], content["notes"], strict=True)
     notes = [records.stored_reason(code, text) for code, text in noted]
-    return kept | {"note_codes": records.coded(notes)}
+    return {**content, "note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +270,9 @@ def json_schema() -> dict[str, Any]:
 
 def _flatten_claims(records_of: dict[str, Any]) -> None:
     """Change the schema of a claim's result to that of its row."""
-    result = records_of["PrimaryResult"]
-    for part in _PARTS:
-        properties = records_of.pop(part.capitalize())
+    result = records_of["ClaimResult"]
+    for part, record in _PARTS.items():
+        properties = records_of.pop(record.__name__)
         del result["properties"][part]
         result["properties"] |= properties["properties"]
         result["required"] = [*result["required"], *properties.get("required", ())]

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism against the same backend in one process, and with faults planted in it."""
+"""Tensor and sequence parallelism against the same backend in one process, and with faults injected in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -304,9 +304,9 @@ FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
 
 def on_ranks_with_faults() -> dict[str, list[Step]]:
     found = {}
-    for name, (case, plant) in FAULTS.items():
+    for name, (case, inject) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
+            inject(patch)
             found[name] = train(case, {"tensor_parallel": case.tensor} | case.layout, steps=1)
     case = Case(kind="qwen2")
     return found | {"loss times ranks": train(case, {"tensor_parallel": 2}, scale=2.0)}

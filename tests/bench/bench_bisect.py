@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from abrun.diagnose.bisect.search import Answer, Design, looks, search
+from abrun.diagnose.bisect.search import Answer, Design, pair_counts, search
 from abrun.stats.equivalence import equivalence_test
-from abrun.stats.sequential import level_of_a_look
+from abrun.stats.sequential import interim_level
 
 MARGIN = 1.0
 SHARE_OF_CLAIMS = 0.8  # of the level of a mismatch; the guards have the rest
@@ -32,9 +32,9 @@ def wrong_and_named(
 ) -> tuple[float, float]:
     """Shares of the searches whose answer excludes the truth, and that name one candidate alone."""
     rng = np.random.default_rng(seed)
-    design = Design(num_candidates=num_candidates, alpha=alpha, spare=spare, counts=looks(5, 10))
-    match = level_of_a_look(design.counts, design.level)
-    mismatch = level_of_a_look(design.counts, SHARE_OF_CLAIMS * design.level)
+    design = Design(num_candidates=num_candidates, alpha=alpha, spare=spare, counts=pair_counts(5, 10))
+    match = interim_level(design.counts, design.level)
+    mismatch = interim_level(design.counts, SHARE_OF_CLAIMS * design.level)
     before, after, sd = LAWS[law]
     wrong = named = 0
     for _ in range(searches):

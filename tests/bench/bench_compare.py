@@ -80,7 +80,7 @@ def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int, 
     """Write a finished experiment of curves that rise alike in both arms, and of metrics of noise."""
     planned: dict[str, Any] = {"steps": 1, "seeds": list(range(num_seeds)), "controls": {"aa_reruns": 0}}
     if num_seeds == 1:  # a margin needs a spread over seeds
-        planned["compare"] = {"primary": []}
+        planned["compare"] = {"claims": []}
     write_experiment(experiment_dir, **planned)
     names = ["train/reward", "train/loss", "train/grad_norm", "train/token_mult_prob_error"]
     names += [f"other/metric_{index:04}" for index in range(metrics - len(names))]

@@ -29,7 +29,7 @@ from abrun.stats.equivalence import t_interval
 SEED_SD, MARGIN = 0.03, 0.02
 MOST_TRIED, BATCH = 5000, 64
 EMPTY = {"date": "", "experiment": "", "runs_sha256": "", "arm": "", "treatment": {}, "commit": None}
-EMPTY |= {"environment_sha256": "", "moved": None, "margin": "", "looks": [], "difference": 0.0}
+EMPTY |= {"environment_sha256": "", "moved": None, "margin": "", "interim": [], "difference": 0.0}
 EMPTY |= {"interval": (0.0, 0.0), "certified_bound": 0.0, "drift": 0.0, "previous": "", "sha256": ""}
 LEDGER = {"metric": "train/reward", "window": "last 20%", "steps": (33, 40), "transform": "identity"}
 LEDGER |= {"budget": 0.05, "alpha": 0.05, "commit": None}

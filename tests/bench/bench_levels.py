@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
@@ -65,7 +65,7 @@ class Prompts:
 
     def rates(self, num: int, pairs: Sequence[int] = PAIRS) -> Rates:
         """False matches and mismatches at the margin, and true matches of equal arms."""
-        claim = Primary(metric="validation/accuracy", margin=MARGIN)
+        claim = Claim(metric="validation/accuracy", margin=MARGIN)
         found: Rates = {"false match": [], "false mismatch": [], "match of equal arms": []}
         for num_pairs in pairs:
             rng = np.random.default_rng([self.number, self.window, num_pairs])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.sequential import level_of_a_look
+from abrun.stats.sequential import interim_level
 
 EXPERIMENTS = 20_000
 MAX_ADDED = 7  # pairs after the first reading
@@ -41,7 +41,7 @@ def repeated(start: int, added: int) -> tuple[float, float, float, float]:
     counts = range(start, start + MAX_ADDED + 1, added)
     differences = rng.standard_normal((EXPERIMENTS, counts[-1]))
     fresh = matches(rng.standard_normal((EXPERIMENTS, max(start, MAX_ADDED))))
-    level = level_of_a_look(counts)
+    level = interim_level(counts)
     return (
         first_match(differences, counts),
         float(fresh.mean()),

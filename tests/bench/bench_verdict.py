@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.stats.equivalence import equivalence_test, limit_test
-from abrun.stats.sequential import level_of_a_look
+from abrun.stats.sequential import interim_level
 from abrun.stats.sigma_margin import _reach, _room, sigma_test
 
 EXPERIMENTS = 20_000
@@ -164,7 +164,7 @@ def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[fl
         }
         for kind, rate in row.items():
             found.setdefault(kind, []).append(float(rate))
-    nominal = level_of_a_look(LOOKS)
+    nominal = interim_level(LOOKS)
     looks = [tost(left[:, :n], right[:, :n], margin) < nominal for n in LOOKS]
     found[f"match at looks {', '.join(map(str, LOOKS))}"] = [float(np.mean(np.any(looks, axis=0)))]
     exceeded = [beyond(left[:, :n], right[:, :n], margin) < nominal for n in LOOKS]
@@ -180,7 +180,7 @@ def stopped(law: Callable[..., Arms], looks: tuple[int, ...], num: int = EXPERIM
     left, right = law(rng, (1_000_000,))
     margin, sigmas = abs(float(right.mean() - left.mean())), abs(float((right - left).mean() / left.std()))
     left, right = law(rng, (num, looks[-1]))
-    level, level_beyond = level_of_a_look(looks), level_of_a_look(looks, ALPHA - 0.01)
+    level, level_beyond = interim_level(looks), interim_level(looks, ALPHA - 0.01)
     decided = np.full(num, "open    ")
     took = np.full(num, looks[-1])
     in_sigmas = np.zeros(num, bool)
@@ -206,8 +206,8 @@ def of_stopping(looks: tuple[int, ...], margin: float, shift: float) -> tuple[fl
     took, right = np.full(EXPERIMENTS, looks[-1]), np.zeros(EXPERIMENTS, bool)
     for n in looks:
         of = none[:, :n], differences[:, :n]
-        matches = is_open & (tost(*of, margin) < level_of_a_look(looks))
-        differs = is_open & (beyond(*of, margin) < level_of_a_look(looks, ALPHA - 0.01))
+        matches = is_open & (tost(*of, margin) < interim_level(looks))
+        differs = is_open & (beyond(*of, margin) < interim_level(looks, ALPHA - 0.01))
         took[matches | differs] = n
         right |= matches if shift < margin else differs
         is_open &= ~(matches | differs)

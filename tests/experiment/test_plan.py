@@ -59,23 +59,23 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
 @pytest.mark.parametrize(
     ("overrides", "code", "place"),
     [
-        (["compare.primary.0.metric=train/rewrad"], Code.CLAIM_UNUSABLE, "metric"),
-        (["compare.primary.0.metric=train/rewards/margin"], Code.CLAIM_UNUSABLE, "metric"),
-        (["compare.primary.0.metric=validation/accuracy"], Code.CLAIM_UNUSABLE, "metric"),
-        (["compare.primary.0.metric=train/kl_penalty"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=train/rewrad"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=train/rewards/margin"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=validation/accuracy"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=train/kl_penalty"], Code.CLAIM_UNUSABLE, "metric"),
         (
-            ["compare.primary.0.metric=train/reward_before_kl", "algorithm.kl_coefficient=0.1"],
+            ["compare.claims.0.metric=train/reward_before_kl", "algorithm.kl_coefficient=0.1"],
             Code.CLAIM_UNUSABLE,
             "metric",
         ),
-        (["compare.primary.0.metric=train/document_entropy"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=train/document_entropy"], Code.CLAIM_UNUSABLE, "metric"),
         (
-            ["compare.primary.0.metric=train/entropy", "arms.treatment.algorithm.metrics=none"],
+            ["compare.claims.0.metric=train/entropy", "arms.treatment.algorithm.metrics=none"],
             Code.CLAIM_UNUSABLE,
             "metric",
         ),
-        (["compare.primary.0.metric=train/dynamic_sampling_tries"], Code.CLAIM_UNUSABLE, "metric"),
-        (["compare.primary.0.metric=memory/logprobs/peak_reserved_bytes"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=train/dynamic_sampling_tries"], Code.CLAIM_UNUSABLE, "metric"),
+        (["compare.claims.0.metric=memory/logprobs/peak_reserved_bytes"], Code.CLAIM_UNUSABLE, "metric"),
         (
             ["compare.step_one_tolerance={train/critic/loss: 0.1}"],
             Code.COMPARE_KEY_UNUSABLE,
@@ -87,9 +87,9 @@ def test_the_treatment_diff_is_of_the_resolved_configurations() -> None:
             "step_one_tolerance.train/gen_kl_error",
         ),
         (["compare.guards.finite=[train/grad_norn]"], Code.COMPARE_KEY_UNUSABLE, "guards.finite"),
-        (["compare.primary.0.window=steps 2-4"], Code.CLAIM_UNUSABLE, "window"),
+        (["compare.claims.0.window=steps 2-4"], Code.CLAIM_UNUSABLE, "window"),
         (
-            ["steps=5", "compare.primary.0.window=steps 2-4", "arms.treatment.steps=3"],
+            ["steps=5", "compare.claims.0.window=steps 2-4", "arms.treatment.steps=3"],
             Code.CLAIM_UNUSABLE,
             "window",
         ),
@@ -110,9 +110,9 @@ def test_a_claim_that_could_not_be_judged_is_refused_before_the_runs(
 
 def test_claims_that_can_be_judged_are_planned() -> None:
     for window in ("all", "last 50%", "steps 2-3"):
-        assert plan_of(f"compare.primary.0.window={window}").runs
+        assert plan_of(f"compare.claims.0.window={window}").runs
     assert plan_of(
-        "compare.primary.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
+        "compare.claims.0.metric=validation/accuracy", "validation={every: 1, num_prompts: 8}"
     ).runs
     for metric, option in (
         ("train/kl_penalty", "algorithm.kl_coefficient=0.1"),
@@ -120,14 +120,14 @@ def test_claims_that_can_be_judged_are_planned() -> None:
         ("train/dynamic_sampling_tries", "algorithm.dynamic_sampling={}"),
         ("memory/logprobs/peak_allocated_bytes", "cluster.gpus_per_node=1"),
     ):
-        assert plan_of(f"compare.primary.0.metric={metric}", option).runs
+        assert plan_of(f"compare.claims.0.metric={metric}", option).runs
     # A foreign trainer may log anything; when its runs end is known
-    assert make_plan(load_recipe(FOREIGN, ["compare.primary.0.metric=its/own"])).runs
+    assert make_plan(load_recipe(FOREIGN, ["compare.claims.0.metric=its/own"])).runs
     assert make_plan(load_recipe(FOREIGN, ["compare.step_one_tolerance={train/critic/loss: 0.1}"])).runs
     with pytest.raises(RecipeError, match="end at step 5"):
-        make_plan(load_recipe(FOREIGN, ["compare.primary.0.window=steps 2-9"]))
-    with pytest.raises(RecipeError, match=r"primary\.0\.metric: got 'final_weights'"):
-        make_plan(load_recipe(FOREIGN, ["compare.primary=[{metric: final_weights, below: 0.05}]"]))
+        make_plan(load_recipe(FOREIGN, ["compare.claims.0.window=steps 2-9"]))
+    with pytest.raises(RecipeError, match=r"claims\.0\.metric: got 'final_weights'"):
+        make_plan(load_recipe(FOREIGN, ["compare.claims=[{metric: final_weights, below: 0.05}]"]))
 
 
 def test_a_large_plan_resolves_its_arms_once_and_shows_its_first_rows() -> None:
@@ -187,5 +187,5 @@ def test_a_warm_start_that_would_come_out_otherwise_has_another_key(override: st
 
 def test_the_compare_hash_is_of_the_comparison_alone() -> None:
     assert compare_hash(plan_of("steps=9").recipe.compare) == compare_hash(plan_of().recipe.compare)
-    other = plan_of("compare.primary=[{metric: train/reward, margin: 0.06}]")
+    other = plan_of("compare.claims=[{metric: train/reward, margin: 0.06}]")
     assert compare_hash(other.recipe.compare) != compare_hash(plan_of().recipe.compare)

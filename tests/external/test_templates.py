@@ -53,4 +53,4 @@ def test_commands_that_are_the_same_in_every_seed_are_noted() -> None:
     for other in ("trainer.env={SEED: '{seed}'}", f"trainer.argv=[sh, '$ABRUN_SEED {names}']"):
         assert notes(make_plan(load_recipe(FOREIGN, [plain, other]))) == []
     assert notes(make_plan(load_recipe(FOREIGN))) == []
-    assert notes(make_plan(load_recipe(FOREIGN, [plain, "seeds=[4]", "compare.primary=[]"]))) == []
+    assert notes(make_plan(load_recipe(FOREIGN, [plain, "seeds=[4]", "compare.claims=[]"]))) == []

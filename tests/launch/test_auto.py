@@ -616,7 +616,7 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
     ],
 )
 def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: int, tokens: int) -> None:
-    claims = "compare.primary=[{metric: train/loss, window: last 20%, margin: 0.05}]"
+    claims = "compare.claims=[{metric: train/loss, window: last 20%, margin: 0.05}]"
     config = load_recipe(SMALL, [*sets, claims]).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     assert largest_microbatch(config) == (num_sequences, tokens)

@@ -30,7 +30,7 @@ LARGE = {  # four microbatches a step, each of nearly its 16,384 tokens: 480 seq
     },
     "cluster": {"gpus_per_node": 1},
     "steps": 2,
-    "compare": {"primary": []},
+    "compare": {"claims": []},
 }
 
 

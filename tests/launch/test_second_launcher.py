@@ -71,7 +71,7 @@ class ToyEngineOfFakes(ToyEngine):
 
 
 def launch_toy(recipe: Path, runs_dir: Path, *overrides: str) -> dict[str, str]:
-    plan = make_plan(load_recipe(recipe, ["seeds=[0]", "compare.primary=[]", *overrides]))
+    plan = make_plan(load_recipe(recipe, ["seeds=[0]", "compare.claims=[]", *overrides]))
     outcome = run_to_end(plan, runs_dir, launcher="toy")
     assert outcome.exit_code == 0
     directory = runs_dir / plan.recipe.name

@@ -40,14 +40,14 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
     )
     seen = {one["fault"]: one["caught_by"] for one in found["faults"]}
     assert seen.keys() | NOT_THERE == {fault.name for fault in FAULTS}
-    assert found["not_planted"].keys() == NOT_THERE
+    assert found["not_injected"].keys() == NOT_THERE
     for name, caught_by in seen.items():
         if name in BY_GUARD:
             assert caught_by == "guard", name
         elif name not in BY_A_CLAIM_OR_NOTHING:
             assert caught_by == "step one", name
     assert all(one["verdict"] == "MISMATCH" for one in found["faults"] if one["caught_by"] != "nothing")
-    assert "not planted: value_unshifted, which needs algorithm.type: ppo" in said.output
+    assert "not injected: value_unshifted, which needs algorithm.type: ppo" in said.output
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ import pytest
 from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
-from abrun.launch.stages import refuse_other_looks, until_decided
+from abrun.launch.stages import refuse_other_interim, until_decided
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.report.comparing import compare_sources
-from abrun.runs.experiment import planned_runs, run_state, write_experiment
+from abrun.runs.experiment import planned_runs, read_run_state, write_experiment
 from tests.snapshot import Snapshot
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -50,7 +50,7 @@ arms:
   treatment: {trainer.parameters.shift: 0.0001}
 seeds: [0, 1, 7]
 compare:
-  primary: [{metric: train/reward, margin: 0.02}]
+  claims: [{metric: train/reward, margin: 0.02}]
 """
 Run = Callable[..., tuple[int, str, str]]
 
@@ -74,7 +74,7 @@ STAGED = ("--until-decided", "--max-seeds", "5")
 def begun() -> set[int]:
     """The seeds of which a run was begun."""
     experiment_dir = Path("runs/staged")
-    states = [run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
+    states = [read_run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 
@@ -88,8 +88,8 @@ def test_equal_arms_stop_at_the_first_look_and_what_was_not_needed_is_not_begun(
     assert begun() == {0, 1, 7}
     content = verdict()
     assert content["verdict"] == "MATCH" and not content["post_hoc"]
-    looks = content["arms"]["treatment"]["looks"]
-    assert [(one["num_pairs"], one["verdict"]) for one in looks] == [(3, "MATCH"), (4, None), (5, None)]
+    interim = content["arms"]["treatment"]["interim_analyses"]
+    assert [(one["num_pairs"], one["verdict"]) for one in interim] == [(3, "MATCH"), (4, None), (5, None)]
     said = next(line for line in content["not_tested"] if "do not say" in line)
     assert "how they ended" not in said  # of those that were never begun nothing is missed
     # Decided is decided: taken up again, nothing more runs
@@ -142,7 +142,7 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
 
     noisy = (*STAGED, "--set", "trainer.parameters.own=0.05")
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "state_of_looks", interrupted)
+        patch.setattr(launching, "interim_state", interrupted)
         code, output, _ = run(*noisy)
     assert code == 130 and output.rstrip().endswith("--set trainer.parameters.own=0.05 --resume")
     assert begun() == {0, 1, 7}
@@ -160,8 +160,8 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
         (("--until-decided", "--no-compare"), "--until-decided: got --no-compare"),
         (("--until-decided", "--detach"), "--detach: the local launcher"),
         (("--until-decided", "--launcher", "slurm"), "--until-decided: got launcher slurm"),
-        (("--until-decided", "--set", "compare.primary=[]"), "--until-decided needs a claim"),
-        ((*STAGED, "--set", "compare.looks=[2, 3]"), "--max-seeds: got 5, but compare.interim is [2, 3]"),
+        (("--until-decided", "--set", "compare.claims=[]"), "--until-decided needs a claim"),
+        ((*STAGED, "--set", "compare.interim=[2, 3]"), "--max-seeds: got 5, but compare.interim is [2, 3]"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -170,7 +170,7 @@ def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[s
 
 
 @pytest.mark.parametrize(
-    ("seeds", "max_seeds", "all_seeds", "looks"),
+    ("seeds", "max_seeds", "all_seeds", "interim"),
     [
         ([0, 1, 7], 8, [0, 1, 7, 2, 3, 4, 5, 6], [3, 6, 8]),
         ([5, 6], None, [5, 6, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11], [4, 8, 12]),
@@ -179,23 +179,25 @@ def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[s
     ],
 )
 def test_looks_are_evenly_spaced_and_seeds_continued(
-    run: Run, seeds: list[int], max_seeds: int | None, all_seeds: list[int], looks: list[int]
+    run: Run, seeds: list[int], max_seeds: int | None, all_seeds: list[int], interim: list[int]
 ) -> None:
     staged = until_decided(load_recipe(Path("recipe.yaml"), [f"seeds={seeds}"]), max_seeds)
-    assert (staged.seeds, staged.compare.looks) == (all_seeds, looks)
+    assert (staged.seeds, staged.compare.interim) == (all_seeds, interim)
 
 
-@pytest.mark.parametrize(("looks", "said"), [([3, 5], "with looks at"), ([], "without looks")])
+@pytest.mark.parametrize(
+    ("interim", "said"), [([3, 5], "with interim analyses at"), ([], "without interim analyses")]
+)
 def test_a_resumed_launch_keeps_the_looks_that_it_declared(
-    run: Run, tmp_path: Path, looks: list[int], said: str, snapshot: Snapshot
+    run: Run, tmp_path: Path, interim: list[int], said: str, snapshot: Snapshot
 ) -> None:
     recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
     write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
-    refuse_other_looks(recipe, tmp_path / "same")
-    write_experiment(tmp_path / "mine", {"recipe": {"compare": {"looks": looks}}})
+    refuse_other_interim(recipe, tmp_path / "same")
+    write_experiment(tmp_path / "mine", {"recipe": {"compare": {"interim": interim}}})
     with pytest.raises(LaunchError) as refusal:
-        refuse_other_looks(recipe, tmp_path / "mine")
-    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
+        refuse_other_interim(recipe, tmp_path / "mine")
+    assert refusal.value.code is Code.RESUME_OTHER_INTERIM
     snapshot(refusal.value)
 
 
@@ -206,15 +208,15 @@ def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
     recipe = until_decided(plain, 4)
     content = {"recipe": plain.model_dump(mode="json"), "compare_sha256": compare_hash(recipe.compare)}
     write_experiment(tmp_path / "same", content)
-    refuse_other_looks(recipe, tmp_path / "same")
+    refuse_other_interim(recipe, tmp_path / "same")
     with pytest.raises(LaunchError) as refusal:
-        refuse_other_looks(until_decided(plain, 6), tmp_path / "same")
-    assert refusal.value.code is Code.RESUME_OTHER_LOOKS
+        refuse_other_interim(until_decided(plain, 6), tmp_path / "same")
+    assert refusal.value.code is Code.RESUME_OTHER_INTERIM
     snapshot(refusal.value)
 
 
 def test_declared_looks_are_kept(run: Run, snapshot: Snapshot) -> None:
-    recipe = load_recipe(Path("recipe.yaml"), ["compare.looks=[2, 3]"])
+    recipe = load_recipe(Path("recipe.yaml"), ["compare.interim=[2, 3]"])
     assert until_decided(recipe, None) is recipe and until_decided(recipe, 3) is recipe
     with pytest.raises(RecipeError) as refusal:
         until_decided(recipe.model_copy(update={"arms": {"baseline": {}}}), None)

@@ -175,7 +175,7 @@ FILES = {
 
 def compare(folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`abrun compare` of two copies of a log, in this process."""
-    argv = ["compare", f"baseline={file}", f"treatment={file}", "--primary", "train/reward:last 20%:0.05"]
+    argv = ["compare", f"baseline={file}", f"treatment={file}", "--claim", "train/reward:last 20%:0.05"]
     monkeypatch.setattr(sys, "argv", ["abrun", *argv, "--output", str(folder / "report")])
     error = io.StringIO()
     with redirect_stdout(io.StringIO()), redirect_stderr(error), bounded():

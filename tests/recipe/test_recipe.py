@@ -16,7 +16,7 @@ from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
 from abrun.reasons import Code
 from abrun.recipe import reading
-from abrun.recipe.claims import parse_primary
+from abrun.recipe.claims import parse_claim
 from abrun.recipe.command import CommandRunConfig, invocation
 from abrun.recipe.experiment import Declared, Recipe, load_recipe, stored_recipe
 from abrun.recipe.policy import Policy
@@ -65,18 +65,34 @@ NO_MARGINS = ("-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "
 
 
 @pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("compare.primary=[]", "claims"),
+        ("compare.primary.0.margin=0.1", "claims"),
+        ("compare.looks=[2, 4]", "interim"),
+        ("compare.looks_spending=rising", "alpha_spending"),
+        ("planted_fault=no_old_logprobs", "injected_fault"),
+    ],
+)
+def test_an_old_spelling_is_refused_with_the_new_name(override, name):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMALL, [override])
+    assert (caught.value.reason.code, caught.value.reason["name"]) == (Code.KEY_RENAMED, name)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "stepz=3",
         "compare.step_one_tolerance={train/grad_nrm: 0.1}",
         "compare.step_one_tolerance={}",
         "compare={step_one: false, step_one_tolerance: 0.1}",
-        "compare.primary=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
+        "compare.claims=[{metric: train/loss, margin: 1}, {metric: train/loss, margin: 1}]",
         "seeds=0-3",
         "seeds='1, 5'",
         "seeds=7",
         "seeds=1",
-        "compare.looks=all",
+        "compare.interim=all",
         "arms.treatment.policy.logprob.impl=chunked",
         "arms.treatment.seeds=[1]",
         "steps=1e3",
@@ -195,10 +211,10 @@ NO_MARGINS = ("-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "
         "trainer.env={HOST: '${NAME}'}",
         "trainer.env={VLLM_X: 1}",
         ("rollout={engine: vllm, tensor_parallel: 4}", TWO_RANKS),
-        "compare.primary=[{metric: a, margin: 0.1, window: last week}]",
-        "compare.primary=[{metric: a, margin: 0.1, window: steps 9-2}]",
-        f"compare.primary=[{{metric: a, above: 1{'0' * 400}}}]",
-        *(f"compare.primary=[{{metric: x, margin: {margin}}}]" for margin in NO_MARGINS),
+        "compare.claims=[{metric: a, margin: 0.1, window: last week}]",
+        "compare.claims=[{metric: a, margin: 0.1, window: steps 9-2}]",
+        f"compare.claims=[{{metric: a, above: 1{'0' * 400}}}]",
+        *(f"compare.claims=[{{metric: x, margin: {margin}}}]" for margin in NO_MARGINS),
         "name=a/b",
         "controls.aa_reruns=1000000000",
         *(f"wandb={{project: {project}}}" for project in NO_PROJECTS),
@@ -224,7 +240,7 @@ NO_MARGINS = ("-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "
         "policy.replay_routing=true",
         (
             "algorithm={type: sft, batch_size: 8}",
-            "compare.primary.0.metric=train/loss",
+            "compare.claims.0.metric=train/loss",
             EXPERTS,
             "policy.replay_routing=true",
         ),
@@ -456,10 +472,10 @@ def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path, snapshot: Snapshot
         'model.path="\\ud800"',
         "steps={1: 2}",
         "steps={[1]: 2}",
-        "compare.primary.1.sigma=1",
-        "compare.primary.-1.sigma=1",
+        "compare.claims.1.sigma=1",
+        "compare.claims.-1.sigma=1",
         "seeds.2=1",
-        "compare.looks.0=2",
+        "compare.interim.0=2",
         "steps.0=2",
     ],
 )  # fmt: skip
@@ -468,8 +484,8 @@ def test_an_override_that_cannot_be_read_is_refused(override: str, snapshot: Sna
 
 
 def test_a_number_in_a_key_reaches_into_a_list() -> None:
-    recipe = load_recipe(SMALL, ["compare.primary.0.sigma=0.1", "seeds.1=7"])
-    (claim,) = recipe.compare.primary
+    recipe = load_recipe(SMALL, ["compare.claims.0.sigma=0.1", "seeds.1=7"])
+    (claim,) = recipe.compare.claims
     assert (claim.metric, claim.margin, claim.sigma) == ("train/reward", 0.05, 0.1)
     assert recipe.seeds == [0, 7]
     # In a mapping it is a key like any other
@@ -758,8 +774,8 @@ def test_yaml_reads_as_people_write_it(tmp_path: Path, snapshot: Snapshot) -> No
     snapshot(refused(path))
 
 
-def test_primaries_of_the_command_line(snapshot: Snapshot) -> None:
-    claim = parse_primary("timing/train/total_step_time_s:steps 10-50:0.1")
+def test_claims_of_the_command_line(snapshot: Snapshot) -> None:
+    claim = parse_claim("timing/train/total_step_time_s:steps 10-50:0.1")
     assert (claim.metric, claim.window, claim.margin) == (
         "timing/train/total_step_time_s",
         "steps 10-50",
@@ -767,7 +783,7 @@ def test_primaries_of_the_command_line(snapshot: Snapshot) -> None:
     )
     for bad in ("", "a", "a:all", "a:all:b", ":all:1", "a:all:-1", "a:never:1", "a:all:nan", "a:all:1:2"):
         with pytest.raises(RecipeError) as caught:
-            parse_primary(bad)
+            parse_claim(bad)
         snapshot(caught.value)
         assert len(str(caught.value).splitlines()) == 1
 

@@ -10,7 +10,7 @@ from abrun.errors import AbrunError, ComparisonError, StoreError
 from abrun.logs.log import EMPTY
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment
 from abrun.recorded.selection import Reading
 from abrun.recorded.sources import open_sources
@@ -258,7 +258,7 @@ def _judged(folder: Path, metrics: Sequence[str], **arms: Callable[[int, int], s
             (folder / f"{arm}-s{seed}.csv").write_text(
                 "\n".join([",".join(["step", *metrics]), *lines]) + "\n"
             )
-    claim = Primary(metric="train/reward", window="all", margin=0.2)
+    claim = Claim(metric="train/reward", window="all", margin=0.2)
     return compare(with_options(load(folder), [claim]), output=folder / "report", formats=("json",)).content
 
 
@@ -326,7 +326,7 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path, snapshot: Snapsh
     for arm, last in (("baseline", 15), ("b", 20)):
         for seed in (0, 1):
             write(tmp_path, f"{arm}-s{seed}.csv", [0.1 * step + 0.01 * seed for step in range(1, last + 1)])
-    claim = Primary(metric="train/reward", margin=0.5)
+    claim = Claim(metric="train/reward", margin=0.5)
     content = compare(with_options(load(tmp_path), [claim]), output=tmp_path / "report", formats=()).content
     assert content.verdict == "INVALID"
     missing = content.reasons[0]

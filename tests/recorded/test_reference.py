@@ -10,12 +10,12 @@ from scipy.stats import chi2
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.reasons import Code
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.reference import against_reference, freeze, load_reference
 from abrun.recorded.sources import Reading, open_sources
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, freeze_arm
-from abrun.report.evidence import evidence
+from abrun.report.evidence import evidence_lines
 from abrun.runs.layout import RunName
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -42,9 +42,9 @@ def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simula
     experiment = load_experiment(simulated())
     began = replace(experiment.runs[RunName(arm="treatment", seed=0)], span_s=(1e9, 1e9 + 60))
     experiment = replace(experiment, runs={**experiment.runs, began.name: began})
-    for number, margin in enumerate((experiment.compare.primary[0].margin, 0.016)):
-        claims = [experiment.compare.primary[0].model_copy(update={"margin": margin})]
-        chosen = replace(experiment, compare=experiment.compare.model_copy(update={"primary": claims}))
+    for number, margin in enumerate((experiment.compare.claims[0].margin, 0.016)):
+        claims = [experiment.compare.claims[0].model_copy(update={"margin": margin})]
+        chosen = replace(experiment, compare=experiment.compare.model_copy(update={"claims": claims}))
         freeze(chosen, "baseline", tmp_path / f"{number}.json")
         held = against_reference(experiment, load_reference(tmp_path / f"{number}.json"), "treatment")
         content = compare(held, output=tmp_path / "report", formats=("json",)).content
@@ -53,7 +53,7 @@ def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simula
 
 def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
     arm = str(simulated() / "treatment")
-    experiment = open_sources([arm], Reading(alone=True), [Primary(metric="train/reward", margin=0.05)])
+    experiment = open_sources([arm], Reading(alone=True), [Claim(metric="train/reward", margin=0.05)])
     freeze(experiment, experiment.baseline, tmp_path / "ref.json")
     report = tmp_path / "report"
     comparison = compare_sources([arm], Reading(), reference=tmp_path / "ref.json", output=report, formats=())
@@ -74,8 +74,8 @@ def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
 def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):
     freeze(load_experiment(write_experiment(tmp_path / "long", steps=200)), "baseline", tmp_path / "ref.json")
     found = later(tmp_path, tmp_path / "ref.json", steps=200)
-    assert found.verdict == "MATCH" and found.primaries[0].claim.steps == (161, 200)
-    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).primaries[0].claim.steps == (161, 200)
+    assert found.verdict == "MATCH" and found.claims[0].claim.steps == (161, 200)
+    assert later(tmp_path / "longer", tmp_path / "ref.json", steps=250).claims[0].claim.steps == (161, 200)
     assert later(tmp_path / "shorter", tmp_path / "ref.json", steps=180).verdict == "INVALID"
 
 
@@ -117,21 +117,19 @@ def test_nan_survives(tmp_path, simulated):
 
 def test_margins_in_its_sigma(tmp_path, simulated):
     """k sigma of a frozen reference is absolute: the spread of the compared runs does not move it."""
-    recipe = {"compare": {"primary": [{"metric": "train/reward", "margin": "2 sigma"}]}}
+    recipe = {"compare": {"claims": [{"metric": "train/reward", "margin": "2 sigma"}]}}
     freeze_arm(load_experiment(simulated(**recipe)), "baseline", tmp_path / "ref.json")
     reference = load_reference(tmp_path / "ref.json")
     windows = [run.series("train/reward").values[-8:].mean() for run in reference.runs if not run.name.rerun]
     content = later(tmp_path, tmp_path / "ref.json", noise=0.02)
     lower_bound = np.std(windows, ddof=1) * np.sqrt(4 / chi2.ppf(0.95, 4))
-    assert content.primaries[0].claim.margin == pytest.approx(
-        2 * lower_bound, rel=5e-3
-    )  # three digits are kept
-    assert (content.primaries[0].claim.test, content.primaries[0].claim.margin_unit) == ("paired TOST", "")
-    assert reference.compare.primary[0].margin == content.primaries[0].claim.margin
+    assert content.claims[0].claim.margin == pytest.approx(2 * lower_bound, rel=5e-3)  # three digits are kept
+    assert (content.claims[0].claim.test, content.claims[0].claim.margin_unit) == ("paired TOST", "")
+    assert reference.compare.claims[0].margin == content.claims[0].claim.margin
 
 
 def reference_of(run: str) -> str:
-    head = '"schema_version": 1, "name": "x", "compare": {}, "config": {}, "environment": {}'
+    head = '"schema_version": 2, "name": "x", "compare": {}, "config": {}, "environment": {}'
     return f'{{{head}, "runs": [{{{run}, "config": {{}}, "environment": {{}}}}]}}'
 
 
@@ -139,9 +137,9 @@ def reference_of(run: str) -> str:
     "content",
     [
         "{}",
-        '{"schema_version": 1, "runs": [{}]}',
+        '{"schema_version": 2, "runs": [{}]}',
         "\x00\x01",
-        '{"schema_version": 1, "runs": [], "recipe": {}}',
+        '{"schema_version": 2, "runs": [], "recipe": {}}',
         reference_of('"seed": 0, "rerun": 0, "metrics": []'),
         reference_of('"seed": "0", "rerun": 0, "metrics": {}'),
         reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
@@ -180,13 +178,13 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(
     tmp_path: Path, snapshot: Snapshot
 ) -> None:
     """A reference drops steps outside its windows, and its other seeds are left out."""
-    claims = {"primary": [{"metric": "train/reward", "margin": 0.06}]}
+    claims = {"claims": [{"metric": "train/reward", "margin": 0.06}]}
     scenario = {"steps": 200, "noise": 0.02, "compare": claims}
     frozen = write_experiment(tmp_path / "frozen", seeds=[0, 1, 2, 3, 4, 5], **scenario)
     freeze(load_experiment(frozen), "baseline", tmp_path / "ref.json")
     content = later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario)
-    lines = [text for _, text in evidence(content)]
-    (claim,) = content.primaries
+    lines = [text for _, text in evidence_lines(content)]
+    (claim,) = content.claims
     estimate = claim.estimate
     assert estimate.treatment_mean is not None and estimate.baseline_mean is not None
     assert estimate.mean_difference == pytest.approx(estimate.treatment_mean - estimate.baseline_mean)

@@ -16,7 +16,7 @@ from abrun.logs import Log
 from abrun.logs.starts import join_starts, without_moments
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare, parse_primary
+from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.selection import last_step
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
@@ -41,7 +41,7 @@ def judged(sources: Sequence[object], output: Path, **reading: object) -> Compar
     return compare_sources(
         [str(source) for source in sources],
         Reading(**reading),  # type: ignore[arg-type]
-        primaries=[parse_primary(CLAIM)],
+        claims=[parse_claim(CLAIM)],
         output=output,
         formats=("json", "markdown"),
     )
@@ -260,7 +260,7 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
     experiment = open_sources([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
-    claims = Compare(primary=[parse_primary(CLAIM)])
+    claims = Compare(claims=[parse_claim(CLAIM)])
 
     def run(versions_differ: bool, odd: str = "0.14") -> Comparison:
         runs = {

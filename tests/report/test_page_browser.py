@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, with_options
 from abrun.report.page import render_page
 from tests.report.test_page import experiment, hostile_page, learning
@@ -323,7 +323,7 @@ def test_the_numbers_of_a_chart_are_saved_as_a_table(browser, tmp_path):
 
 
 def test_completions_stand_side_by_side_and_are_only_text(opened):
-    from abrun.report.completions import Completions, Prompt
+    from abrun.report.completions import PromptCompletions, ReportedCompletions
     from abrun.report.context import Context
 
     def said(text, reward):
@@ -331,17 +331,17 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
 
     hostile = "</script><img src=x onerror=alert(1)>\nsecond line"
     steps = [
-        (1, [Prompt(prompt="2+2=", said=[said("4", 1.0), said("4", 1.0)])]),
-        (40, [Prompt(prompt="2+2=", said=[said("4", 1.0), said(hostile, 0.0)])]),
+        (1, [PromptCompletions(prompt="2+2=", completions=[said("4", 1.0), said("4", 1.0)])]),
+        (40, [PromptCompletions(prompt="2+2=", completions=[said("4", 1.0), said(hostile, 0.0)])]),
     ]
-    found = Completions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
+    found = ReportedCompletions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
     beside = Context(
         command="abrun compare x",
-        ran=None,
+        time_range=None,
         environment=None,
         levels=[],
         has_recipe=True,
-        planted_faults=None,
+        injected_faults=None,
         next_steps=[],
         completions=found,
     )
@@ -435,7 +435,7 @@ def hostile_experiment():
 def pages_of_reports(folder):
     """report.html, report.md as a page, and every SVG of a report whose names are hostile."""
     compared = compare(
-        with_options(hostile_experiment(), [Primary(metric=metric, margin=0.05) for metric in SCRIPTED]),
+        with_options(hostile_experiment(), [Claim(metric=metric, margin=0.05) for metric in SCRIPTED]),
         output=folder,
     )
     for path in compared.files:

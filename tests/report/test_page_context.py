@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.messages.validity import alias_hint
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.reference import against_reference, freeze, load_reference
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
-from abrun.report.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
-from abrun.report.context import context
+from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
+from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
-from abrun.runs.samples import Sample, row_of
+from abrun.runs.samples import Sample, sample_row
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, write_experiment
 
@@ -30,12 +30,12 @@ def sample(prompt: str, text: str = "4", reward: float = 1.0) -> Sample:
 
 
 def keep(run: Path, steps: list[int], *samples: Sample) -> None:
-    rows = [json.dumps(row_of(step, 1, list(samples))) + "\n" for step in steps]
+    rows = [json.dumps(sample_row(step, 1, list(samples))) + "\n" for step in steps]
     (run / "samples.jsonl").write_text("".join(rows))
 
 
 def beside(comparison, experiment_dir):
-    return context(load_experiment(experiment_dir), comparison.content, "abrun compare x")
+    return make_context(load_experiment(experiment_dir), comparison.content, "abrun compare x")
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     )
     own = load_experiment(experiment_dir)
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
-    (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be planted in those
+    (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be injected in those
     assert only.command == "abrun freeze simulated --output simulated.json"
     foreign = replace(own, launched_compare_sha256=None, directory=None)
     (again, *_) = next_steps(foreign, replace(content, verdict="INVALID"), "abrun compare A B --alias x=y")
@@ -90,7 +90,7 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == "abrun compare RUNS"
     held = replace(foreign, launched_compare_sha256="0" * 64, regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
-    fresh = "abrun freeze NEW --primary 'train/reward:last 20%:0.02' --output simulated-fresh.json"
+    fresh = "abrun freeze NEW --claim 'train/reward:last 20%:0.02' --output simulated-fresh.json"
     assert next_steps(held, replace(content, verdict="MISMATCH"))[0].command == fresh
 
 
@@ -108,17 +108,17 @@ def test_a_metric_of_step_one_under_another_name_is_recognised(recorded, said):
 
 
 def claimed(margin):
-    return Compare(primary=[Primary(metric="train/reward", margin=margin)])
+    return Compare(claims=[Claim(metric="train/reward", margin=margin)])
 
 
 def test_a_claim_made_afterwards_is_tested_on_fresh_seeds(simulated, judged, here):
     experiment_dir = simulated()
-    comparison = judged(experiment_dir, primaries=[Primary(metric="train/reward", margin=0.1)])
+    comparison = judged(experiment_dir, claims=[Claim(metric="train/reward", margin=0.1)])
     experiment = replace(load_experiment(experiment_dir), compare=claimed(0.1))
     fresh, freeze = next_steps(experiment, comparison.content)
     assert fresh.command.startswith("abrun launch runs/simulated --seeds 5-9 --set 'compare=")
     assert "±0.1 " in pasted(fresh.command) and "baseline/seed-9" in pasted(fresh.command)
-    assert "--primary 'train/reward:last 20%:0.1' --output" in freeze.command
+    assert "--claim 'train/reward:last 20%:0.1' --output" in freeze.command
     pasted(freeze.command)
     assert load_reference(Path("simulated.json")).compare == claimed(0.1)
 
@@ -137,7 +137,7 @@ def test_a_mismatch_is_read(simulated, judged, here):
 def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged, here):
     experiment_dir = simulated(noise=0.05)
     comparison = judged(experiment_dir)
-    needed = comparison.content.primaries[0].power.pairs_needed
+    needed = comparison.content.claims[0].power.pairs_needed
     assert comparison.verdict == "INCONCLUSIVE" and needed
     (fresh, *_) = commands(comparison, experiment_dir)
     assert fresh == f"abrun launch runs/simulated --seeds 5-{4 + needed} --name simulated-fresh"
@@ -149,12 +149,12 @@ def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged,
 
 @pytest.mark.parametrize("num_seeds", [1, 5])
 def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged, here, num_seeds):
-    experiment_dir = simulated(seeds=[*range(num_seeds)], noise=0.05, compare={"primary": []})
+    experiment_dir = simulated(seeds=[*range(num_seeds)], noise=0.05, compare={"claims": []})
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
     assert first.reason.code is Code.DECLARE_MARGIN and first.reason["margin"].code is Code.MARGIN_SUGGESTED
-    claim = '"primary": [{"metric": "train/reward", "margin": 0.05}]'
+    claim = '"claims": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
         assert "--seeds 1-3 " in first.command and not others
@@ -168,22 +168,22 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
 def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, judged, here):
     flat, reward = ({"metric": metric, "margin": 0.05} for metric in ("train/entropy", "train/reward"))
     for declared in ([flat], [flat, reward]):
-        experiment_dir = simulated(compare={"primary": declared})
+        experiment_dir = simulated(compare={"claims": declared})
         for run in experiment_dir.glob("*/seed-*"):
             edit_rows(run, lambda row: row.update({"train/entropy": 1.5}))
         comparison = judged(experiment_dir)
         assert comparison.verdict == "INCONCLUSIVE"
         longer, other = commands(comparison, experiment_dir)
         assert longer.endswith(" --set steps=80 --name simulated-longer")
-        assert f"--seeds 5-9 --set 'compare={json.dumps({'primary': [reward]})}'" in other
+        assert f"--seeds 5-9 --set 'compare={json.dumps({'claims': [reward]})}'" in other
         assert " ±0.05 " in pasted(other)
 
 
 def test_fresh_seeds_of_a_launch_with_looks_are_looked_at_once(simulated, judged, here):
-    claims = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
+    claims = {"claims": [{"metric": "train/reward", "margin": 0.02}], "interim": [3, 5]}
     experiment_dir = simulated(noise=0.05, compare=claims)
     (fresh,) = commands(judged(experiment_dir), experiment_dir)
-    assert " --set compare.looks=[] --name simulated-fresh" in fresh and "3, 5 pairs" not in pasted(fresh)
+    assert " --set compare.interim=[] --name simulated-fresh" in fresh and "3, 5 pairs" not in pasted(fresh)
 
 
 def test_an_experiment_that_is_elsewhere_is_named_by_its_path(simulated, judged, tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
     assert more.reason == Code.FRESH_REFERENCE(step=Code.NARROW_INTERVAL(), first=3, last=5)
     named = "--output later-s-arm-treatment-against-simulated-fresh.json"
-    assert more.command == f"abrun freeze NEW --primary 'train/reward:last 20%:0.02' {named}"
+    assert more.command == f"abrun freeze NEW --claim 'train/reward:last 20%:0.02' {named}"
 
 
 def test_every_command_is_one_that_exists(simulated, judged):
@@ -252,7 +252,7 @@ def test_the_date_is_that_of_the_runs(simulated, judged):
             path = experiment_dir / arm / f"seed-{seed}" / "attempts/0001.json"
             path.write_text(json.dumps(content))
     found = beside(judged(experiment_dir), experiment_dir)
-    assert found.ran == "2027-01-15 08:00 to 08:10 UTC"
+    assert found.time_range == "2027-01-15 08:00 to 08:10 UTC"
     assert found.environment == "NVIDIA H200, torch 2.11.0, Python 3.11.9"
 
 
@@ -260,7 +260,10 @@ def test_a_secret_in_the_command_is_not_shown(simulated, judged):
     experiment_dir = simulated()
     secret = "hf_" + "a1" * 17
     content = judged(experiment_dir).content
-    assert secret not in context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
+    assert (
+        secret
+        not in make_context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
+    )
 
 
 # --- completions ---
@@ -270,10 +273,10 @@ def test_both_arms_stand_beside_each_other_at_the_steps_that_both_kept(simulated
     experiment_dir = simulated()
     keep(experiment_dir / "baseline/seed-1", STEPS, sample("2+2="), sample("1+1=", "2"), sample("alone"))
     keep(experiment_dir / "treatment/seed-1", [1, 2, 40], sample("1+1=", "3", 0.0), sample("2+2="))
-    found = completions(load_experiment(experiment_dir))
+    found = collect_completions(load_experiment(experiment_dir))
     assert found and (found.seed, found.arms, found.num_steps) == (1, [0, 1], 2)
     assert [step for step, _ in found.steps] == [1, 40]
-    prompts = {one.prompt: one.said for one in found.steps[0][1]}
+    prompts = {one.prompt: one.completions for one in found.steps[0][1]}
     assert list(prompts)[-1] == "alone" and prompts["alone"][1] is None
     left, right = prompts["1+1="]
     assert left and right and (left["text"], left["reward"]) == ("2", 1.0)
@@ -287,21 +290,21 @@ def test_completions_are_few_short_and_without_secrets(simulated):
     many = [sample(f"prompt {index}", text) for index in range(9)]
     for arm in ("baseline", "treatment"):
         keep(experiment_dir / arm / "seed-0", STEPS, *many)
-    found = completions(load_experiment(experiment_dir))
-    assert found and len(found.steps) == MOST_STEPS and found.num_steps == len(STEPS)
+    found = collect_completions(load_experiment(experiment_dir))
+    assert found and len(found.steps) == MAX_STEPS and found.num_steps == len(STEPS)
     assert (found.steps[0][0], found.steps[-1][0]) == (STEPS[0], STEPS[-1])
     for _, prompts in found.steps:
-        assert len(prompts) == MOST_PROMPTS
-        for said in (one for prompt in prompts for one in prompt.said):
-            assert said and len(said["text"]) < MOST_CHARACTERS + 60 and secret not in said["text"]
+        assert len(prompts) == MAX_PROMPTS
+        for said in (one for prompt in prompts for one in prompt.completions):
+            assert said and len(said["text"]) < MAX_CHARACTERS + 60 and secret not in said["text"]
             assert said["text"].endswith("the answer") and "\nnext line\n" in said["text"]
 
 
 def test_without_completions_there_is_no_section_and_a_corrupt_file_is_named(simulated):
     experiment_dir = simulated()
-    assert completions(load_experiment(experiment_dir)) is None
+    assert collect_completions(load_experiment(experiment_dir)) is None
     keep(experiment_dir / "baseline/seed-0", [1], sample("2+2="))
-    assert completions(load_experiment(experiment_dir)) is None
+    assert collect_completions(load_experiment(experiment_dir)) is None
     (experiment_dir / "treatment/seed-0/samples.jsonl").write_text('{"step": "one"}\n')
-    found = completions(load_experiment(experiment_dir))
+    found = collect_completions(load_experiment(experiment_dir))
     assert found and found.problem and "samples.jsonl, line 1" in found.problem

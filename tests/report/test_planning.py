@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.experiment.power import Spread, assumed_spread, claim_power
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measured_spread, plan_report
 from abrun.stats.equivalence import equivalence_test
@@ -28,13 +28,13 @@ def shown(report) -> str:
     return capture.get()
 
 
-def claim(**fields) -> Primary:
-    return Primary.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
+def reward_margin(**fields) -> Claim:
+    return Claim.model_validate({"metric": "train/reward", "margin": 1.0, **fields})
 
 
 def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     experiment = load_experiment(simulated(seeds=list(range(8))))
-    spread = measured_spread(experiment, claim(margin=0.02))
+    spread = measured_spread(experiment, reward_margin(margin=0.02))
     windows = {
         arm: np.array([run.series("train/reward").values[-8:].mean() for run in experiment.arm(arm).values()])
         for arm in experiment.arms
@@ -43,7 +43,7 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
     difference = windows["treatment"] - windows["baseline"]
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
-    text = shown(plan_report("next", Compare(primary=[claim(margin=0.02)]), 4, earlier=experiment))
+    text = shown(plan_report("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment))
     assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
     assert f"upper 80% bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
@@ -73,32 +73,32 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
 @pytest.mark.parametrize("margin", [1.0, "1.5 sigma"])
 def test_looks_say_how_many_pairs_to_expect(margin):
     """Against experiments drawn pair by pair, and no more than the last look takes."""
-    primary = claim(margin=margin, sigma=1.0, correlation=0.5)
-    looks = (3, 6, 12)
-    expected = claim_power(primary, Compare(), assumed_spread(primary, False), alpha=0.02)
+    claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
+    interim = (3, 6, 12)
+    expected = claim_power(claim, Compare(), assumed_spread(claim, False), alpha=0.02)
     assert expected
-    pairs, chance = expected.of_looks(looks, [0.02] * 3)
-    single = [expected.power(count) for count in looks]
-    assert looks[0] < pairs < looks[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
-    assert expected.of_looks([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
-    text = shown(plan_report("next", Compare(primary=[primary], looks=list(looks)), 12))
+    pairs, chance = expected.expected_with_interim(interim, [0.02] * 3)
+    single = [expected.power(count) for count in interim]
+    assert interim[0] < pairs < interim[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
+    assert expected.expected_with_interim([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
+    text = shown(plan_report("next", Compare(claims=[claim], interim=list(interim)), 12))
     assert "pairs are expected" in text
 
 
 def test_margins_in_sigmas_need_no_sigma():
-    text = shown(plan_report("next", Compare(primary=[claim(margin="1 sigma")]), 4))
+    text = shown(plan_report("next", Compare(claims=[reward_margin(margin="1 sigma")]), 4))
     assert "margin in sigmas" in text and "22 pairs" in text
 
 
 def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
     """At the estimate itself, "80 %" of pilots of three and five pairs was .64 to .78 on average."""
     experiment = load_experiment(simulated(seeds=list(range(4))))
-    primary = claim(margin="1 sigma")
-    spread = measured_spread(experiment, primary)
+    claim = reward_margin(margin="1 sigma")
+    spread = measured_spread(experiment, claim)
     assert spread and spread.law.spread == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
-    expected = claim_power(primary, Compare(), spread)
+    expected = claim_power(claim, Compare(), spread)
     assert expected and expected.pairs_needed_range
-    text = shown(plan_report("next", Compare(primary=[primary]), 4, earlier=experiment))
+    text = shown(plan_report("next", Compare(claims=[claim]), 4, earlier=experiment))
     snapshot(text.splitlines()[2])
     low, high = expected.pairs_needed_range
     assert low and expected.pairs_needed and high and low < expected.pairs_needed < high
@@ -107,21 +107,24 @@ def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound
 def test_sigmas_of_a_reference_are_planned_by_the_bound_that_the_verdict_takes(tmp_path):
     reference = tmp_path / "reference.json"
     reference.write_text(json.dumps({"runs": [{"seed": seed} for seed in range(5)]}))
-    primary = claim(margin="1.5 sigma", correlation=0.8)
-    expected = claim_power(primary, Compare(reference=str(reference)), assumed_spread(primary, True))
+    claim = reward_margin(margin="1.5 sigma", correlation=0.8)
+    expected = claim_power(claim, Compare(reference=str(reference)), assumed_spread(claim, True))
     assert expected and expected.power(5) == pytest.approx(
         power_at(1.5 * sigma_lower_bound(1.0, 5), sd_of_difference(1.0, 0.8), 5)
     )
     gone = Compare(reference=str(tmp_path / "none.json"))
-    assert claim_power(primary, gone, assumed_spread(primary, True)) is None
+    assert claim_power(claim, gone, assumed_spread(claim, True)) is None
 
 
 def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     """By Welch, without the correlation of pairs: as many as a verdict over them says are needed."""
-    compare, assumed = Compare(primary=[claim(margin=0.1, sigma=0.1, correlation=0.9)], paired=False), []
+    compare, assumed = (
+        Compare(claims=[reward_margin(margin=0.1, sigma=0.1, correlation=0.9)], paired=False),
+        [],
+    )
     for paired in (True, False):
         told = compare.model_copy(update={"paired": paired})
-        expected = claim_power(told.primary[0], told, assumed_spread(told.primary[0], False, paired=paired))
+        expected = claim_power(told.claims[0], told, assumed_spread(told.claims[0], False, paired=paired))
         assert expected is not None
         assumed.append(expected.pairs_needed)
     independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), freedom=freedom_per_run((0.1, 0.1)))
@@ -134,7 +137,9 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     for text in (
         shown(plan_report("next", compare, 5)),
         shown(plan_report("next", compare, 5, earlier=experiment)),
-        shown(plan_report("next", compare.model_copy(update={"primary": [claim(margin="2 sigma")]}), 5)),
+        shown(
+            plan_report("next", compare.model_copy(update={"claims": [reward_margin(margin="2 sigma")]}), 5)
+        ),
     ):
         assert text.startswith("next: 5 runs ") and " unpaired" in text
         assert re.findall(r"\bpairs?\b", text) == []
@@ -147,9 +152,10 @@ def test_a_share_of_the_climb_is_planned_with_the_climb_s_own_spread(simulated):
     for run in experiment.runs.values():  # a start of its own for each seed: the climbs vary, the ends do not
         run.metrics["train/reward"].values[:8] += level[run.name.seed]
     spreads = [
-        measured_spread(experiment, claim(margin=margin)) for margin in ("10% of climb", "50% of climb")
+        measured_spread(experiment, reward_margin(margin=margin))
+        for margin in ("10% of climb", "50% of climb")
     ]
-    plain = measured_spread(experiment, claim(margin=0.1))
+    plain = measured_spread(experiment, reward_margin(margin=0.1))
     assert plain and spreads[0] and spreads[1]
     assert plain.sd_difference < spreads[0].sd_difference < spreads[1].sd_difference
     climb_sd = np.std(
@@ -167,7 +173,7 @@ def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
     rng, share, climb = np.random.default_rng(0), 0.5, (0.15, 0.05)
     sd = np.hypot(0.045, share * climb[1])  # of difference ± share of the climb, as a long pilot measures it
     measured = Spread(sigma=None, correlation=0.0, sd_difference=float(sd), climb=climb[0])
-    planned = claim_power(claim(margin="50% of climb"), Compare(), measured)
+    planned = claim_power(reward_margin(margin="50% of climb"), Compare(), measured)
     assert planned
     for num_pairs in (3, 5, 8, 10):
         differences = 0.045 * rng.standard_normal((20_000, num_pairs))
@@ -180,13 +186,13 @@ def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
         matched = np.mean(above[0] & above[1])
         assert planned.power(num_pairs) == pytest.approx(matched, abs=0.06), num_pairs
         forgetful = claim_power(
-            claim(margin="50% of climb"), Compare(), replace(measured, sd_difference=0.045)
+            reward_margin(margin="50% of climb"), Compare(), replace(measured, sd_difference=0.045)
         )
         assert forgetful and forgetful.power(num_pairs) > planned.power(num_pairs)
 
 
 def test_a_pilot_of_a_share_of_the_level_measures_the_spread_at_the_margin(simulated):
     earlier = load_experiment(simulated())
-    spreads = {margin: measured_spread(earlier, claim(margin=margin)) for margin in (0.1, "50%")}
+    spreads = {margin: measured_spread(earlier, reward_margin(margin=margin)) for margin in (0.1, "50%")}
     alone, at_margin = spreads[0.1], spreads["50%"]
     assert alone and at_margin and at_margin.sd_difference > 1.05 * alone.sd_difference

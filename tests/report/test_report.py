@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 
 from abrun.errors import ComparisonError
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.recorded.sources import Reading
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import compare, compare_sources, verdict_in
-from abrun.report.write import slugs
+from abrun.report.comparing import compare, compare_sources, read_last_verdict
+from abrun.report.write import unique_slugs
 from abrun.runs.rundir import RunDir
 from tests.verdict.simulate import fail
 
 TWO_CLAIMS = {
-    "primary": [{"metric": "train/reward", "margin": 0.02}, {"metric": "train/grad_norm", "margin": 0.3}]
+    "claims": [{"metric": "train/reward", "margin": 0.02}, {"metric": "train/grad_norm", "margin": 0.3}]
 }
 
 
@@ -96,7 +96,7 @@ def test_only_asked_formats_are_written(simulated, judged):
 
 
 def test_slugs_never_collide():
-    assert list(slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
+    assert list(unique_slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
         "train-reward",
         "train-reward-2",
         "a-b-c",
@@ -109,8 +109,8 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
     """Their address is a run's to say, so what is none is left out."""
     experiment_dir = simulated()
     runs = [RunDir(experiment_dir / "baseline" / f"seed-{seed}") for seed in range(2)]
-    runs[0].note_wandb({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
-    runs[1].note_wandb({"id": "b", "url": "javascript:alert(1)"})
+    runs[0].write_wandb_location({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
+    runs[1].write_wandb_location({"id": "b", "url": "javascript:alert(1)"})
     found = compare(
         load_experiment(experiment_dir), output=tmp_path / "out", formats=["markdown", "json", "html"]
     )
@@ -123,11 +123,11 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
 
 def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     experiment_dir = simulated()
-    asked = [Primary(metric="train/reward", margin=0.5)]
-    narrower = [Primary(metric="train/reward", margin=0.4)]
-    other = [{"primaries": asked}, {"primaries": narrower}, {"step_one": False}]
-    other += [{"reading": Reading(unpaired=True)}, {"primaries": asked + narrower}]
-    other += [{"primaries": narrower + asked}, {"primaries": asked}]
+    asked = [Claim(metric="train/reward", margin=0.5)]
+    narrower = [Claim(metric="train/reward", margin=0.4)]
+    other = [{"claims": asked}, {"claims": narrower}, {"step_one": False}]
+    other += [{"reading": Reading(unpaired=True)}, {"claims": asked + narrower}]
+    other += [{"claims": narrower + asked}, {"claims": asked}]
     shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
     assert "what was declared" not in shown_first
     before = (experiment_dir / "report/verdict.json").read_bytes()
@@ -144,14 +144,12 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
     assert folders[4] == folders[5]  # in whatever order
     assert {folder.parent for folder in folders} == {experiment_dir}
-    assert verdict_in(experiment_dir) == "MATCH"
+    assert read_last_verdict(experiment_dir) == "MATCH"
     (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
     assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
-    again = [Primary(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
-    found = compare_sources([str(experiment_dir)], Reading(), primaries=again, formats=["json"])
+    again = [Claim(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
+    found = compare_sources([str(experiment_dir)], Reading(), claims=again, formats=["json"])
     assert found.files == [experiment_dir / "report/verdict.json"]
     chosen = experiment_dir / "report"
-    found = compare_sources(
-        [str(experiment_dir)], Reading(), primaries=asked, formats=["json"], output=chosen
-    )
+    found = compare_sources([str(experiment_dir)], Reading(), claims=asked, formats=["json"], output=chosen)
     assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)

@@ -109,7 +109,7 @@ def test_a_row_has_its_draws_whatever_it_is_sampled_beside(sampling: Sampling) -
     assert len(same) == 3 and len({tuple(completion.token_ids) for completion in same}) == 3
 
 
-# --- faults, planted ---
+# --- faults, injected ---
 
 
 def test_stale_weights_are_seen(sampling: Sampling) -> None:

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from abrun.stats.sequential import level_of_a_look, levels_of_looks
+from abrun.stats.sequential import interim_level, interim_levels
 
 
 def test_one_look_has_the_whole_level():
-    assert level_of_a_look([5]) == level_of_a_look([]) == 0.05
-    assert level_of_a_look([7], 0.01) == 0.01
+    assert interim_level([5]) == interim_level([]) == 0.05
+    assert interim_level([7], 0.01) == 0.01
 
 
 def test_a_look_at_one_pair_spends_nothing():
     """As `abrun bisect --seeds 0` has it for `exact: true`: one pair has no t statistic."""
-    assert level_of_a_look([1, 2]) == pytest.approx(0.05, abs=0.001)
+    assert interim_level([1, 2]) == pytest.approx(0.05, abs=0.001)
 
 
 @pytest.mark.parametrize("counts", [(3, 5), (4, 8, 12), (2, 3, 4, 5, 6, 7, 8)])
@@ -22,7 +22,7 @@ def test_a_look_at_one_pair_spends_nothing():
 def test_looks_together_err_as_often_as_one(counts, level):
     rng = np.random.default_rng(7)
     values = rng.standard_normal((20_000, counts[-1]))
-    nominal = level_of_a_look(counts, level)
+    nominal = interim_level(counts, level)
     p = [stats.ttest_1samp(values[:, :n], 0, axis=1, alternative="greater")[1] for n in counts]
     called = np.mean(np.array(p, float).min(axis=0) < nominal)
     assert called == pytest.approx(level, abs=4 * np.sqrt(level * (1 - level) / 20_000))
@@ -30,7 +30,7 @@ def test_looks_together_err_as_often_as_one(counts, level):
 
 
 def test_the_design_s_figure():
-    assert level_of_a_look((4, 7, 10)) == pytest.approx(0.0221, abs=1.5e-3)
+    assert interim_level((4, 7, 10)) == pytest.approx(0.0221, abs=1.5e-3)
 
 
 @pytest.mark.parametrize("counts", [(3, 5), (3, 5, 8, 10), (4, 8, 12), tuple(range(4, 13))])
@@ -38,7 +38,7 @@ def test_the_design_s_figure():
 def test_rising_levels_err_together_as_often_as_one(counts, level):
     """Match and mismatch alike: both are one-sided tests at the edge of the margin."""
     differences = np.random.default_rng(11).standard_normal((40_000, counts[-1]))
-    levels = levels_of_looks(counts, level, "rising")
+    levels = interim_levels(counts, level, "rising")
     p = [stats.ttest_1samp(differences[:, :n], 0, axis=1, alternative="less")[1] for n in counts]
     smaller = np.array(levels) > np.array(p, float).T
     called = smaller.any(axis=1).mean()
@@ -49,13 +49,13 @@ def test_rising_levels_err_together_as_often_as_one(counts, level):
 def test_rising_levels_have_more_power_where_margins_are_tight():
     """At 4, 8 and 12 pairs: .0109, .0218, .0327 instead of .0223 each."""
     counts = (4, 8, 12)
-    assert levels_of_looks(counts, spending="rising") == pytest.approx([0.0109, 0.0218, 0.0327], abs=4e-4)
-    assert levels_of_looks(counts) == [level_of_a_look(counts)] * 3
+    assert interim_levels(counts, spending="rising") == pytest.approx([0.0109, 0.0218, 0.0327], abs=4e-4)
+    assert interim_levels(counts) == [interim_level(counts)] * 3
     differences = np.random.default_rng(5).standard_normal((20_000, 12))
     matched = {}
     for spending in ("equal", "rising"):
         passed = np.zeros(len(differences), bool)
-        for n, level in zip(counts, levels_of_looks(counts, spending=spending), strict=True):
+        for n, level in zip(counts, interim_levels(counts, spending=spending), strict=True):
             first = differences[:, :n]
             reach = stats.t.ppf(1 - level, n - 1) * first.std(axis=1, ddof=1) / np.sqrt(n)
             passed |= np.abs(first.mean(axis=1)) + reach < 1.0

@@ -1,4 +1,4 @@
-"""Every fault of the library, planted: what moves and what does not, at the first step and at the second."""
+"""Every fault of the library, injected: what moves and what does not, at the first step and at the second."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from safetensors.numpy import load_file
 
 from abrun.models import sketch_of
-from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, PlantedFault
+from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, InjectedFault
 from abrun.runs.rundir import RunDir
 from abrun.train.faults import BY_SEAM
 from tests.models.conftest import bpe, checkpoint
@@ -51,9 +51,9 @@ class Case:
     size: float | None = None
 
     @property
-    def planted(self) -> str:
+    def injected(self) -> str:
         size = "" if self.size is None else f", size: {self.size}"
-        return f"planted_fault={{name: {self.name}{size}}}"
+        return f"injected_fault={{name: {self.name}{size}}}"
 
 
 WARMUP = ("policy.optimizer.warmup_steps=8", "steps=2")  # of which a schedule is made
@@ -152,11 +152,11 @@ def repeatable(rows: Rows) -> Rows:
         for case in (*CASES, *OF_RANKS)
     ],
 )
-def test_a_planted_fault_shows_where_its_row_says(
+def test_a_injected_fault_shows_where_its_row_says(
     case: Case, tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
 ) -> None:
     right = repeatable(trained(*GIVEN, *case.overrides))
-    wrong = rows_of(tmp_path, warm_weights, f"steps={case.step}", *case.overrides, case.planted)
+    wrong = rows_of(tmp_path, warm_weights, f"steps={case.step}", *case.overrides, case.injected)
     for before in range(1, case.step):
         assert wrong[before] == right[before]
     for metric in case.moved:
@@ -194,7 +194,7 @@ def test_what_is_no_policy_gradients_shows_in_supervised_runs(
     algorithm: str, case: Case, tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
 ) -> None:
     supervised = f"algorithm={{type: {algorithm}, batch_size: 16}}"
-    test_a_planted_fault_shows_where_its_row_says(
+    test_a_injected_fault_shows_where_its_row_says(
         replace(case, overrides=(supervised, *case.overrides)), tmp_path, warm_weights, trained
     )
 
@@ -209,7 +209,7 @@ def test_every_fault_of_any_algorithm_is_tried_on_supervised_runs() -> None:
 def test_a_local_norm_clips_and_does_nothing_where_there_is_nothing_to_clip(
     tmp_path: Path, warm_weights: Path
 ) -> None:
-    wide, fault = "policy.optimizer.max_grad_norm=1.0e+9", "planted_fault=local_grad_norm"
+    wide, fault = "policy.optimizer.max_grad_norm=1.0e+9", "injected_fault=local_grad_norm"
     settings = {"right": (wide,), "wrong": (wide, fault), "clipped": (fault,)}
     right, wrong, clipped = (
         rows_of(tmp_path / name, warm_weights, *RANKS, *more) for name, more in settings.items()
@@ -222,7 +222,7 @@ def test_tokens_that_are_encoded_again_are_not_those_drawn(tmp_path: Path, check
     """Random weights draw pieces of words that a tokenizer would never cut so."""
     settings = ("steps=1", "task=" + verifier(tmp_path), f"model={{preset: null, path: {checkpoint}}}")
     right = rows_of(tmp_path / "right", None, *settings)
-    wrong = rows_of(tmp_path / "wrong", None, *settings, "planted_fault=retokenised")
+    wrong = rows_of(tmp_path / "wrong", None, *settings, "injected_fault=retokenised")
     assert wrong[1][ERROR] > 1.01 > right[1][ERROR]
     assert wrong[1][REWARD] == right[1][REWARD] > 0 and wrong[1][NORM] != right[1][NORM]
 
@@ -254,31 +254,31 @@ def test_a_run_without_a_fault_has_nothing_wrapped(
 @pytest.mark.parametrize(
     "override",
     [
-        "planted_fault=nonsense",
-        "planted_fault=misgroupd",
-        "planted_fault=microbatch_mean",
-        "planted_fault=value_unshifted",
-        "planted_fault=attention_across_packed",
-        "planted_fault=temperature_missing",
-        "planted_fault=old_logprobs_from_current",
-        "planted_fault=rank_mean",
-        "planted_fault=local_grad_norm",
-        "cluster.cpu_ranks=2 planted_fault=whiten_per_rank",
-        "planted_fault=gspo_padding",
-        "planted_fault=sequence_weight_sum",
-        "planted_fault=temperature_on_logprobs",
-        "planted_fault=retokenised",
-        "planted_fault=stale_prefix_cache",
-        "algorithm={type: sft} planted_fault=misgrouped",
-        "planted_fault={name: misgrouped, size: -1}",
-        "planted_fault={name: late_half_batch, size: 1.5}",
-        "planted_fault={name: flipped_advantages, size: 2}",
+        "injected_fault=nonsense",
+        "injected_fault=misgroupd",
+        "injected_fault=microbatch_mean",
+        "injected_fault=value_unshifted",
+        "injected_fault=attention_across_packed",
+        "injected_fault=temperature_missing",
+        "injected_fault=old_logprobs_from_current",
+        "injected_fault=rank_mean",
+        "injected_fault=local_grad_norm",
+        "cluster.cpu_ranks=2 injected_fault=whiten_per_rank",
+        "injected_fault=gspo_padding",
+        "injected_fault=sequence_weight_sum",
+        "injected_fault=temperature_on_logprobs",
+        "injected_fault=retokenised",
+        "injected_fault=stale_prefix_cache",
+        "algorithm={type: sft} injected_fault=misgrouped",
+        "injected_fault={name: misgrouped, size: -1}",
+        "injected_fault={name: late_half_batch, size: 1.5}",
+        "injected_fault={name: flipped_advantages, size: 2}",
     ],
 )
-def test_a_fault_that_cannot_be_planted_is_refused_with_what_it_needs(
+def test_a_fault_that_cannot_be_injected_is_refused_with_what_it_needs(
     override: str, snapshot: Snapshot
 ) -> None:
     with pytest.raises(ValidationError) as refusal:
-        run_config(*override.replace(" planted", "\nplanted").split("\n"))
+        run_config(*override.replace(" injected", "\ninjected").split("\n"))
     snapshot(refusal.value)
-    assert PlantedFault(name="late_half_batch").amount == 0.5
+    assert InjectedFault(name="late_half_batch").amount == 0.5

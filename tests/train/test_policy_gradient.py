@@ -73,7 +73,7 @@ def test_the_documented_step_has_the_fields_of_each_stage() -> None:
     page = (root / "docs" / "step.md").read_text()
     files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
     assert len(files) == 6 and all((root / file).is_file() for file in files)
-    drawn: set[str] = {"rows_together", "routes", "support"}  # of samples, experts and filters, where used
+    drawn: set[str] = {"rows_per_sample", "routes", "support"}  # of samples, experts and filters, where used
     for stage in (RolloutBatch, ScoredBatch, TrainBatch):
         _, _, picture = page.partition(f"▼ {stage.__name__}")
         drawn |= set(re.findall(r"^│   (\w+) +\[", picture.partition("│\n")[0], re.MULTILINE))
@@ -176,7 +176,7 @@ def test_entropy_coefficient_raises_entropy(tmp_path: Path, warm_weights: Path, 
     assert entropy["0.5"][4] > entropy["0.5"][0]
 
 
-def test_the_planted_fault_flips_every_second_position(
+def test_the_injected_fault_flips_every_second_position(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
@@ -189,7 +189,7 @@ def test_the_planted_fault_flips_every_second_position(
     monkeypatch.setattr(policy_objective, "clipped_policy_loss", spy)
     right = train_with(tmp_path / "right", warm_weights, "steps=1")[1]
     of_right, seen = seen, []
-    wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "planted_fault=flipped_advantages")[1]
+    wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "injected_fault=flipped_advantages")[1]
     assert len(of_right) == len(seen) > 0
     for right_advantages, wrong_advantages in zip(of_right, seen, strict=True):
         assert torch.equal(wrong_advantages[:, 1::2], right_advantages[:, 1::2])

@@ -95,7 +95,7 @@ def test_a_prefix_cache_that_is_never_reset_is_seen_from_step_two(tmp_path: Path
     errors = {}
     for fault in ("null", "stale_prefix_cache", "{name: stale_prefix_cache, size: 1}"):
         folder = tmp_path / f"run-{len(errors)}"
-        rows = trained(folder, "steps=4", task, f"planted_fault={fault}")
+        rows = trained(folder, "steps=4", task, f"injected_fault={fault}")
         errors[fault] = [rows[step]["train/token_mult_prob_error"] for step in (1, 2, 3, 4)]
     print(errors)
     right, wrong, every_second = errors.values()

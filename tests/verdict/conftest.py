@@ -21,14 +21,14 @@ def judged() -> Callable[..., Any]:
 
     def judge(
         experiment_dir: Path,
-        primaries: Any = None,
+        claims: Any = None,
         step_one: bool = True,
         unpaired: bool = False,
         **options: Any,
     ) -> Any:
         read = load_experiment(experiment_dir)
         return compare(
-            with_options(read, primaries, step_one=step_one, unpaired=unpaired),
+            with_options(read, claims, step_one=step_one, unpaired=unpaired),
             declared=read.compare,
             **{"output": experiment_dir / "report", "formats": ("json", "markdown"), **options},
         )

@@ -19,7 +19,7 @@ RECIPE: dict[str, Any] = {
     "arms": {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}},
     "seeds": [0, 1, 2, 3, 4],
     "controls": {"aa_reruns": 2},
-    "compare": {"primary": [{"metric": "train/reward", "margin": 0.02}]},
+    "compare": {"claims": [{"metric": "train/reward", "margin": 0.02}]},
 }
 ENVIRONMENT = {
     "versions": {"torch": "2.11.0", "transformers": "5.5.3"},

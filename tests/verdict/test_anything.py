@@ -14,7 +14,7 @@ from abrun.cli import app
 from abrun.errors import ComparisonError
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code
-from abrun.recipe.claims import parse_primary
+from abrun.recipe.claims import parse_claim
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import compare_sources
 from tests.commands import commands_in
@@ -27,11 +27,11 @@ ONE_EACH = ("two CSV files", "LLaMA-Factory", "SkyRL")
 NO_REWARD = ("LLaMA-Factory", "torchtitan")
 
 
-def described(sources: list[str], output: Path, primary: str | None = None, **options: Any) -> Any:
+def described(sources: list[str], output: Path, claims: str | None = None, **options: Any) -> Any:
     return compare_sources(
         sources,
         Reading(**options),
-        primaries=[parse_primary(primary)] if primary else None,
+        claims=[parse_claim(claims)] if claims else None,
         output=output,
         formats=("json",),
         command="abrun compare A B",
@@ -55,7 +55,7 @@ def test_what_the_report_proposes_of_others_runs_works_when_pasted(
         for seed in SEEDS:
             write_csv(Path(f"r/{arm}/seed-{seed}.csv"), rows(of, seed), reward="Reward/x")
     reads = "--alias train/reward=Reward/x"
-    claim = f"abrun compare r/old r/new --primary 'Reward/x:last 20%:0.05' {reads} --format=terminal"
+    claim = f"abrun compare r/old r/new --claim 'Reward/x:last 20%:0.05' {reads} --format=terminal"
     code, _, (fresh, freeze) = pasted(claim, monkeypatch)
     last = SEEDS[-1] + 1
     assert code == 0 and fresh == f"{claim} --seeds {last}-{last + len(SEEDS) - 1}"
@@ -81,9 +81,9 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
         write_csv(Path(f"{name}.csv"), rows("old", int(name[-1])))
     for sources in ("a", "a/seed-0.csv a/seed-1.csv a/seed-2.csv", "A=a"):
         _, output, _ = pasted(f"abrun freeze {sources} -o a.json", monkeypatch)
-        assert "a.json: 3 seeds of a, without a claim (--primary" in output.lower()
+        assert "a.json: 3 seeds of a, without a claim (--claim" in output.lower()
     _, output, (claim,) = pasted("abrun compare b --reference a.json", monkeypatch, "--format", "terminal")
-    assert claim == "abrun compare b --reference a.json --format terminal --primary METRIC:WINDOW:MARGIN"
+    assert claim == "abrun compare b --reference a.json --format terminal --claim METRIC:WINDOW:MARGIN"
     claimed = claim.replace("METRIC:WINDOW:MARGIN", "'reward:last 20%:1e-9'")
     write_csv(Path("b/seed-1.csv"), rows("new", 1))
     code, output, (more,) = pasted(claimed, monkeypatch)
@@ -124,14 +124,14 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     found = described(sources, tmp_path / "report")
     one = found.content.descriptions[0]
     claim = f"{one.metric}:{one.window}:{one.margin:g}"
-    assert found.next_steps[0].command == f"abrun compare A B --primary '{claim}'"
+    assert found.next_steps[0].command == f"abrun compare A B --claim '{claim}'"
     decided = described(sources, tmp_path / "claimed", claim)
     assert decided.verdict == "MATCH" and decided.content.descriptions == []
-    assert decided.content.primaries[0].estimate.certified_bound == pytest.approx(one.certified_bound)
+    assert decided.content.claims[0].estimate.certified_bound == pytest.approx(one.certified_bound)
     # by its own name, or the end of ours, it is the same claim
     for name in ("Reward/mean", "reward"):
         again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
-        assert again.content.primaries == decided.content.primaries
+        assert again.content.claims == decided.content.claims
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(
     assert not found.content.paired and found.content.descriptions[0].num_runs == (3, 3)
     assert Code.NOTHING_SAYS_SEEDS() in found.content.guessed
     command = found.next_steps[0].command
-    assert command.startswith("abrun compare A B --unpaired --primary 'train/reward:last 20%:")
+    assert command.startswith("abrun compare A B --unpaired --claim 'train/reward:last 20%:")
     with pytest.raises(ComparisonError) as error:
         described(sources, tmp_path / "claimed", "train/reward:last 20%:0.1")
     snapshot(error.value)
@@ -220,10 +220,10 @@ def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
             for seed in SEEDS:
                 flat = [{**row, **reward, "loss": 0.5} for row in rows(arm, seed)]
                 write_csv(Path(f"{name}/{arm}/seed-{seed}.csv"), flat)
-    loss, reward = "--primary loss:all:0.1", "--primary 'reward:last 20%:0.5'"
+    loss, reward = "--claim loss:all:0.1", "--claim 'reward:last 20%:0.5'"
     _, output, (other, again) = pasted(f"abrun compare r/old r/new {loss} --no-step-one", monkeypatch)
     assert (
-        other.count("--primary") == 1
+        other.count("--claim") == 1
         and "train/reward:" in other
         and again == f"abrun compare r/old r/new {loss} --no-step-one"
     )
@@ -253,13 +253,13 @@ def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
     first, other = folder("a"), folder("b")
     assert first == "old-vs-new-report" and re.fullmatch(first + "-[0-9a-f]{8}", other)
     assert (folder("a/"), folder("b"), folder("a")) == (first, other, first)
-    wide, narrow = (parse_primary(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
-    claims = ([wide], [narrow], [narrow, parse_primary("loss:all:0.1")])
-    asked: list[dict[str, Any]] = [{"primaries": one} for one in claims]
+    wide, narrow = (parse_claim(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
+    claims = ([wide], [narrow], [narrow, parse_claim("loss:all:0.1")])
+    asked: list[dict[str, Any]] = [{"claims": one} for one in claims]
     asked += [{"step_one": False}, {"reading": Reading(seeds=SEEDS[:2])}, {"reading": Reading(unpaired=True)}]
     folders = [folder("a", **options) for options in asked]
     assert len({first, other, *folders}) == 2 + len(asked)  # none replaces another's
-    assert folder("a", primaries=claims[-1][::-1]) == folders[2]  # in whatever order
+    assert folder("a", claims=claims[-1][::-1]) == folders[2]  # in whatever order
     assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
 
 
@@ -287,7 +287,7 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
             table = "".join(f"{step},{value}\n" for step, value in enumerate(values, 1))
             Path(f"{arm}/seed-{seed}.csv").write_text(f"step,train/reward\n{table}")
     compare = "abrun compare a b"
-    code, output, _ = pasted(f"{compare} --primary 'train/reward:all:0.1' --format=terminal", monkeypatch)
+    code, output, _ = pasted(f"{compare} --claim 'train/reward:all:0.1' --format=terminal", monkeypatch)
     where = "(first: step 3): b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
     assert code == 5 and where in output
     for path in Path("b").iterdir():

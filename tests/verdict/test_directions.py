@@ -9,7 +9,7 @@ from rich.console import Console
 from abrun.messages import sentence
 from abrun.messages.numbers import detected_text
 from abrun.reasons import Code
-from abrun.recipe.claims import parse_primary
+from abrun.recipe.claims import parse_claim
 from abrun.verdict.results import detect
 from tests.verdict.simulate import fail
 
@@ -26,10 +26,10 @@ from tests.verdict.simulate import fail
     ],
 )
 def test_a_loss_is_stated_whatever_the_verdict(simulated, judged, claim, verdict):
-    experiment_dir, primary = simulated(shift=-0.033), parse_primary(f"train/reward:last 20%:{claim}")
-    found = judged(experiment_dir, primaries=[primary], formats=("json", "markdown", "html"))
+    experiment_dir, claim = simulated(shift=-0.033), parse_claim(f"train/reward:last 20%:{claim}")
+    found = judged(experiment_dir, claims=[claim], formats=("json", "markdown", "html"))
     assert found.content.verdict == verdict, found.content.reasons
-    detected = found.content.primaries[0].estimate.detected
+    detected = found.content.claims[0].estimate.detected
     assert detected is not None and detected.interval[1] < 0
     assert (detected.direction, detected.num_agreeing) == ("lower", 5)
     reason = found.content.reasons[0]
@@ -44,7 +44,7 @@ def test_a_loss_is_stated_whatever_the_verdict(simulated, judged, claim, verdict
 
 def test_no_direction_is_stated_where_the_interval_holds_zero(simulated, judged):
     found = judged(simulated())
-    assert found.content.primaries[0].estimate.detected is None
+    assert found.content.claims[0].estimate.detected is None
     assert found.content.reasons[0]["detected"] is None
 
 

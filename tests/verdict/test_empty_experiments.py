@@ -7,7 +7,7 @@ import pytest
 
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.verdict.sensitivity import climb_bound
 from tests.reasons import only
 from tests.verdict.simulate import edit_rows, fail
@@ -178,17 +178,17 @@ def baselines_under_other_seeds(directory):
     ],
 )
 def test_an_empty_treatment_is_no_match_without_step_one(simulated, judged, empty, code, values):
-    compare = {"primary": [{"metric": "train/reward", "margin": 0.02}], "step_one": False}
+    compare = {"claims": [{"metric": "train/reward", "margin": 0.02}], "step_one": False}
     experiment_dir = simulated(seeds=[0, 1, 2], controls={"aa_reruns": 0}, compare=compare)
     empty(experiment_dir)
     content = judged(experiment_dir, formats=("json",)).content
-    problem = content.primaries[0].problem
-    assert (content.verdict, content.primaries[0].result) == ("INCONCLUSIVE", "not tested")
+    problem = content.claims[0].problem
+    assert (content.verdict, content.claims[0].result) == ("INCONCLUSIVE", "not tested")
     assert problem.code is code and {name: problem[name] for name in values} == values
 
 
 def test_runs_that_learned_nothing_propose_no_claim(simulated, judged, snapshot):
-    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0}, compare={"primary": []})
+    experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0}, compare={"claims": []})
     nothing = {"train/reward": 0.0, "train/grad_norm": 0.0, "train/loss": 0.0}
     everywhere(experiment_dir, lambda row: row.update(nothing))
     (step,) = judged(experiment_dir, formats=("json",)).next_steps
@@ -211,13 +211,13 @@ def to_the_ceiling(row):
 def test_memory_and_a_reward_at_its_ceiling_need_not_move(simulated, judged, change, metric):
     experiment_dir = simulated(controls={"aa_reruns": 0})
     everywhere(experiment_dir, change)
-    claims = [Primary(metric=metric, margin=0.05)]
-    assert judged(experiment_dir, primaries=claims, formats=("json",)).verdict == "MATCH"
+    claims = [Claim(metric=metric, margin=0.05)]
+    assert judged(experiment_dir, claims=claims, formats=("json",)).verdict == "MATCH"
 
 
 def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
     claim = {"metric": "train/reward", "margin": 0.02, "climbs": False}
-    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"claims": [claim]})
     dead(experiment_dir)
     (arm,) = judged(experiment_dir, formats=("json",)).arms
     assert arm.verdict == "MATCH"
@@ -226,7 +226,7 @@ def test_where_nothing_need_climb_a_flat_metric_can_match(simulated, judged):
 
 def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something(simulated, judged):
     claim = {"metric": "train/grad_norm", "margin": 1.0}
-    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"claims": [claim]})
     assert judged(experiment_dir, formats=("json",)).verdict == "MATCH"
     dead(experiment_dir)
     everywhere(
@@ -249,7 +249,7 @@ def test_a_claim_on_what_has_no_direction_needs_a_baseline_that_learns_something
 )
 def test_what_nothing_moves_is_not_exact(simulated, judged, empty, metric, code):
     claim = {"metric": metric, "exact": True}
-    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"claims": [claim]})
     everywhere(experiment_dir, empty)
     content = judged(experiment_dir, formats=("json",)).content
     assert content.verdict == "INCONCLUSIVE" and content.reasons[0]["problem"].code is code
@@ -258,7 +258,7 @@ def test_what_nothing_moves_is_not_exact(simulated, judged, empty, metric, code)
 def test_a_baseline_without_spread_has_no_sigma(simulated, judged):
     """The seeds differ on the way and end alike."""
     claim = {"metric": "train/reward", "margin": "1.5 sigma"}
-    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"primary": [claim]})
+    experiment_dir = simulated(controls={"aa_reruns": 0}, compare={"claims": [claim]})
     everywhere(
         experiment_dir,
         lambda row: row.update({"train/reward": 0.9} if row["step"] > 30 else {}),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
@@ -60,7 +60,7 @@ def verdicts(
 ) -> dict[str, float]:
     """The share of each verdict over simulated experiments."""
     rng = np.random.default_rng([num_pairs, round(10 * rho), round(10 * shift)])
-    claim = Primary(metric="train/reward", margin=margin, climbs=False)
+    claim = Claim(metric="train/reward", margin=margin, climbs=False)
     counts = dict.fromkeys(("MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"), 0)
     for _ in range(num):
         arms = dict(zip(("baseline", "treatment"), curves(rng, num_pairs, rho, shift), strict=True))
@@ -77,10 +77,10 @@ def verdicts(
         experiment = Experiment(
             name="simulated",
             arms=tuple(arms),
-            compare=Compare(primary=[claim], **compare),
+            compare=Compare(claims=[claim], **compare),
             runs={run.name: run for run in runs},
         )
-        counts[judge(experiment, experiment.compare.primary)[0].verdict] += 1
+        counts[judge(experiment, experiment.compare.claims)[0].verdict] += 1
     return {verdict: count / num for verdict, count in counts.items()}
 
 
@@ -153,8 +153,8 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rho", [0.0, 0.8])
 def test_looks_together_err_no_more_often_than_one(rho):
-    assert verdicts(10, rho, 1.0, 1.0, looks=[4, 7, 10])["MATCH"] <= at_most(0.05)
-    assert verdicts(10, rho, 0.0, 1.0, looks=[4, 7, 10])["MISMATCH"] <= at_most(0.05)
+    assert verdicts(10, rho, 1.0, 1.0, interim=[4, 7, 10])["MATCH"] <= at_most(0.05)
+    assert verdicts(10, rho, 0.0, 1.0, interim=[4, 7, 10])["MISMATCH"] <= at_most(0.05)
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from abrun.messages import sentence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
-from abrun.report.evidence import evidence
+from abrun.report.evidence import evidence_lines
 from abrun.stats.power import power_at
 from abrun.verdict.claims import with_holm, with_statistics
 from abrun.verdict.decide import decide
 from abrun.verdict.guards import Guard
-from abrun.verdict.results import Claim, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms
 from abrun.verdict.step_one import StepOne, factor_of_maxima
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
@@ -123,7 +123,7 @@ def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated,
     assert (unsettled["metric"], unsettled["tolerance"]) == ("train/grad_norm", 0.02)
     assert not unsettled["raised_by_rounding"] and unsettled["has_recipe"]
     snapshot(sentence(unsettled))
-    snapshot(dict(evidence(comparison.content))["step one"])
+    snapshot(dict(evidence_lines(comparison.content))["step one"])
 
 
 @pytest.mark.parametrize("deviations", [(0.10, 0.101, 0.099), (0.0, 0.0, 0.6)])
@@ -189,20 +189,20 @@ def test_one_pair_neither_hides_what_is_raised_nor_is_it(simulated, judged, rais
 
 
 def test_what_is_open_at_a_look_is_so_by_its_own_pairs(simulated, judged):
-    compare = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [2, 5]}
+    compare = {"claims": [{"metric": "train/reward", "margin": 0.02}], "interim": [2, 5]}
     for raised in ((0, 1), (2, 3, 4)):
         experiment_dir = simulated(**BF16, compare=compare)
         for seed in range(5):
             edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
             value = 1.8e-3 if seed in raised else 2e-4
             edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, value))
-        verdicts = [look.verdict for look in judged(experiment_dir).arms[0].looks]
+        verdicts = [look.verdict for look in judged(experiment_dir).arms[0].interim_analyses]
         assert verdicts == (["INCONCLUSIVE", "MATCH"] if 0 in raised else ["MATCH", None])
 
 
 def test_a_tolerance_of_one_metric_alone(simulated, judged):
     claim, tolerance = {"metric": "train/reward", "margin": 0.02}, {GEN_KL_ERROR: 0.05}
-    compare = {"primary": [claim], "step_one_tolerance": tolerance}
+    compare = {"claims": [claim], "step_one_tolerance": tolerance}
     experiment_dir = simulated(**BF16, seeds=[0, 1, 2], compare=compare)
     for seed in range(3):
         edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
@@ -236,7 +236,7 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(
     one = check(found, "train/loss")
     assert one.result == ("pass" if passes else "fail") and one.scale == pytest.approx(scale)
     assert one.deviation == pytest.approx(abs(one.treatment - one.baseline) / one.scale)
-    snapshot(dict(evidence(found.content))["step one"])
+    snapshot(dict(evidence_lines(found.content))["step one"])
     if not passes:
         reason = only(found.content.reasons, Code.STEP_ONE_DIFFERS)
         assert (reason["deviation"], reason["tolerance"]) == (one.deviation, 1e-4)
@@ -318,7 +318,7 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
     comparison = judged(experiment_dir)
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
-    snapshot(dict(evidence(comparison.content))["divergence"])
+    snapshot(dict(evidence_lines(comparison.content))["divergence"])
 
 
 # --- T3: error rates over simulated experiments ---
@@ -343,7 +343,7 @@ STEP_ONE = StepOne(
 
 
 def claim(name="train/reward", margin=1.0):
-    tested = Claim(
+    tested = ClaimTerms(
         metric=name,
         window="all",
         steps=(1, 40),
@@ -360,7 +360,7 @@ def claim(name="train/reward", margin=1.0):
         num_pairs=6,
         seeds=tuple(range(6)),
     )
-    return PrimaryResult(arm="treatment", claim=tested)
+    return ClaimResult(arm="treatment", claim=tested)
 
 
 def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):

@@ -62,15 +62,15 @@ def test_values_at_the_ends_of_float64_are_judged(tmp_path, monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     write_runs(tmp_path / "x", values, arms=arms)
     for claims, more in itertools.product(CLAIMS, ([], ["--unpaired"])):
-        options = [word for claim in claims for word in ("--primary", claim)] + more
+        options = [word for claim in claims for word in ("--claim", claim)] + more
         compared(monkeypatch, capsys, *options, "--format", "terminal,json")
-    compared(monkeypatch, capsys, *("--primary", CLAIMS[0][0]), "--format", "terminal,html,png,svg")
+    compared(monkeypatch, capsys, *("--claim", CLAIMS[0][0]), "--format", "terminal,html,png,svg")
 
 
 def test_a_run_that_diverged_in_float64_is_a_mismatch_and_says_so(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     write_runs(tmp_path / "x", ["1.7e308", "-1.7e308"], arms="b")
-    code, printed = compared(monkeypatch, capsys, "--primary", "train/reward:last 20%:0.05")
+    code, printed = compared(monkeypatch, capsys, "--claim", "train/reward:last 20%:0.05")
     assert code == 3 and "MISMATCH" in printed
     assert "guard finite fails: train/reward is" in printed and "inf in b/seed-0" in printed
 

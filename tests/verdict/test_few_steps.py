@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
@@ -18,7 +18,7 @@ STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
 
 
-def verdict(claim: Primary | None, metric: str, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
+def verdict(claim: Claim | None, metric: str, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
     """Of curves [P, S]; without a claim they are described."""
     claims = [claim] if claim else []
     steps = np.arange(1, next(iter(arms.values())).shape[1] + 1)
@@ -35,7 +35,7 @@ def verdict(claim: Primary | None, metric: str, paired: bool = True, **arms: np.
     experiment = Experiment(
         name="simulated",
         arms=tuple(arms),
-        compare=Compare(primary=claims, step_one=False, paired=paired),
+        compare=Compare(claims=claims, step_one=False, paired=paired),
         runs={run.name: run for run in runs},
     )
     return judge(experiment, claims)[0]
@@ -54,7 +54,7 @@ def accuracies(rng, num_pairs: int, num_prompts: int, lost: float) -> tuple[np.n
 @pytest.mark.parametrize(("num_pairs", "num_prompts"), [(2, 8), (3, 8)])
 def test_ties_of_few_prompts_are_rarely_a_match_at_the_margin(num_pairs, num_prompts):
     """Taken for a spread of 0 they were one in .36 and .22 of experiments."""
-    rng, claim = np.random.default_rng(0), Primary(metric=ACCURACY, margin=0.05, climbs=False)
+    rng, claim = np.random.default_rng(0), Claim(metric=ACCURACY, margin=0.05, climbs=False)
     found = [
         verdict(claim, ACCURACY, baseline=left, treatment=right).verdict
         for left, right in (accuracies(rng, num_pairs, num_prompts, 0.05) for _ in range(60))
@@ -95,7 +95,7 @@ def test_the_step_of_a_rounded_accuracy_is_that_of_its_prompts(prompts, digits, 
     answers = np.random.default_rng(prompts).binomial(prompts, np.linspace(0.1, 0.8, 12), (6, 12)) / prompts
     curves = answers if digits is None else np.round(answers, digits)
     runs = recorded(curves.astype(np.float32).astype(np.float64) if float32 else curves)
-    step = resolution(runs, Primary(metric=ACCURACY, margin=0.05), curves[:, -1:])
+    step = resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:])
     assert step == pytest.approx(1 / prompts, abs=1.01 * 10.0 ** -(digits or 9))
 
 
@@ -103,18 +103,18 @@ def test_the_step_of_a_rounded_accuracy_is_that_of_its_prompts(prompts, digits, 
 def test_of_continuous_values_the_step_is_the_log_s_last_digit(decimals, step):
     curves = np.random.default_rng(0).normal(0.5, 0.1, (10, 200))
     runs = recorded(curves if decimals is None else np.round(curves, decimals))
-    assert resolution(runs, Primary(metric=ACCURACY, margin=0.05), curves[:, -1:]) == pytest.approx(step)
+    assert resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:]) == pytest.approx(step)
 
 
 def test_values_that_repeat_have_a_step_though_they_lie_on_no_grid():
     curves = np.random.default_rng(0).choice([0.0, 0.13, 0.74, 1.0], (6, 10))
-    claim = Primary(metric=ACCURACY, margin=0.05)
+    claim = Claim(metric=ACCURACY, margin=0.05)
     assert resolution(recorded(curves), claim, curves[:, -1:]) == pytest.approx(0.13)
 
 
 def test_a_window_s_step_is_divided_by_the_changes_in_it_alone():
     """Ten validations with the same answers say no more than one."""
-    curves, claim = np.arange(48).reshape(4, 12) % 9 / 8, Primary(metric=ACCURACY, margin=0.05)
+    curves, claim = np.arange(48).reshape(4, 12) % 9 / 8, Claim(metric=ACCURACY, margin=0.05)
     still, moving = np.zeros((3, 10)), np.arange(30).reshape(3, 10) % 2 / 8
     half = np.where(np.arange(10) < 5, 0.0, 1 / 8) * np.ones((3, 1))
     steps = [resolution(recorded(curves), claim, window) for window in (still, half, moving)]
@@ -130,7 +130,7 @@ def test_three_pairs_alike_are_no_match_however_they_were_logged(digits, repeate
     curves = curves if digits is None else np.round(curves, digits)
     treatment = curves.copy()
     treatment[:, 1] += 0.25  # or the arms would be the same bit for bit
-    claim = Primary(metric=ACCURACY, margin=0.05, window=f"steps 4-{3 + repeated}", climbs=False)
+    claim = Claim(metric=ACCURACY, margin=0.05, window=f"steps 4-{3 + repeated}", climbs=False)
     found = verdict(claim, ACCURACY, baseline=curves, treatment=treatment)
     assert found.verdict == "INCONCLUSIVE" and Code.WIDE_STEPS() in found.reasons[0]["warnings"]
     wide = verdict(claim.model_copy(update={"margin": 0.4}), ACCURACY, baseline=curves, treatment=treatment)
@@ -162,8 +162,8 @@ def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
     rng = np.random.default_rng(0)
     left = np.round((np.linspace(0.1, 0.8, 20) + 0.1 * rng.standard_normal((num_pairs, 20))) * 16) / 16
     right = left + (rng.random(left.shape) < share) / 16
-    claim = Primary(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
-    (tested,) = verdict(claim, ACCURACY, baseline=left, treatment=right).primaries
+    claim = Claim(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
+    (tested,) = verdict(claim, ACCURACY, baseline=left, treatment=right).claims
     (described,) = verdict(None, ACCURACY, baseline=left, treatment=right).descriptions
     assert (
         described.interval == tested.estimate.interval
@@ -180,9 +180,9 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     rng = np.random.default_rng(0)
     curves = np.round((np.linspace(0.1, 0.8, 20) + 0.1 * rng.standard_normal((6, 20))) * 16) / 16
     curves[:, -4:] = 0.75
-    claim = Primary(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
+    claim = Claim(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
     arms = {"baseline": curves[:3], "treatment": curves[3:]}
-    (tested,) = verdict(claim, ACCURACY, paired=False, **arms).primaries
+    (tested,) = verdict(claim, ACCURACY, paired=False, **arms).claims
     (described,) = verdict(None, ACCURACY, paired=False, **arms).descriptions
     assert tested.result == "undecided" and tested.estimate.interval == described.interval
     assert tested.estimate.standard_error is not None and described.margin
@@ -201,7 +201,7 @@ def test_two_pairs_or_two_runs_of_an_arm_are_no_mismatch(allowed, sizes, paired)
     """Two runs that failed beside two that did not were a mismatch of equal arms."""
     rng, climb = np.random.default_rng(0), 1 - np.exp(-np.arange(30) / 8)
     left, right = (climb + 0.001 * rng.standard_normal((size, 30)) for size in sizes)
-    claim = Primary(metric=REWARD, climbs=False, **allowed)
+    claim = Claim(metric=REWARD, climbs=False, **allowed)
     found = verdict(claim, REWARD, paired, baseline=left, treatment=right - 0.5)
     too_few = Code.TOO_FEW_FOR_MISMATCH(paired=paired, needed=3)
     assert found.verdict == "INCONCLUSIVE" and too_few in found.reasons[0]["warnings"], found.reasons
@@ -216,8 +216,6 @@ def test_a_margin_in_sigmas_says_that_the_baseline_s_seeds_are_skewed():
     left = np.linspace(0, 1, 20) + 0.01 * rng.standard_normal((8, 1)) - 0.5 * (np.arange(8) == 3)[:, None]
     right = left + 0.001 * rng.standard_normal((8, 1)) + 1e-5 * rng.standard_normal((8, 20))
     for margin, said in (("1 sigma", True), (0.05, False)):
-        (found,) = verdict(
-            Primary(metric=REWARD, margin=margin), REWARD, baseline=left, treatment=right
-        ).primaries
+        (found,) = verdict(Claim(metric=REWARD, margin=margin), REWARD, baseline=left, treatment=right).claims
         skewed = [warning["sample"] for warning in found.warnings if warning.code == Code.SKEWED]
         assert ("baseline" in skewed) == said

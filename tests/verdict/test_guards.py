@@ -234,7 +234,7 @@ def test_where_every_treatment_was_removed_no_guard_passes(simulated, judged):
 
 @pytest.mark.parametrize("limit", ["step_time_ratio", "peak_memory_ratio"])
 def test_a_ratio_guard_without_its_metric_is_invalid(simulated, judged, limit):
-    experiment_dir = simulated(compare={"primary": [], "guards": {limit: 0.9}})
+    experiment_dir = simulated(compare={"claims": [], "guards": {limit: 0.9}})
     prefix = "timing" if limit == "step_time_ratio" else "memory"
 
     def drop(row):

@@ -81,11 +81,11 @@ def test_a_metric_of_any_name_is_only_a_name(tmp_path, abrun, name):
     sources = write_arms(tmp_path / "runs", name)
     shown = name.replace("\n", "\\n").replace("\t", "\\t").replace("\x1b", "\\x1b")
     shown = shown.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028")
-    done = abrun("compare", *sources, "--primary", f"{shown}:all:0.1", "--output", "report")
+    done = abrun("compare", *sources, "--claim", f"{shown}:all:0.1", "--output", "report")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
     report = tmp_path / "report"
-    assert json.loads((report / "verdict.json").read_text())["primaries"][0]["metric"] == shown
+    assert json.loads((report / "verdict.json").read_text())["claims"][0]["metric"] == shown
     tags = Tags()
     tags.feed((report / "report.html").read_text())
     assert tags.seen.count("img") == 0 and len(tags.seen) < 60
@@ -101,7 +101,7 @@ def test_a_metric_of_any_name_is_only_a_name(tmp_path, abrun, name):
 @pytest.mark.parametrize("name", ["<b>bold</b>", "two\nlines", "$x$", "-leading", "a b"])
 def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
     sources = write_arms(tmp_path / "runs", "reward", arms=("baseline", name))
-    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report", *QUICK)
     assert (done.returncode, done.stderr) == (0, "")
     tags = Tags()
     tags.feed((tmp_path / "report/report.html").read_text())
@@ -114,7 +114,7 @@ def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
 def test_files_that_hold_no_table(tmp_path, abrun, content, code):
     sources = write_arms(tmp_path / "runs", "reward")
     (tmp_path / "runs/treatment/s1.csv").write_bytes(content)
-    done = abrun("compare", *sources, "--primary", "reward:all:0.1", "--output", "report", *QUICK)
+    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report", *QUICK)
     assert done.returncode == code and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (code == 2)
 

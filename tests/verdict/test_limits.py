@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Primary, claim_text, parse_primary, primary_option
+from abrun.recipe.claims import Claim, claim_option, claim_text, parse_claim
 from abrun.recorded.experiment import RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
@@ -24,7 +24,7 @@ REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_t
 
 
 def verdict_of(comparison):
-    return comparison.verdict, comparison.arms[0].primaries[0].result
+    return comparison.verdict, comparison.arms[0].claims[0].result
 
 
 def first_reason(comparison):
@@ -58,7 +58,7 @@ def first_reason(comparison):
     ],
 )
 def test_claims_of_every_kind(simulated, judged, claim, verdict, result, code, snapshot):
-    comparison = judged(simulated(), primaries=[Primary.model_validate(claim)])
+    comparison = judged(simulated(), claims=[Claim.model_validate(claim)])
     assert (*verdict_of(comparison), first_reason(comparison).code) == (verdict, result, code)
     snapshot(sentence(first_reason(comparison)))
 
@@ -78,12 +78,12 @@ def ended_apart(experiment_dir, share_of_seed):
 def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(simulated, judged, snapshot):
     experiment_dir = simulated()
     shares = dict(enumerate((0.02, 0.03, 0.025, 0.02, 0.03)))
-    claim = [parse_primary("final_weights:all:<0.05")]
-    assert first_reason(judged(experiment_dir, primaries=claim)).code == Code.CLAIM_NOT_TESTED
+    claim = [parse_claim("final_weights:all:<0.05")]
+    assert first_reason(judged(experiment_dir, claims=claim)).code == Code.CLAIM_NOT_TESTED
     ended_apart(experiment_dir, shares)
-    comparison = judged(experiment_dir, primaries=claim)
+    comparison = judged(experiment_dir, claims=claim)
     assert comparison.verdict == "MATCH"
-    (found,) = comparison.arms[0].primaries
+    (found,) = comparison.arms[0].claims
     values = np.array(list(shares.values()))
     reach = 2.131847 * values.std(ddof=1) / math.sqrt(5)
     assert found.estimate.limited == pytest.approx(0.025, rel=1e-5)
@@ -91,13 +91,13 @@ def test_final_weights_may_be_limited_in_units_of_how_far_the_baseline_moved(sim
     assert first_reason(comparison)["measure"] == "distance"
     snapshot(sentence(first_reason(comparison)))
     for limit, verdict in ((0.0265, "INCONCLUSIVE"), (0.01, "MISMATCH")):
-        tighter = [Primary(metric="final_weights", below=limit)]
-        assert verdict_of(judged(experiment_dir, primaries=tighter))[0] == verdict
+        tighter = [Claim(metric="final_weights", below=limit)]
+        assert verdict_of(judged(experiment_dir, claims=tighter))[0] == verdict
     ended_apart(experiment_dir, {0: 0.0})
-    (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
+    (found,) = judged(experiment_dir, claims=claim).arms[0].claims
     assert found.estimate.limited == pytest.approx(0.105 / 5, rel=1e-5) and found.result == "holds"
     ended_apart(experiment_dir, dict.fromkeys(range(5), 0.0))
-    assert verdict_of(judged(experiment_dir, primaries=claim))[0] == "MATCH"
+    assert verdict_of(judged(experiment_dir, claims=claim))[0] == "MATCH"
 
 
 def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simulated, judged):
@@ -106,11 +106,11 @@ def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simula
     for seed in range(5):
         last = {"a": np.full(3, 1.0), "b": np.full(1, 1.5)}
         save_file(last, experiment_dir / f"treatment/seed-{seed}/final-sketch.safetensors")
-    claim = [Primary(metric="final_weights", below=0.3)]
-    (found,) = judged(experiment_dir, primaries=claim).arms[0].primaries
+    claim = [Claim(metric="final_weights", below=0.3)]
+    (found,) = judged(experiment_dir, claims=claim).arms[0].claims
     assert found.estimate.limited == pytest.approx(0.5 * math.sqrt(1 / 4))
     (experiment_dir / "baseline/seed-2/initial-sketch.safetensors").unlink()
-    comparison = judged(experiment_dir, primaries=claim)
+    comparison = judged(experiment_dir, claims=claim)
     assert comparison.verdict == "INCONCLUSIVE" and first_reason(comparison).code == Code.CLAIM_NOT_TESTED
 
 
@@ -131,20 +131,20 @@ def test_a_tensor_counts_by_its_norm_and_without_sketches_nothing_is_said(simula
 )
 def test_what_claims_nothing_or_too_much_is_refused(claim, snapshot):
     with pytest.raises(ValidationError) as refused:
-        Primary.model_validate(claim)
+        Claim.model_validate(claim)
     (problem,) = refused.value.errors()
     snapshot(problem["msg"])
 
 
 def test_claims_on_the_command_line(snapshot):
-    assert parse_primary("memory:all:<0.6x") == Primary(metric="memory", window="all", below="0.6x")
-    assert parse_primary("a:b:last 10%:>0.65") == Primary(metric="a:b", window="last 10%", above=0.65)
-    assert parse_primary("train/loss:all:exact") == Primary(metric="train/loss", window="all", exact=True)
+    assert parse_claim("memory:all:<0.6x") == Claim(metric="memory", window="all", below="0.6x")
+    assert parse_claim("a:b:last 10%:>0.65") == Claim(metric="a:b", window="last 10%", above=0.65)
+    assert parse_claim("train/loss:all:exact") == Claim(metric="train/loss", window="all", exact=True)
     for text in ("memory:all:<0.6x", "a:b:last 10%:>0.65", "train/loss:all:exact", "a:all:1.5 sigma"):
-        assert primary_option(parse_primary(text)) == text
-    assert parse_primary("train/reward:all:5% of climb").margin == "5% of climb"
+        assert claim_option(parse_claim(text)) == text
+    assert parse_claim("train/reward:all:5% of climb").margin == "5% of climb"
     with pytest.raises(RecipeError) as error:
-        parse_primary("memory:all:0.05")
+        parse_claim("memory:all:0.05")
     snapshot(error.value)
 
 
@@ -160,10 +160,8 @@ def limited(baseline, treatment, metric=ERROR, window="all", paired=True, **clai
         treatments=tuple(run_of("treatment", seed, of, metric) for seed, of in enumerate(treatment)),
         paired=paired,
     )
-    primary = Primary(metric=metric, window=window, **claim)
-    return judge_limit(
-        "treatment", sides, primary, np.arange(1, len(baseline[0]) + 1), ErrorRates(0.05, 0.04)
-    )
+    claim = Claim(metric=metric, window=window, **claim)
+    return judge_limit("treatment", sides, claim, np.arange(1, len(baseline[0]) + 1), ErrorRates(0.05, 0.04))
 
 
 def run_of(arm, seed, values, metric):
@@ -228,8 +226,8 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
         found.estimate.limited == pytest.approx(np.median(treatment, axis=1).mean())
         and found.claim.test == "limit"
     )
-    assert claim_text(Primary(metric=ERROR, below=1.003)) == "below 1.003"
-    assert claim_text(Primary(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
+    assert claim_text(Claim(metric=ERROR, below=1.003)) == "below 1.003"
+    assert claim_text(Claim(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
     low = treatment.copy()
     low[2, 4] = 0.99
     refused = limited(baseline, low, below="1x")
@@ -286,10 +284,10 @@ def test_a_claim_on_skewed_values_says_so(simulated, judged, far, num_far):
         lambda row: row.update({REWARD: row[REWARD] + far * (row["step"] > 1)}),
     )
     claims = {
-        "values": Primary(metric=REWARD, below=far + 1),
-        "differences": Primary(metric=REWARD, margin=0.02),
+        "values": Claim(metric=REWARD, below=far + 1),
+        "differences": Claim(metric=REWARD, margin=0.02),
     }
     for sample, claim in claims.items():
-        (skewed, *_) = first_reason(judged(experiment_dir, primaries=[claim]))["warnings"]
+        (skewed, *_) = first_reason(judged(experiment_dir, claims=[claim]))["warnings"]
         assert (skewed.code, skewed["sample"], skewed["num_far"]) == (Code.SKEWED, sample, num_far)
         assert (skewed["skewness"] or 0) > 0 or num_far

@@ -11,11 +11,11 @@ import pytest
 
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import parse_primary
+from abrun.recipe.claims import parse_claim
 from abrun.recorded.claim_tests import MAX_TESTS, earlier_claim_tests
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
-from abrun.stats.sequential import level_of_a_look, level_of_readings
+from abrun.stats.sequential import interim_level, level_of_readings
 from tests.bench.bench_readings import repeated, windows_tried
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -51,10 +51,10 @@ def compared(*arms: str, claim: str = CLAIM, output: Path | None = None, **readi
     return compare_sources(
         arms,
         Reading(**reading),
-        primaries=[parse_primary(claim)],
+        claims=[parse_claim(claim)],
         output=output,
         formats=("json",),
-        command=f"abrun compare {' '.join(arms)} --primary '{claim}'{options}",
+        command=f"abrun compare {' '.join(arms)} --claim '{claim}'{options}",
     )
 
 
@@ -176,17 +176,17 @@ def test_an_open_claim_asks_for_fresh_seeds_alone(here: Path) -> None:
     found = compared()
     assert found.verdict == "INCONCLUSIVE"
     (fresh,) = found.next_steps
-    needed = found.content.primaries[0].power.pairs_needed
+    needed = found.content.claims[0].power.pairs_needed
     assert fresh.reason.code is Code.FRESH_SEEDS and needed
     assert fresh.reason["step"]["needed"]["count"] == needed
     assert fresh.command.endswith(f"--seeds 4-{3 + needed}")
     (alone, *_) = compared(unpaired=True).next_steps
-    assert "--seeds 4-" in alone.command and "--looks" not in alone.command
+    assert "--seeds 4-" in alone.command and "--interim" not in alone.command
 
 
 def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     write_runs(here / "r", range(8), noise=0.02)
-    claim = parse_primary(CLAIM)
+    claim = parse_claim(CLAIM)
     experiment = open_sources(("r/old",), Reading(alone=True), [claim])
     freeze_arm(experiment, "old", here / "old.json")
     for number in (3, 4, 5, 6, 7):
@@ -204,26 +204,30 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 
 def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Path) -> None:
     write_runs(here / "r", range(3))
-    first = compared(looks=(3, 5, 8))
-    assert first.content.primaries[0].claim.alpha == level_of_a_look((3, 5, 8))
+    first = compared(interim=(3, 5, 8))
+    assert first.content.claims[0].claim.alpha == interim_level((3, 5, 8))
     (step,) = first.next_steps
-    assert step.reason == Code.TRAIN_FOR_LOOK(seeds_to_come=[3, 4])
-    assert step.command.endswith("--seeds 0,1,2,3,4 --looks 3,5,8")
+    assert step.reason == Code.TRAIN_FOR_INTERIM(seeds_to_come=[3, 4])
+    assert step.command.endswith("--seeds 0,1,2,3,4 --interim 3,5,8")
     write_runs(here / "r", range(5))
-    second = compared(looks=(3, 5, 8))
+    second = compared(interim=(3, 5, 8))
     assert not repeats(second)
-    assert [look.verdict is None for look in second.content.arms["new"].looks] == [False, False, True]
-    assert repeats(compared(looks=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
+    assert [analysis.verdict is None for analysis in second.content.arms["new"].interim_analyses] == [
+        False,
+        False,
+        True,
+    ]
+    assert repeats(compared(interim=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
 
 
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"looks": (6, 8)}, Code.LOOKS_TOO_LATE),
-        ({"looks": (2, 4)}, Code.LOOKS_TOO_EARLY),
-        ({"looks": (5,)}, Code.LOOKS_REFUSED),
-        ({"looks": (5, 3)}, Code.LOOKS_REFUSED),
-        ({"looks": (3, 5), "unpaired": True}, Code.LOOKS_UNPAIRED),
+        ({"interim": (6, 8)}, Code.INTERIM_TOO_LATE),
+        ({"interim": (2, 4)}, Code.INTERIM_TOO_EARLY),
+        ({"interim": (5,)}, Code.INTERIM_REFUSED),
+        ({"interim": (5, 3)}, Code.INTERIM_REFUSED),
+        ({"interim": (3, 5), "unpaired": True}, Code.INTERIM_UNPAIRED),
     ],
 )
 def test_looks_that_do_not_fit_the_runs_are_refused(

@@ -5,11 +5,11 @@ import shutil
 import pytest
 from pydantic import ValidationError
 
-from abrun.api.launching import state_of_looks
+from abrun.api.launching import interim_state
 from abrun.reasons import Code
 from tests.verdict.simulate import edit, edit_rows, fail
 
-LOOKS = {"primary": [{"metric": "train/reward", "margin": 0.02}], "looks": [3, 5]}
+LOOKS = {"claims": [{"metric": "train/reward", "margin": 0.02}], "interim": [3, 5]}
 
 
 def unfinished(experiment_dir, *seeds):
@@ -63,17 +63,17 @@ def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged
                 lambda row: row.update({"train/token_mult_prob_error": 1.04}),
             )
         found = judged(experiment_dir)
-        assert found.verdict == "INCONCLUSIVE" and state_of_looks(experiment_dir, 3) == state
-        assert (found.next_steps[0].reason.code is Code.FINISH_LOOK) == (state == "open")
+        assert found.verdict == "INCONCLUSIVE" and interim_state(experiment_dir, 3) == state
+        assert (found.next_steps[0].reason.code is Code.FINISH_INTERIM_PAIRS) == (state == "open")
     assert found.next_steps[0].reason.code is Code.RUN_IN_FLOAT32
 
 
-@pytest.mark.parametrize("looks", [[5], [1, 5], [5, 5], [5, 3]])
-def test_looks_go_up_from_two(simulated, looks, snapshot):
+@pytest.mark.parametrize("interim", [[5], [1, 5], [5, 5], [5, 3]])
+def test_interim_counts_go_up_from_two(simulated, interim, snapshot):
     with pytest.raises(ValidationError) as refused:
-        simulated(compare={**LOOKS, "looks": looks})
+        simulated(compare={**LOOKS, "interim": interim})
     (problem,) = refused.value.errors()
-    assert problem["loc"] == ("compare", "looks")
+    assert problem["loc"] == ("compare", "interim")
     snapshot(problem["msg"])
 
 
@@ -86,13 +86,13 @@ def test_a_missing_pair_does_not_let_a_later_one_take_its_place(simulated, judge
 
 
 def test_rising_looks_are_declared_and_judged_at_their_levels(simulated, judged):
-    rising = judged(simulated(compare={**LOOKS, "looks_spending": "rising"}))
+    rising = judged(simulated(compare={**LOOKS, "alpha_spending": "rising"}))
     equal = judged(simulated(compare=LOOKS))
-    first, last = rising.content.arms["treatment"].looks
+    first, last = rising.content.arms["treatment"].interim_analyses
     assert first.alpha == pytest.approx(0.6 * last.alpha)
     assert first.alpha_difference == pytest.approx(0.6 * last.alpha_difference)
-    assert first.alpha < equal.content.arms["treatment"].looks[0].alpha < last.alpha < 0.05
-    assert rising.content.primaries[0].claim.alpha == first.alpha and not rising.content.post_hoc
+    assert first.alpha < equal.content.arms["treatment"].interim_analyses[0].alpha < last.alpha < 0.05
+    assert rising.content.claims[0].claim.alpha == first.alpha and not rising.content.post_hoc
 
 
 def test_pairs_after_the_look_that_decided_are_not_said_to_be_unfinished(simulated, judged):

@@ -51,10 +51,10 @@ def test_metrics_on_another_axis_move_no_window(tmp_path: Path) -> None:
     plain = described(arms(tmp_path / "plain", unchanged, worse=0.1), tmp_path / "a", CLAIM)
     watched = described(arms(tmp_path / "watched", monitored, worse=0.1), tmp_path / "b", CLAIM)
     assert plain.verdict == watched.verdict == "MISMATCH"
-    assert plain.content.primaries == watched.content.primaries
+    assert plain.content.claims == watched.content.claims
     assert watched.arms[0].coverage == plain.arms[0].coverage
     shown = described(arms(tmp_path / "shown", monitored, worse=0.1), tmp_path / "c").content.descriptions
-    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.primaries[0].claim.steps
+    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.claims[0].claim.steps
     assert {one.metric: one.steps for one in shown}["ray/gpu_util"] == (3200, 3990)
 
 
@@ -118,7 +118,7 @@ def test_runs_are_compared_on_the_steps_that_all_have(
     snapshot: Snapshot,
 ) -> None:
     found = described(arms(tmp_path, change), tmp_path / "out", f"train/reward:{window}:0.05")
-    assert found.verdict == "MATCH" and found.content.primaries[0].claim.steps == steps
+    assert found.verdict == "MATCH" and found.content.claims[0].claim.steps == steps
     (note,) = [one for one in found.content.reasons if one.code in (Code.GRIDS_DIFFER, Code.COUNTERS_DIFFER)]
     assert {name: note[name] for name in values} == values
     snapshot(sentence(note))
@@ -176,7 +176,7 @@ def test_a_run_that_ended_early_is_left_out_by_its_seed(tmp_path: Path) -> None:
 
 def test_a_ratio_is_taken_over_the_shared_steps(tmp_path: Path) -> None:
     found = described(arms(tmp_path, every(10, 5)), tmp_path / "out", "train/reward:last 20%:<1.05x")
-    (claim,) = found.content.primaries
+    (claim,) = found.content.claims
     assert claim.result == "holds" and claim.estimate.limited == pytest.approx(1.0, abs=0.03)
 
 
@@ -198,7 +198,7 @@ def test_profiling_at_step_0_changes_no_verdict(tmp_path: Path, difference: floa
     assert len({one.verdict for one in both}) == 1 and both[0].verdict == (
         "MISMATCH" if difference else "MATCH"
     )
-    assert both[0].content.primaries == both[1].content.primaries == both[2].content.primaries
+    assert both[0].content.claims == both[1].content.claims == both[2].content.claims
     assert both[0].content.step_one == both[1].content.step_one == both[2].content.step_one
 
 

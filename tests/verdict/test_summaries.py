@@ -7,7 +7,7 @@ import pytest
 
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
-from abrun.recipe.claims import Primary
+from abrun.recipe.claims import Claim
 from abrun.verdict.summaries import reduced, transformed
 from tests.verdict.simulate import edit_rows
 
@@ -46,12 +46,12 @@ def test_a_claim_on_a_norm_is_a_claim_on_a_ratio(simulated, judged):
             spiky = {"train/grad_norm": norm}
             edit_rows(directory, lambda row, norms=spiky: row.update(norms) if row["step"] > 1 else None)
     edit_rows(experiment_dir / "treatment/seed-0", lambda row: row.update(spike(row)))
-    claim = Primary(metric="train/grad_norm", margin=0.1)
-    primary = judged(experiment_dir, primaries=[claim]).arms[0].primaries[0]
-    assert primary.estimate.mean_difference == pytest.approx(
+    claim = Claim(metric="train/grad_norm", margin=0.1)
+    claim = judged(experiment_dir, claims=[claim]).arms[0].claims[0]
+    assert claim.estimate.mean_difference == pytest.approx(
         math.log(1.1)
     )  # the spike does not move the median
-    assert (primary.claim.transform, primary.claim.reduction, primary.result) == (
+    assert (claim.claim.transform, claim.claim.reduction, claim.result) == (
         "log",
         "median",
         "equivalent",
@@ -63,5 +63,5 @@ def spike(row):
 
 
 def test_the_recipe_s_transform_rules(simulated, judged):
-    claim = Primary(metric="train/grad_norm", margin=0.1, transform="identity")
-    assert judged(simulated(), primaries=[claim]).arms[0].primaries[0].claim.transform == "identity"
+    claim = Claim(metric="train/grad_norm", margin=0.1, transform="identity")
+    assert judged(simulated(), claims=[claim]).arms[0].claims[0].claim.transform == "identity"

@@ -56,7 +56,7 @@ def rows(
 def test_a_collapse_behind_steps_of_text_is_seen(tmp_path: Path, kind: str, step: str) -> None:
     sources = write_arms(tmp_path, lambda arm, seed: list(rows(arm, seed, step=step)), kind)
     found = described(sources, tmp_path / "out", CLAIM)
-    (claim,) = found.content.primaries
+    (claim,) = found.content.claims
     assert found.verdict == "MISMATCH" and claim.claim.steps == (4900, 6000) and claim.claim.num_steps == 12
     assert claim.estimate.mean_difference == pytest.approx(-COLLAPSED, abs=0.02)
 

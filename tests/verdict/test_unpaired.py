@@ -9,13 +9,13 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare, parse_primary
+from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.sources import Reading
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
-from abrun.report.planted import columns, write_sensitivity
+from abrun.report.injected import sensitivity_columns, write_sensitivity
 from abrun.verdict.guards import opposed
-from abrun.verdict.planted import sensitivity
+from abrun.verdict.injected import sensitivity
 from abrun.verdict.verdict_file import json_schema
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows
@@ -41,7 +41,7 @@ def compared(tmp_path):
         return compare_sources(
             sources,
             Reading(unpaired=unpaired, **reading),
-            primaries=[parse_primary(f"train/reward:last 20%:{margin}")],
+            claims=[parse_claim(f"train/reward:last 20%:{margin}")],
             output=tmp_path / "out",
             formats=formats,
         )
@@ -53,7 +53,7 @@ def compared(tmp_path):
 def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     found = compared(*arms, margin=margin)
-    (claim,) = found.content.primaries
+    (claim,) = found.content.claims
     assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
     assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
     assert claim.claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
@@ -81,7 +81,7 @@ def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path,
 def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     ratio = compared(*arms, margin="<1.1x")
-    assert (ratio.verdict, ratio.content.primaries[0].result) == ("MATCH", "holds")
+    assert (ratio.verdict, ratio.content.claims[0].result) == ("MATCH", "holds")
     assert compared(*arms, margin="<0.8x").verdict == "MISMATCH"
     exact = compared(*arms, margin="exact")
     assert exact.verdict == "INCONCLUSIVE"
@@ -95,10 +95,10 @@ def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path
     found = compared(*arms)
     assert found.verdict == "MATCH"
     assert {note["note"].code for note in found.content.notes} == {Code.SEED_NOT_KNOWN}
-    claim = "--primary 'train/reward:last 20%:0.05'"
+    claim = "--claim 'train/reward:last 20%:0.05'"
     assert [step.command for step in found.next_steps] == [f"abrun compare NEW NEW --unpaired {claim}"]
     both = compared(str(tmp_path), pattern="{arm}/*", baseline="old")
-    assert both.content.primaries[0].claim.num_runs == (4, 4)
+    assert both.content.claims[0].claim.num_runs == (4, 4)
 
 
 def test_a_run_that_is_in_both_arms_is_no_match(tmp_path, compared):
@@ -139,7 +139,7 @@ def test_any_run_of_the_baseline_excuses_a_nan(tmp_path, compared):
 @pytest.mark.parametrize("declared", [True, False])
 def test_runs_are_held_to_by_seed_unless_they_were_declared_unpaired(simulated, judged, declared):
     claim = {"metric": "train/reward", "margin": 0.1}
-    experiment_dir = simulated(compare={"primary": [claim], "paired": not declared})
+    experiment_dir = simulated(compare={"claims": [claim], "paired": not declared})
     found = judged(experiment_dir, unpaired=not declared)
     assert found.verdict == "MATCH" and found.content.paired is False
     first, *freeze = [step.command for step in found.next_steps]
@@ -148,18 +148,18 @@ def test_runs_are_held_to_by_seed_unless_they_were_declared_unpaired(simulated, 
 
 def test_a_recipe_can_declare_it(simulated, judged):
     claim = {"metric": "train/reward", "margin": 0.1}
-    experiment_dir = simulated(compare={"primary": [claim], "paired": False})
+    experiment_dir = simulated(compare={"claims": [claim], "paired": False})
     edit_rows(
         experiment_dir / "treatment/seed-1", lambda row: row.update({"train/token_mult_prob_error": 1.5})
     )
     found = judged(experiment_dir)
-    assert not found.content.post_hoc and found.content.primaries[0].claim.num_runs == (5, 5)
+    assert not found.content.post_hoc and found.content.claims[0].claim.num_runs == (5, 5)
     share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
-    with pytest.raises(ValueError, match="paired: false and looks"):
-        Compare(paired=False, looks=[3, 5])
+    with pytest.raises(ValueError, match="paired: false and interim"):
+        Compare(paired=False, interim=[3, 5])
     with pytest.raises(ValueError, match="paired: false and final_weights"):
-        Compare(paired=False, primary=[parse_primary("final_weights:all:<0.05")])
+        Compare(paired=False, claims=[parse_claim("final_weights:all:<0.05")])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_recipe_can_declare_it(simulated, judged):
 )
 def test_independent_runs_have_the_machine_in_common_and_not_the_prompts(simulated, judged, change, verdict):
     claim = {"metric": "train/reward", "margin": 0.1}
-    experiment_dir = simulated(compare={"primary": [claim], "paired": False})
+    experiment_dir = simulated(compare={"claims": [claim], "paired": False})
     edit(experiment_dir / "treatment/seed-2/environment.json", lambda content: content.update(change))
     assert judged(experiment_dir).verdict == verdict
 
@@ -191,7 +191,7 @@ def test_no_baseline_opposes_nothing(simulated, judged):
 )
 def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift, step):
     claim = {"metric": "train/reward", "window": "last 20%", "transform": "identity", **claim}
-    compare = {"primary": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
+    compare = {"claims": [claim], "paired": False, "guards": {"step_time_ratio": 3.0}}
     controls = {"faults": [{"name": "misgrouped"}]}
     experiment_dir = simulated(compare=compare, controls=controls, shift=shift, noise=0.02)
     found = judged(experiment_dir)
@@ -208,7 +208,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     said = [
         report,
         of_faults.read_text(),
-        *columns(paired=False),
+        *sensitivity_columns(paired=False),
         *(step.text for step in found.next_steps),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]

@@ -4,15 +4,15 @@ import pytest
 
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Primary
-from abrun.runs.lines import LineWriter, read_lines
+from abrun.recipe.claims import Claim
+from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.verdict.decide import EXIT_CODES, worst
 from abrun.verdict.validity import Coverage
 from tests.reasons import codes_of, reason_of, refused
 from tests.verdict.simulate import OUT_OF_MEMORY, edit, edit_rows, fail
 
 STEP_TIME = "timing/train/total_step_time_s"
-REWARD = Primary(metric="train/reward", margin=0.02)
+REWARD = Claim(metric="train/reward", margin=0.02)
 
 
 # --- MATCH ---
@@ -20,8 +20,8 @@ REWARD = Primary(metric="train/reward", margin=0.02)
 
 def test_a_small_difference_may_be_significant_and_still_equivalent(simulated, judged):
     comparison = judged(simulated(shift=0.01, noise=0.001))
-    primary = comparison.arms[0].primaries[0]
-    assert primary.estimate.p_difference is not None and primary.estimate.p_difference < 0.01
+    claim = comparison.arms[0].claims[0]
+    assert claim.estimate.p_difference is not None and claim.estimate.p_difference < 0.01
     assert comparison.verdict == "MATCH"
 
 
@@ -91,7 +91,7 @@ def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judg
 
 def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
     path = simulated() / "baseline/seed-0/metrics.jsonl"
-    rows = read_lines(path)
+    rows = read_json_lines(path)
     path.unlink()
     writer = LineWriter(path)
     for row in rows:
@@ -127,7 +127,7 @@ def test_another_machine(simulated, judged, change, snapshot):
     (key,) = change
     invalid(comparison, Code.ENVIRONMENT_DIFFERS, key=key, baseline="baseline/seed-2", run="treatment/seed-2")
     snapshot(sentence(reason_of(comparison, Code.ENVIRONMENT_DIFFERS)))
-    assert comparison.content.primaries[0].result == "not tested"  # no claim on what is not comparable
+    assert comparison.content.claims[0].result == "not tested"  # no claim on what is not comparable
 
 
 def test_a_package_that_was_only_installed(simulated, judged):
@@ -172,7 +172,7 @@ def test_a_metric_missing_at_one_step(simulated, judged):
 
 
 def test_nothing_to_check_at_step_one(simulated, judged):
-    experiment_dir = simulated(compare={"primary": [{"metric": "train/clip_fraction", "margin": 1.0}]})
+    experiment_dir = simulated(compare={"claims": [{"metric": "train/clip_fraction", "margin": 1.0}]})
     for arm in ("baseline", "treatment"):
         for directory in (experiment_dir / arm).iterdir():
             edit_rows(directory, _only_clip_fraction)
@@ -199,23 +199,23 @@ def test_worst_is_ordered_as_the_exit_codes():
 
 
 def test_in_another_order_they_are_the_same_claims(simulated, judged):
-    entropy = Primary(metric="train/entropy", margin=0.5, sigma=0.1)
+    entropy = Claim(metric="train/entropy", margin=0.5, sigma=0.1)
     declared = [one.model_dump(mode="json") for one in (REWARD, entropy)]
-    experiment_dir = simulated(compare={"primary": declared})
+    experiment_dir = simulated(compare={"claims": declared})
     as_launched = judged(experiment_dir)
     again = [entropy.model_copy(update={"sigma": None}), REWARD]
-    found = judged(experiment_dir, primaries=again)
+    found = judged(experiment_dir, claims=again)
     assert not found.content.post_hoc and found.as_json() == as_launched.as_json()
     assert found.next_steps == as_launched.next_steps
     with refused(Code.CLAIM_TWICE, metric="entropy"):
-        judged(experiment_dir, primaries=[entropy, entropy.model_copy(update={"metric": "entropy"})])
+        judged(experiment_dir, claims=[entropy, entropy.model_copy(update={"metric": "entropy"})])
 
 
 def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
     with refused(Code.CLAIM_NOT_RECORDED, metric="train/rewrad", close="train/reward"):
-        judged(simulated(), primaries=[Primary(metric="train/rewrad", margin=0.1)])
+        judged(simulated(), claims=[Claim(metric="train/rewrad", margin=0.1)])
     with refused(Code.CLAIM_NOT_RECORDED, metric="zzz", close=None):
-        judged(simulated(), primaries=[Primary(metric="zzz", margin=0.1)])
+        judged(simulated(), claims=[Claim(metric="zzz", margin=0.1)])
 
 
 def test_a_window_between_recorded_steps_is_refused(simulated, judged):
@@ -228,10 +228,10 @@ def test_a_window_between_recorded_steps_is_refused(simulated, judged):
                     row.update({"validation/accuracy": row["step"] / 50}) if row["step"] % 10 == 0 else None
                 ),
             )
-    sparse = Primary(metric="validation/accuracy", margin=0.1, window="steps 11-19")
+    sparse = Claim(metric="validation/accuracy", margin=0.1, window="steps 11-19")
     with refused(Code.EMPTY_WINDOW, window="steps 11-19", num=4, steps=[10, 40]):
-        judged(experiment_dir, primaries=[sparse])
-    assert judged(experiment_dir, primaries=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
+        judged(experiment_dir, claims=[sparse])
+    assert judged(experiment_dir, claims=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
 
 
 def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged, snapshot):
@@ -240,8 +240,8 @@ def test_a_value_outside_the_transform_is_no_claim_s_outcome(simulated, judged, 
         experiment_dir / "treatment/seed-0",
         lambda row: row.update({"train/grad_norm": 0.0}) if row["step"] == 38 else None,
     )
-    claim = Primary(metric="train/grad_norm", margin=0.1)
-    comparison = judged(experiment_dir, primaries=[claim], formats=("json", "markdown", "html", "png"))
+    claim = Claim(metric="train/grad_norm", margin=0.1)
+    comparison = judged(experiment_dir, claims=[claim], formats=("json", "markdown", "html", "png"))
     assert comparison.verdict == "INCONCLUSIVE"
     assert reason_of(comparison, Code.OUTSIDE_DOMAIN) == Code.OUTSIDE_DOMAIN(transform="log", value=0.0)
     snapshot(sentence(reason_of(comparison, Code.CLAIM_NOT_TESTED)))

@@ -36,7 +36,7 @@ def exchanged(experiment_dir):
     (experiment_dir / "x").rename(right)
 
 
-SIGMA = {"compare": {"primary": [{"metric": "train/reward", "margin": "1 sigma"}], "looks": [3, 5]}}
+SIGMA = {"compare": {"claims": [{"metric": "train/reward", "margin": "1 sigma"}], "interim": [3, 5]}}
 MANY = {"arms": {"baseline": {}, "a": {"policy.dtype": "bfloat16"}, "b": {"policy.logprobs.impl": "chunked"}}}
 
 
@@ -58,10 +58,10 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "schema_version is 2, but this abrun reads 5"),
+        ({"schema_version": 2}, "schema_version is 2, but this abrun reads 6"),
         ({"schema_version": None}, "schema_version is null"),
         ({"num_pairs": "many"}, "num_pairs: "),
-        ({"primaries": [{"arm": "treatment"}]}, "primaries.0.claim.metric: "),
+        ({"claims": [{"arm": "treatment"}]}, "claims.0.claim.metric: "),
     ],
 )
 def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
@@ -76,8 +76,8 @@ def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
 @pytest.mark.parametrize(
     "change",
     [
-        {"primaries": None},
-        {"primaries": ["claim"]},
+        {"claims": None},
+        {"claims": ["claim"]},
         {"reasons": ["new"], "reason_codes": [{"code": "of_a_newer_version", "values": {}}]},
         {"reasons": ["new"], "reason_codes": [{"code": "no_claim", "values": []}]},
     ],
@@ -97,23 +97,16 @@ class Noted:
     exit_code: int
 
 
-def test_a_file_of_an_earlier_version_is_read_without_its_retired_evidence(tmp_path):
+def test_a_note_without_a_known_code_is_read_as_its_text(tmp_path):
     path = tmp_path / "verdict.json"
-    content = as_json(verdict([claim()]))
-    content["by_prompt"] = [
-        {"arm": "a", "problem": "other prompts", "problem_code": {"code": "gone", "values": {}}}
-    ]
-    content |= {"spent": {"num_runs": 4}, "notes": ["ran hours apart"]}
+    content = as_json(verdict([claim()])) | {"notes": ["ran hours apart"]}
     content["note_codes"] = [{"code": "hours_apart", "values": {"gap_s": 7200.0}}]
-    content["primaries"][0] |= {"test": "control variate TOST", "unused_seeds": [3], "step_noise": None}
     path.write_text(json.dumps(content))
-    found = read_verdict_file(path)
-    assert found.notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
-    assert found.primaries[0].claim.test == "control variate TOST"
+    assert read_verdict_file(path).notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
 
 
 def test_reasons_are_read_from_the_codes_beside_their_sentences():
-    nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NO_PRIMARY), "seeds": [1, 2]})
+    nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NOTHING_CLAIMED), "seeds": [1, 2]})
     for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
         content = json.loads(json.dumps(records.as_json([noted])))
         assert Noted(**records.with_reasons(content)[0]) == noted

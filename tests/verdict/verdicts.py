@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from abrun.verdict.decide import ArmSection
-from abrun.verdict.results import Claim, Estimate, Power, PrimaryResult
+from abrun.verdict.results import ClaimResult, ClaimTerms, Estimate, Power
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import SCHEMA_VERSION, VerdictFile
 
-CLAIM = PrimaryResult(
+CLAIM = ClaimResult(
     arm="treatment",
-    claim=Claim(
+    claim=ClaimTerms(
         metric="train/reward",
         window="last 20%",
         steps=(33, 40),
@@ -47,7 +47,7 @@ SECTION = ArmSection(
     treatment_diff={"policy.logprobs.impl": ["logits", "chunked"]},
     coverage=Coverage(shared_steps=40, all_steps=40),
     num_metrics=None,
-    looks=[],
+    interim_analyses=[],
 )
 VERDICT = VerdictFile(
     schema_version=SCHEMA_VERSION,
@@ -59,7 +59,7 @@ VERDICT = VerdictFile(
     post_hoc=False,
     num_pairs=3,
     paired=True,
-    primaries=[],
+    claims=[],
     descriptions=[],
     guards=[],
     step_one=[],
@@ -78,11 +78,11 @@ VERDICT = VerdictFile(
 )
 
 
-def claim(metric: str = "train/reward", arm: str = "treatment", **changed: Any) -> PrimaryResult:
+def claim(metric: str = "train/reward", arm: str = "treatment", **changed: Any) -> ClaimResult:
     """Return a result; `changed` may name a field of any of its parts."""
     parts: dict[str, Any] = {"claim": {"metric": metric}, "estimate": {}, "power": {}}
     for name in [*changed]:
-        for part, record in (("claim", Claim), ("estimate", Estimate), ("power", Power)):
+        for part, record in (("claim", ClaimTerms), ("estimate", Estimate), ("power", Power)):
             if name in record.__dataclass_fields__:
                 parts[part][name] = changed.pop(name)
     made = {part: replace(getattr(CLAIM, part), **values) for part, values in parts.items()}
@@ -94,9 +94,9 @@ def section(**changed: Any) -> ArmSection:
 
 
 def verdict(
-    primaries: Sequence[PrimaryResult] = (),
+    claims: Sequence[ClaimResult] = (),
     arms: Sequence[str] | Mapping[str, ArmSection] = ("treatment",),
     **changed: Any,
 ) -> VerdictFile:
     sections = dict(arms) if isinstance(arms, Mapping) else dict.fromkeys(arms, SECTION)
-    return replace(VERDICT, primaries=list(primaries), arms=sections, **changed)
+    return replace(VERDICT, claims=list(claims), arms=sections, **changed)

@@ -21,7 +21,7 @@ from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, stored_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import is_file
-from abrun.runs.experiment import is_experiment, planned_runs, run_state
+from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.files import read_as, write_json
 from abrun.runs.layout import RunName
 from abrun.verdict.decide import ArmVerdict, judge
@@ -69,7 +69,7 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
     if not (isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(BASELINE), CommandRunConfig)):
         raise RecipeError(Code.BISECT_NEEDS_COMMAND(recipe=path))
-    if not recipe.compare.primary:
+    if not recipe.compare.claims:
         raise RecipeError(Code.BISECT_NEEDS_CLAIM(recipe=path))
     if recipe.compare.reference is not None:
         raise RecipeError(Code.BISECT_REFUSES_REFERENCE(recipe=path, reference=recipe.compare.reference))
@@ -107,9 +107,9 @@ class Bisection:
         self._seeds = [*recipe.seeds, *further][: design.counts[-1]]
         self._tests: list[Test] = []
         # What differs in nothing but code is judged by claims and guards: step one is what code may change
-        looks = list(design.counts) if len(design.counts) > 1 else []
+        interim = list(design.counts) if len(design.counts) > 1 else []
         self._compare = recipe.compare.model_copy(
-            update={"looks": looks, "step_one": False, "reference": None}
+            update={"interim": interim, "step_one": False, "reference": None}
         )
 
     @property
@@ -150,7 +150,7 @@ class Bisection:
         return test
 
     def _test(self, arm: str, launch: Launch, say: Callable[[str], None]) -> Test:
-        test = self._judge_at_looks(arm, launch)
+        test = self._judge_at_analyses(arm, launch)
         self._tests.append(test)
         self._write(None)
         title = self.titles[arm]
@@ -158,8 +158,8 @@ class Bisection:
         say(f"{title}: {test.answer} ({test.num_pairs} pairs): {test.reason}")
         return test
 
-    def _judge_at_looks(self, arm: str, launch: Launch) -> Test:
-        """Judge a candidate at each look, until one decides."""
+    def _judge_at_analyses(self, arm: str, launch: Launch) -> Test:
+        """Judge a candidate at each interim analysis, until one decides."""
         answers: dict[str, Answer] = {"MATCH": "good", "MISMATCH": "bad", "INVALID": "skipped"}
         answer, reason = "undecided", ""
         for num_pairs in self.design.counts:
@@ -188,11 +188,11 @@ class Bisection:
             compare=self._compare,
             runs=runs,
             controls={},
-            planted={},
+            injected={},
             treatment_diff={arm: (experiment.treatment_diff or {}).get(arm, {})},
         )
         may_repeat = True  # most changes of code change no number
-        (verdict,) = judge(pairs, self._compare.primary, alpha=self.design.level, may_repeat=may_repeat)
+        (verdict,) = judge(pairs, self._compare.claims, alpha=self.design.level, may_repeat=may_repeat)
         return verdict
 
     def _have_run(self, arm: str, num_pairs: int, launch: Launch) -> str | None:
@@ -267,14 +267,16 @@ class Bisection:
 
     def _states(self, names: Sequence[RunName]) -> dict[RunName, str]:
         there = set(planned_runs(self._dir)) if is_experiment(self._dir) else set()
-        return {name: run_state(self._dir, name).status if name in there else "missing" for name in names}
+        return {
+            name: read_run_state(self._dir, name).status if name in there else "missing" for name in names
+        }
 
     def _ended_by_itself(self, name: RunName) -> bool:
         """Return True if a failed run was seen to end: a killed launcher's runs failed by no code."""
-        return run_state(self._dir, name).ending is not None
+        return read_run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
-        state = run_state(self._dir, name)
+        state = read_run_state(self._dir, name)
         return f"{name} {state.status}: {state.message or 'no reason is recorded'}"
 
     def _conclusion(self, again: Test, found: Found | None) -> tuple[str, int]:

@@ -6,7 +6,7 @@ from rich.text import Text
 from abrun.diagnose.bisect.command import Bisection, Outcome
 from abrun.diagnose.bisect.search import Design
 from abrun.present.tables import Table, columns
-from abrun.stats.sequential import level_of_a_look
+from abrun.stats.sequential import interim_level
 
 SHOWN = 40
 
@@ -45,8 +45,10 @@ def shown(bisection: Bisection, outcome: Outcome) -> RenderableType:
 
 def _levels(design: Design) -> str:
     pairs = ", ".join(map(str, design.counts))
-    looks = len(design.counts)
-    spread = f", {level_of_a_look(design.counts, design.level):.3g} a look" if looks > 1 else ""
+    num_analyses = len(design.counts)
+    spread = (
+        f", {interim_level(design.counts, design.level):.3g} an interim analysis" if num_analyses > 1 else ""
+    )
     return (
         f"{design.alpha:g} for the whole search, {design.level:.3g} a candidate (of at most {design.tests})"
         f"{spread}; after {pairs} pairs"

@@ -20,7 +20,9 @@ class Design:
     num_candidates: int  # after the good one
     alpha: float  # P(a wrong candidate is named), at most
     spare: int  # tests beyond those that a search without undecided ones needs
-    counts: tuple[int, ...]  # pairs at each look at a candidate; the last: then it stays undecided
+    counts: tuple[
+        int, ...
+    ]  # pairs at each interim analysis of a candidate; the last: then it stays undecided
 
     @property
     def tests(self) -> int:
@@ -30,7 +32,7 @@ class Design:
 
     @property
     def level(self) -> float:
-        """What one test of a candidate may err, in either direction, over all its looks."""
+        """What one test of a candidate may err, in either direction, over all its interim analyses."""
         return self.alpha / self.tests
 
 
@@ -69,6 +71,6 @@ def search(design: Design, test: Callable[[int], Answer]) -> Found:
     return Found(endpoint=endpoint, good=good, bad=bad, tests=num_tests)
 
 
-def looks(first: int, last: int) -> tuple[int, ...]:
+def pair_counts(first: int, last: int) -> tuple[int, ...]:
     """Numbers of pairs at which a candidate is looked at: the first, the middle and the last."""
     return tuple(sorted({first, (first + last + 1) // 2, last}))

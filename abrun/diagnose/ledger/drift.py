@@ -25,18 +25,18 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Compare, Primary
+from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
 from abrun.recorded.ledger import Entry, Ledger
 from abrun.recorded.reference import public_config, public_diff
 from abrun.redaction import shortened
 from abrun.stats.equivalence import ALPHA, t_interval, welch_interval
-from abrun.stats.sequential import levels_of_looks
+from abrun.stats.sequential import interim_levels
 from abrun.stats.series import window_bounds
 from abrun.verdict.decide import ArmVerdict, judge
 from abrun.verdict.machines import OF_THE_MACHINE
 from abrun.verdict.margins import window_summaries
-from abrun.verdict.results import PrimaryResult
+from abrun.verdict.results import ClaimResult
 
 EXCEEDED = 3  # exit code
 
@@ -69,13 +69,13 @@ def new_ledger(
     Raises ComparisonError where it does not say what of which claim.
     """
     metric, _, number = budget.rpartition("=")
-    fits = [one for one in claims.primary if one.margin is not None and metric in ("", one.metric)]
+    fits = [one for one in claims.claims if one.margin is not None and metric in ("", one.metric)]
     try:
         amount = float(number)
     except ValueError:
         amount = float("nan")
     if not 0 < amount < float("inf") or len(fits) != 1:
-        metrics = [one.metric for one in claims.primary if one.margin is not None]
+        metrics = [one.metric for one in claims.claims if one.margin is not None]
         raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
     (claim,) = fits
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
@@ -137,7 +137,7 @@ def next_entry(
     """
     ledger, arm = _addable(reference, experiment, arm)
     _refuse_other_baseline(reference, ledger, experiment)
-    judged = {one.arm: one for one in judge(experiment, experiment.compare.primary)}[arm]
+    judged = {one.arm: one for one in judge(experiment, experiment.compare.claims)}[arm]
     result = _result(judged, ledger, experiment)
     seeds = list(result.claim.seeds)
     treated = experiment.arm(arm)
@@ -158,8 +158,8 @@ def next_entry(
         "environment_sha256": _environment_sha256(list(treated.values())),
         "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
         "margin": result.claim.margin_text,
-        "looks": list(experiment.compare.looks),
-        "looks_spending": experiment.compare.looks_spending,
+        "interim": list(experiment.compare.interim),
+        "alpha_spending": experiment.compare.alpha_spending,
         "seeds": seeds,
         "differences": list(result.estimate.differences),
         "levels": [levels[seed] for seed in seeds],
@@ -227,7 +227,7 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
     return ledger, arm
 
 
-def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> PrimaryResult:
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> ClaimResult:
     """The result of the ledger's claim in an experiment that matched."""
     if judged.verdict != "MATCH":
         raise ComparisonError(
@@ -238,7 +238,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Prima
                 reason=judged.reasons[0],
             )
         )
-    for result in judged.primaries:
+    for result in judged.claims:
         claim = result.claim
         of_ledger = (claim.metric, claim.transform, claim.steps) == (
             ledger.metric,
@@ -248,7 +248,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Prima
         tested = result.estimate.mean_difference is not None
         if of_ledger and tested and claim.test in ("paired TOST", "sigma test"):
             return result
-    claims = [result.claim for result in judged.primaries]
+    claims = [result.claim for result in judged.claims]
     claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
     raise ComparisonError(
         Code.LEDGER_OF_OTHER_CLAIM(
@@ -311,7 +311,7 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
-    claim = Primary(
+    claim = Claim(
         metric=ledger.metric,
         window=f"steps {ledger.steps[0]}-{ledger.steps[1]}",
         transform=ledger.transform,
@@ -322,11 +322,11 @@ def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
 
 
 def _level(entry: Entry, level: float) -> float:
-    """Return that of its look, where the experiment was looked at more than once: a repeated interval."""
-    if not entry.looks:
+    """Return the level of the entry's interim analysis; `level` if it declared none."""
+    if not entry.interim:
         return level
-    at = entry.looks.index(len(entry.seeds)) if len(entry.seeds) in entry.looks else 0
-    return levels_of_looks(entry.looks, level, entry.looks_spending)[at]
+    at = entry.interim.index(len(entry.seeds)) if len(entry.seeds) in entry.interim else 0
+    return interim_levels(entry.interim, level, entry.alpha_spending)[at]
 
 
 def _reach(interval: tuple[float, float]) -> float:

@@ -137,7 +137,7 @@ class Figure {
   }
 
   panel(panel) {
-    const claims = (content.primaries || []).filter(
+    const claims = (content.claims || []).filter(
       (one) =>
         one.metric === this.metric &&
         arms.indexOf(one.arm) === panel.arm &&

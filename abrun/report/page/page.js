@@ -58,7 +58,7 @@ function banner() {
       ? ["unpaired runs", bothSizes(Object.values(content.arms)[0].num_runs)]
       : [
           "pairs",
-          Object.values(content.arms || {}).some((arm) => (arm.looks || []).length)
+          Object.values(content.arms || {}).some((arm) => (arm.interim_analyses || []).length)
             ? `${content.num_pairs} compared, of ${Math.max(...planned)} planned`
             : planned.length
               ? `${content.num_pairs} of ${Math.max(...planned)} finished`
@@ -68,18 +68,18 @@ function banner() {
     ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
-  if (beside.has_recipe) facts.push(["planted faults", caughtText()], ["drift against one ULP", grownText()]);
-  if (beside.ran) facts.push(["runs", beside.ran]);
-  if (beside.environment) facts.push(["on", beside.environment]);
-  const looks = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
-    (one.looks || []).map((look) => [arm, look]),
+  if (context.has_recipe) facts.push(["injected faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (context.time_range) facts.push(["runs", context.time_range]);
+  if (context.environment) facts.push(["on", context.environment]);
+  const analyses = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
+    (one.interim_analyses || []).map((analysis) => [arm, analysis]),
   );
-  for (const [arm, look] of looks) {
+  for (const [arm, analysis] of analyses) {
     const decided = content.arms[arm].verdict !== "INCONCLUSIVE";
-    const taken = look.verdict || (decided ? "not needed" : "not taken yet");
+    const taken = analysis.verdict || (decided ? "not needed" : "not taken yet");
     facts.push([
-      `${several ? `${arm}, ` : ""}look at ${look.num_pairs} pairs`,
-      `${taken} (one-sided level ${number(look.alpha)})`,
+      `${several ? `${arm}, ` : ""}interim analysis at ${analysis.num_pairs} pairs`,
+      `${taken} (one-sided level ${number(analysis.alpha)})`,
     ]);
   }
   return el(
@@ -111,7 +111,7 @@ function banner() {
               several ? [swatch(arms.indexOf(one.arm)), `${one.arm}, `] : [],
               `${one.where}: `,
               el("b", {}, one.means),
-              levels.length > MOST_DETAILED ? null : muted(`; ${one.beside}`),
+              levels.length > MOST_DETAILED ? null : muted(`; ${one.details}`),
             ),
           ),
         )
@@ -130,7 +130,7 @@ function banner() {
       { class: "facts" },
       facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
     ),
-    (beside.next_steps || []).map((step, at) =>
+    (context.next_steps || []).map((step, at) =>
       el("p", { class: "next" }, el("b", {}, at ? "or " : "Next "), step.text, el("code", {}, step.command)),
     ),
   );
@@ -138,7 +138,7 @@ function banner() {
 
 // What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
 function caughtText() {
-  const text = beside.planted_faults;
+  const text = context.injected_faults;
   return content.sensitivity ? el("a", { href: "#sensitivity" }, text) : text;
 }
 
@@ -155,9 +155,9 @@ const withRole = (name, role) => (name === role ? name : `${name} (${role})`);
 const comparedText = () =>
   `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const baselineName = () => content.baseline || arms[0];
-const beside = report.beside || {};
-const asked = (key) => (beside.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
-const levels = beside.levels || [];
+const context = report.context || {};
+const asked = (key) => (context.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
+const levels = context.levels || [];
 const MOST_DETAILED = 3; // levels in the head
 
 // --- arms without a claim, or with one run each ---
@@ -223,15 +223,15 @@ function prospects(one) {
   ];
 }
 
-// --- primaries ---
+// --- claims ---
 
-function primaries() {
-  const claims = content.primaries || [];
+function claimsSection() {
+  const claims = content.claims || [];
   if (!claims.length)
     return section(
       "claims",
       "Claims",
-      el("p", {}, "No primary metric was declared, so nothing was tested for equivalence."),
+      el("p", {}, "No claim was declared, so nothing was tested for equivalence."),
     );
   const armHead = several ? [["arm"]] : [];
   const heads = [
@@ -298,7 +298,7 @@ function certifiedText(claim) {
   return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
 }
 
-// As the other reports say it: with looks, at the level of the look.
+// As the other reports say it: with interim analyses, at the level of the analysis.
 function testedText(claims) {
   const levels = claims.filter((one) => one.test !== "exact").map((one) => one.alpha ?? 0.05);
   if (!levels.length) return "";
@@ -372,7 +372,7 @@ function forest(claims) {
         "div",
         {},
         el("b", {}, several ? `${one.arm}: ${one.metric}` : one.metric),
-        muted((levels.length > MOST_DETAILED && one.levels?.beside) || `margin ${marginText(one)}`),
+        muted((levels.length > MOST_DETAILED && one.levels?.details) || `margin ${marginText(one)}`),
       ),
       el(
         "div",
@@ -637,13 +637,13 @@ function sensitivity() {
     el(
       "p",
       { class: "intro" },
-      "Faults planted in the baseline, each judged as a treatment is: " +
+      "Faults injected in the baseline, each judged as a treatment is: " +
         (found.num_judged
           ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
           : "none of them could be judged."),
     ),
     table(
-      "Planted faults",
+      "Injected faults",
       [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
       found.faults.map((one) => [
         named(one.fault),
@@ -664,7 +664,7 @@ function sensitivity() {
 // --- what the arms said ---
 
 function completions() {
-  const found = beside.completions;
+  const found = context.completions;
   if (!found) return null;
   const intro = "What the arms said to the same prompts at the same steps: of one seed, a few prompts and steps.";
   if (found.problem) return section("completions", "Completions side by side", el("p", {}, found.problem));
@@ -904,7 +904,7 @@ function versions() {
         ]),
       ),
     ),
-    beside.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, beside.command)) : null,
+    context.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, context.command)) : null,
     (content.notes || []).length
       ? [
           el("h3", {}, "Notes from reading the runs"),
@@ -937,7 +937,7 @@ const GUIDE = [
   ],
   [
     "Diamond and bar",
-    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one look, wider for several). Where the margin is in sigmas of the baseline, a test of its own decides, and zone and interval are for orientation.",
+    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one analysis, wider for several). Where the margin is in sigmas of the baseline, a test of its own decides, and zone and interval are for orientation.",
   ],
   [
     "Thin bars",
@@ -1030,7 +1030,7 @@ function others() {
 
 function leftOut({ count: num, names }) {
   const more = num > names.length ? `, and ${grouped(num - names.length)} more` : "";
-  return `Left out, to keep this page small: the curves of ${names.join(", ")}${more}. They are in the runs\u2019 own logs; a claim on a metric (--primary) draws it here.`;
+  return `Left out, to keep this page small: the curves of ${names.join(", ")}${more}. They are in the runs\u2019 own logs; a claim on a metric (--claim) draws it here.`;
 }
 
 // --- the bar at the top, theme, print ---
@@ -1118,7 +1118,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 
 const body = [
   description(),
-  primaries(),
+  claimsSection(),
   sensitivity(),
   curves(),
   divergence(),
@@ -1132,7 +1132,7 @@ const body = [
     "not-tested",
     "What was not tested",
     content.not_tested,
-    `The report lists nothing here; still, only the claims above were tested, on ${beside.has_recipe ? "this recipe" : "these runs"} and these steps.`,
+    `The report lists nothing here; still, only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
   ),
   configuration(),
   versions(),

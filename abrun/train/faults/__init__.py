@@ -1,4 +1,4 @@
-"""Faults planted on purpose, by the names of `abrun.recipe.faults`: what a comparison must find.
+"""Faults injected on purpose, by the names of `abrun.recipe.faults`: what a comparison must find.
 
 Each is one function of what a run has built (`Site`), which wraps a method of one of its objects: the code
 that trains knows nothing of faults. Without one nothing is wrapped.
@@ -23,10 +23,10 @@ BY_SEAM = {
 }
 
 
-def plant(setup: Setup, algorithm: object) -> None:
-    """Break what the recipe's `planted_fault` names, if any. Raises RecipeError where that is not there."""
-    planted = setup.config.planted_fault
-    if planted is not None:
+def inject(setup: Setup, algorithm: object) -> None:
+    """Break what the recipe's `injected_fault` names, if any. Raises RecipeError where that is not there."""
+    injected = setup.config.injected_fault
+    if injected is not None:
         functions = {name: function for seam in BY_SEAM.values() for name, function in seam.items()}
-        site = Site(setup=setup, algorithm=algorithm, size=planted.amount, draw=planted.draw)
-        functions[planted.name](site)
+        site = Site(setup=setup, algorithm=algorithm, size=injected.amount, draw=injected.draw)
+        functions[injected.name](site)

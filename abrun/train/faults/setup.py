@@ -35,7 +35,7 @@ def dropout_on(site: Site) -> None:
             module.attention_dropout, found = site.size, found + 1
     if not found:
         name = type(policy.module.network).__name__
-        raise RecipeError(f"planted_fault: got 'dropout_on' with {name}, which has no dropout; drop it")
+        raise RecipeError(f"injected_fault: got 'dropout_on' with {name}, which has no dropout; drop it")
     torch.manual_seed(derive(site.setup.seed, "dropout", site.draw))
 
 

@@ -1,4 +1,4 @@
-"""Where a fault is planted, and how: methods of built objects are wrapped."""
+"""Where a fault is injected, and how: methods of built objects are wrapped."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

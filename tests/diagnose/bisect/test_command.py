@@ -17,13 +17,13 @@ from abrun.diagnose.bisect.candidates import commits, refs, versions
 from abrun.diagnose.bisect.command import Bisection, Outcome, StoppedError, bisect_recipe
 from abrun.diagnose.bisect.environments import SetupError, environments_for
 from abrun.diagnose.bisect.report import planned, shown
-from abrun.diagnose.bisect.search import Design, looks
+from abrun.diagnose.bisect.search import Design, pair_counts
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.plan import Plan
 from abrun.launch.prepare import owned_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
-from abrun.runs.experiment import is_experiment, run_state
+from abrun.runs.experiment import is_experiment, read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.rundir import RunDir
 from tests.snapshot import Snapshot
@@ -50,7 +50,7 @@ steps: 12
 arms: {baseline: {}}
 seeds: [0, 1, 2, 3, 4, 5]
 compare:
-  primary: [{metric: train/reward, window: last 40%, margin: 0.04}]
+  claims: [{metric: train/reward, window: last 40%, margin: 0.04}]
 """
 
 
@@ -163,7 +163,7 @@ def bisection(
 ) -> Bisection:
     recipe = bisect_recipe(repo / "recipe.yaml", ["seeds=[0,1,2,3]", sets])
     found = commits(repo, good, bad)
-    design = Design(num_candidates=len(found) - 1, alpha=0.05, spare=1, counts=looks(4, last))
+    design = Design(num_candidates=len(found) - 1, alpha=0.05, spare=1, counts=pair_counts(4, last))
     environments = environments_for(recipe, tmp_path, repo, None)
     return Bisection(recipe, found, environments, design, tmp_path / "tiny-bisect")
 
@@ -220,7 +220,7 @@ def test_a_run_that_was_killed_with_the_launcher_is_run_again(
     inline.killed = {git(repo, "rev-parse", "v6")[:12]}
     with pytest.raises(KeyboardInterrupt):
         run(bisection(repo, tmp_path, "v4", "v8"), inline)
-    killed = run_state(inline.directory, inline.made[-1])
+    killed = read_run_state(inline.directory, inline.made[-1])
     snapshot((killed.status, killed.message))
     outcome = run(bisection(repo, tmp_path, "v4", "v8"), Inline(tmp_path / "tiny-bisect"))
     assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence
@@ -237,7 +237,7 @@ def test_commits_that_change_no_number_match(repo: Path, tmp_path: Path) -> None
 def test_what_is_undecided_gets_more_seeds_and_then_is_passed_over(repo: Path, tmp_path: Path) -> None:
     """Margin 0.18, of a difference of 0.18: no number of seeds decides."""
     inline = Inline(tmp_path / "tiny-bisect")
-    one = bisection(repo, tmp_path, "v4", "v8", last=6, sets="compare.primary.0.margin=0.1815")
+    one = bisection(repo, tmp_path, "v4", "v8", last=6, sets="compare.claims.0.margin=0.1815")
     outcome = run(one, inline)
     assert outcome.exit_code == 4 and "is open at 6 pairs" in outcome.sentence
     assert [(test.answer, test.num_pairs) for test in outcome.tests] == [("good", 4), ("undecided", 6)]
@@ -252,7 +252,7 @@ def test_what_does_not_differ_is_not_bisected(repo: Path, tmp_path: Path) -> Non
 def test_a_good_one_that_cannot_match_itself_is_no_ground(
     repo: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    one = bisection(repo, tmp_path, "v4", "v8", sets="compare.primary.0.margin=0.0005")
+    one = bisection(repo, tmp_path, "v4", "v8", sets="compare.claims.0.margin=0.0005")
     outcome = run(one, Inline(tmp_path / "tiny-bisect"))
     assert outcome.exit_code == 4
     snapshot(outcome.sentence)
@@ -326,7 +326,7 @@ def test_a_dry_run_lists_candidates_levels_and_runs_and_writes_nothing(
         ["--package", "torch", "--versions", "2.10.0"],
         ["--package", "to rch", "--versions", "2.10.0,2.11.0"],
         ["--good", "v1", "--bad", "v6", "--max-seeds", "3"],
-        ["--good", "v1", "--bad", "v6", "--set", "compare.primary=[]"],
+        ["--good", "v1", "--bad", "v6", "--set", "compare.claims=[]"],
         ["--good", "v1", "--bad", "v6", "--set", "compare.paired=false"],
         ["--good", "v1", "--bad", "v6", "--set", "launcher.type=slurm"],
         ["--good", "v1", "--bad", "v6", "--name", "a/b"],

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from abrun.diagnose.bisect.search import Answer, Design, looks, search
+from abrun.diagnose.bisect.search import Answer, Design, pair_counts, search
 from tests.bench.bench_bisect import wrong_and_named
 
 
@@ -45,7 +45,7 @@ def test_a_last_candidate_that_is_not_bad_ends_it() -> None:
 
 
 def test_looks_are_the_first_the_middle_and_the_last() -> None:
-    assert (looks(4, 8), looks(4, 4), looks(4, 5)) == ((4, 6, 8), (4,), (4, 5))
+    assert (pair_counts(4, 8), pair_counts(4, 4), pair_counts(4, 5)) == ((4, 6, 8), (4,), (4, 5))
 
 
 @pytest.mark.parametrize("law", ["at the margin", pytest.param("twice the margin", marks=pytest.mark.slow)])

@@ -111,7 +111,7 @@ def test_the_sums_are_those_of_the_docs(tmp_path, reference):
 def test_an_experiment_with_looks_has_the_intervals_of_a_look(tmp_path, reference):
     found = add(reference, changed(tmp_path))
     (entry,) = ledger_of(found).entries
-    looked = ledger_of(found).model_copy(update={"entries": (entry.model_copy(update={"looks": [3, 5]}),)})
+    looked = ledger_of(found).model_copy(update={"entries": (entry.model_copy(update={"interim": [3, 5]}),)})
     plain, wider = (drift_of(each, anchor_levels(found)) for each in (ledger_of(found), looked))
     assert np.ptp(wider.chain) > 1.1 * np.ptp(plain.chain)
     assert plain.direct and wider.direct and np.ptp(wider.direct) > 1.1 * np.ptp(plain.direct)
@@ -149,12 +149,12 @@ def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
             {"key": "policy.logprobs.impl", "value": "'chunked'", "expected": "'logits'"},
         ),
         (
-            {"compare": {"primary": [{"metric": "train/grad_norm", "margin": 0.5}]}},
+            {"compare": {"claims": [{"metric": "train/grad_norm", "margin": 0.5}]}},
             Code.LEDGER_OF_OTHER_CLAIM,
             {"metric": "train/reward"},
         ),
         (
-            {"compare": {"primary": [{"metric": "train/reward", "window": "all", "margin": 0.02}]}},
+            {"compare": {"claims": [{"metric": "train/reward", "window": "all", "margin": 0.02}]}},
             Code.LEDGER_OF_OTHER_CLAIM,
             {"first": 33, "last": 40},
         ),

@@ -13,7 +13,7 @@ from tests.recipe.test_implementations import verifier
 from tests.train.runs import make_run, run_config, single_rank
 
 Measure = Callable[..., Budget]
-# Logits and steps large enough that what is planted stands out
+# Logits and steps large enough that what is injected stands out
 LEARNING = (
     "policy.optimizer={learning_rate: 2.0e-2, warmup_steps: 0}",
     "algorithm.prompts_per_step=12",

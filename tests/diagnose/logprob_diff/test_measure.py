@@ -1,4 +1,4 @@
-"""The budget of small runs: planted causes are found, and nothing else is blamed."""
+"""The budget of small runs: injected causes are found, and nothing else is blamed."""
 
 import json
 import math
@@ -20,8 +20,8 @@ __all__ = ["group"]
 PARITY = 1e-5
 
 
-def plant(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "torch", f"tests.diagnose.logprob_diff.planted:{engine}")
+def inject(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "torch", f"tests.diagnose.logprob_diff.injected:{engine}")
 
 
 def excess(budget: Budget) -> float:
@@ -61,7 +61,7 @@ def test_in_float32_there_is_nothing_to_explain(measure: Measure, snapshot: Snap
 
 
 def test_stale_weights_are_found(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("stale", monkeypatch)
+    inject("stale", monkeypatch)
     budget = measure()
     assert excess(budget) > 0.01
     assert_found(budget, "weights_before")
@@ -69,7 +69,7 @@ def test_stale_weights_are_found(measure: Measure, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_a_wrong_temperature_is_found(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("untempered", monkeypatch)
+    inject("untempered", monkeypatch)
     budget = measure("rollout.temperature=0.7")
     assert excess(budget) > 0.01
     assert_found(budget, "temperature_1")
@@ -79,7 +79,7 @@ def test_a_wrong_temperature_is_found(measure: Measure, monkeypatch: pytest.Monk
 def test_a_temperature_that_the_user_thinks_of_is_found(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant("untempered", monkeypatch)
+    inject("untempered", monkeypatch)
     budget = measure("rollout.temperature=0.7", sets=["rollout.temperature=0.9", "rollout.temperature=1.0"])
     assert budget.cause in ("temperature_1", "set_1")
     nearer = row(budget, "set_0")
@@ -88,7 +88,7 @@ def test_a_temperature_that_the_user_thinks_of_is_found(
 
 @pytest.mark.slow
 def test_a_head_in_float32_is_found(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("Float32Head", monkeypatch)
+    inject("Float32Head", monkeypatch)
     budget = measure("policy.dtype=bfloat16")
     assert excess(budget) > 1e-4
     found = row(budget, "head_float32")
@@ -99,7 +99,7 @@ def test_a_head_in_float32_is_found(measure: Measure, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_what_no_change_explains_has_no_cause(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("Noisy", monkeypatch)
+    inject("Noisy", monkeypatch)
     budget = measure()
     assert excess(budget) == pytest.approx(0.01, rel=0.02)
     assert budget.cause is None
@@ -167,7 +167,7 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
 
 @pytest.mark.slow
 def test_of_a_run_on_megatron(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("stale", monkeypatch)
+    inject("stale", monkeypatch)
     budget = measure("policy.backend={type: megatron}")
     assert_found(budget, "weights_before")
 

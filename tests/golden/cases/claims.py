@@ -27,7 +27,7 @@ def _typed(claims: Sequence[str]) -> Callable[[Path], Commands]:
     def build(folder: Path) -> Commands:
         write_experiment(folder / "runs/simulated")
         for claim in claims:
-            yield compare_in_short("simulated", "--primary", claim)
+            yield compare_in_short("simulated", "--claim", claim)
 
     return build
 
@@ -38,7 +38,7 @@ for _name, _claims in CLAIMS.items():
 
 @case
 def claims_declared_of_all_kinds(folder: Path) -> Commands:
-    primary = [
+    claim = [
         {"metric": "train/reward", "margin": "2 sigma"},
         {"metric": "train/reward", "window": "steps 10-40", "margin": "5%"},
         {"metric": "train/grad_norm", "margin": 0.5, "transform": "log"},
@@ -46,13 +46,13 @@ def claims_declared_of_all_kinds(folder: Path) -> Commands:
         {"metric": "memory", "below": "0.6x"},
         {"metric": "train/token_mult_prob_error", "below": 1.05},
     ]
-    write_experiment(folder / "runs/simulated", compare={"primary": primary})
+    write_experiment(folder / "runs/simulated", compare={"claims": claim})
     yield compare_command("simulated")
 
 
 @case
 def claim_on_final_weights(folder: Path) -> Commands:
-    claim = {"primary": [{"metric": "final_weights", "below": 0.05}]}
+    claim = {"claims": [{"metric": "final_weights", "below": 0.05}]}
     experiment_dir = write_experiment(folder / "runs/simulated", compare=claim)
     yield compare_command("simulated")
     first = {"a": np.zeros(3), "b": np.zeros(1)}
@@ -75,7 +75,7 @@ def claim_that_cannot_be_tested(folder: Path) -> Commands:
         {"metric": "train/mean_gen_tokens_per_sample", "margin": 2},
         {"metric": "train/reward", "margin": 0.02},
     ]
-    experiment_dir = write_experiment(folder / "runs/simulated", compare={"primary": claims})
+    experiment_dir = write_experiment(folder / "runs/simulated", compare={"claims": claims})
     yield compare_command("simulated")
     for run in experiment_dir.glob("treatment/seed-*"):
         edit_rows(run, lambda row: row.pop("train/reward"))
@@ -87,7 +87,7 @@ def post_hoc_claims(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/simulated")
     yield compare_in_short("simulated")
     yield compare_command(
-        "simulated", "--primary", "train/reward:last 20%:0.01", "--primary", "train/loss:all:0.1"
+        "simulated", "--claim", "train/reward:last 20%:0.01", "--claim", "train/loss:all:0.1"
     )
     edit(experiment_dir / "experiment.json", lambda content: content.update(launched_pairs=3))
     yield compare_in_short("simulated", "--output", "more-pairs")

@@ -1,4 +1,4 @@
-"""What stands beside the claims: A/A reruns, planted faults, final weights."""
+"""What stands beside the claims: A/A reruns, injected faults, final weights."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from tests.golden.case import case, compare_command
 from tests.verdict.simulate import edit, edit_rows, write_experiment
 from tests.verdict.test_final_weights import WEIGHTS, changed, ended_with, everywhere
-from tests.verdict.test_planted import FAULTS, LATE
+from tests.verdict.test_injected import FAULTS, LATE
 
 Commands = Iterator[Sequence[str]]
 
@@ -29,14 +29,14 @@ def step_one_within_reruns(folder: Path) -> Commands:
 
 
 @case
-def planted_faults(folder: Path) -> Commands:
+def injected_faults(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", controls={**FAULTS, "ulp_reruns": 2}, shift={LATE: -0.2})
     yield compare_command("simulated")
     yield ["sensitivity", "simulated", "--resume"]
 
 
 @case
-def planted_faults_left_open(folder: Path) -> Commands:
+def injected_faults_left_open(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", controls=FAULTS, shift={LATE: -0.02, "fault-misgrouped": 0.3})
     yield compare_command("simulated")
 

@@ -14,7 +14,7 @@ from tests.logs.layouts import ARMS, Rows, every_run, rows, write_csv, write_jso
 from tests.verdict.test_unpaired import write as write_independent
 
 Commands = Iterator[Sequence[str]]
-CLAIM = ["--primary", "train/reward:last 20%:0.05"]
+CLAIM = ["--claim", "train/reward:last 20%:0.05"]
 OUTPUT = ["--output", "report"]
 
 
@@ -31,7 +31,7 @@ def _laid_out(layout: Callable[[Path], list[str]], claim: Sequence[str]) -> Call
     return build
 
 
-LOSS = ["--primary", "train/loss:last 20%:0.05"]
+LOSS = ["--claim", "train/loss:last 20%:0.05"]
 LAYOUTS = {
     "two-csv-files": (layouts.plain_csv, CLAIM),
     "csv-of-other-names": (layouts.odd_case, CLAIM),
@@ -109,7 +109,7 @@ def foreign_welch(folder: Path) -> Commands:
     write_independent(folder, "new", range(5, 9))
     yield compared("old", "new")
     yield compared("old", "new", "--unpaired")
-    yield compared("old", "new", "--unpaired", claim=["--primary", "train/reward:last 20%:9 sigma"])
+    yield compared("old", "new", "--unpaired", claim=["--claim", "train/reward:last 20%:9 sigma"])
     yield compared("old", "new", claim=())
 
 
@@ -118,7 +118,7 @@ def foreign_welch_mismatch(folder: Path) -> Commands:
     write_independent(folder, "old", range(5))
     write_independent(folder, "new", range(5, 9), shift=0.2)
     yield compared("old", "new", "--unpaired")
-    yield compared("old", "new", "--unpaired", claim=["--primary", "train/reward:last 20%:30%"])
+    yield compared("old", "new", "--unpaired", claim=["--claim", "train/reward:last 20%:30%"])
 
 
 @case
@@ -131,13 +131,13 @@ def foreign_one_run_an_arm(folder: Path) -> Commands:
 
 
 @case
-def foreign_looks(folder: Path) -> Commands:
+def foreign_interim(folder: Path) -> Commands:
     for arm in ARMS:
         for seed in range(6):
             write_csv(folder / f"{arm}/s{seed}.csv", rows(arm, seed), reward="train/reward")
-    yield compared(*ARMS, "--looks", "3,6")
+    yield compared(*ARMS, "--interim", "3,6")
     yield compared(
-        *ARMS, "--looks", "3,6", "--seeds", "0-3", claim=["--primary", "train/reward:last 20%:0.01"]
+        *ARMS, "--interim", "3,6", "--seeds", "0-3", claim=["--claim", "train/reward:last 20%:0.01"]
     )
 
 
@@ -205,7 +205,7 @@ def foreign_thousands_separators(folder: Path) -> Commands:
             path = folder / arm / f"s{seed}.csv"
             path.parent.mkdir(exist_ok=True)
             path.write_text("step,train/reward\n" + "".join(lines))
-    yield compared(*ARMS, claim=["--primary", "train/reward:last 20%:50"])
+    yield compared(*ARMS, claim=["--claim", "train/reward:last 20%:50"])
 
 
 @case
@@ -251,7 +251,7 @@ def foreign_equal_first_steps(folder: Path) -> Commands:
                 for step in range(1, 5)
             ]
             write_jsonl(folder / arm / f"seed-{seed}.jsonl", found)
-    yield compared(*ARMS, claim=["--primary", "train/reward:all:0.2"])
+    yield compared(*ARMS, claim=["--claim", "train/reward:all:0.2"])
 
 
 @case
@@ -311,8 +311,8 @@ def foreign_refusals(folder: Path) -> Commands:
     yield ["compare", "empty", "old"]
     yield ["compare", "notes.txt", "old"]
     yield ["compare", "csv:old", "new"]
-    yield ["compare", "old", "new", "--primary", "train/rewrad:last 20%:0.05"]
-    yield ["compare", "old", "new", "--primary", "train/reward:steps 200-300:0.05"]
+    yield ["compare", "old", "new", "--claim", "train/rewrad:last 20%:0.05"]
+    yield ["compare", "old", "new", "--claim", "train/reward:steps 200-300:0.05"]
     yield ["compare", "x=old", "x=new"]
     yield ["compare", "old", "new", "--versions-differ"]
     yield ["compare", "wandb:", "new"]

@@ -14,35 +14,35 @@ Commands = Iterator[Sequence[str]]
 
 
 @case
-def looks_decided_early(folder: Path) -> Commands:
+def interim_decided_early(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/simulated", compare=LOOKS)
     unfinished(experiment_dir, 3, 4)
     yield compare_command("simulated")
 
 
 @case
-def looks_not_decided_early(folder: Path) -> Commands:
+def interim_not_decided_early(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/simulated", compare=LOOKS, noise=0.02)
     to_come(experiment_dir, 3, 4)
     yield compare_command("simulated")
 
 
 @case
-def looks_all_taken(folder: Path) -> Commands:
+def interim_all_taken(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", compare=LOOKS, noise=0.02)
     yield compare_command("simulated")
 
 
 @case
-def looks_before_the_first(folder: Path) -> Commands:
+def interim_before_the_first(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/simulated", compare=LOOKS)
     unfinished(experiment_dir, 2, 3, 4)
     yield compare_command("simulated")
 
 
 @case
-def looks_first_decision_stands(folder: Path) -> Commands:
-    compare = {**LOOKS, "looks_spending": "rising"}
+def interim_first_decision_stands(folder: Path) -> Commands:
+    compare = {**LOOKS, "alpha_spending": "rising"}
     experiment_dir = write_experiment(folder / "runs/simulated", compare=compare)
     for seed in (3, 4):
         edit_rows(
@@ -55,7 +55,7 @@ def looks_first_decision_stands(folder: Path) -> Commands:
 
 
 @case
-def looks_of_several_treatments(folder: Path) -> Commands:
+def interim_of_several_treatments(folder: Path) -> Commands:
     shift = {"near": 0.0, "far": 0.018}
     experiment_dir = write_experiment(folder / "runs/simulated", arms=THREE_ARMS, compare=LOOKS, shift=shift)
     to_come(experiment_dir, 3, 4)
@@ -63,7 +63,7 @@ def looks_of_several_treatments(folder: Path) -> Commands:
 
 
 @case
-def looks_with_step_one_open(folder: Path) -> Commands:
+def interim_with_step_one_open(folder: Path) -> Commands:
     arms = {"baseline": {}, "treatment": {"policy.logprobs.impl": "chunked"}}
     experiment_dir = write_experiment(
         folder / "runs/simulated", arms=arms, policy={"dtype": "bfloat16"}, compare=LOOKS, shift=0.018
@@ -103,8 +103,8 @@ def plan(folder: Path) -> Commands:
     yield ["plan", "recipe.yaml", "--sigma", "0.05", "--max-seeds", "12"]
     yield ["plan", "recipe.yaml", "--from", "pilot"]
     yield ["plan", "recipe.yaml", "--from", "pilot", "--json"]
-    yield ["plan", "--from", "pilot", "--set", "compare.primary.0.margin=0.1"]
-    yield ["plan", "--from", "pilot", "--set", "compare.primary.0.margin=5%"]
+    yield ["plan", "--from", "pilot", "--set", "compare.claims.0.margin=0.1"]
+    yield ["plan", "--from", "pilot", "--set", "compare.claims.0.margin=5%"]
     yield ["plan", "--from", "pilot", "--set", "steps=60"]
     yield ["plan", "--from", "pilot", "--sigma", "0.1"]
     yield ["plan", "recipe.yaml", "--sigma", "inf"]

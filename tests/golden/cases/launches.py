@@ -31,7 +31,7 @@ COMMAND_RECIPE: dict[str, Any] = {
     "steps": 10,
     "arms": {"baseline": {}, "treatment": {"trainer.parameters.learning_rate": 0.001}},
     "seeds": [0, 1],
-    "compare": {"primary": [{"metric": "train/reward", "window": "last 40%", "margin": 0.05}]},
+    "compare": {"claims": [{"metric": "train/reward", "window": "last 40%", "margin": 0.05}]},
 }
 
 
@@ -69,7 +69,7 @@ def launch_refusals(folder: Path) -> Commands:
     yield ["launch", "quickstrat"]
     yield ["launch", "recipe.yaml", "--set", "stepss=3"]
     yield ["launch", "recipe.yaml", "--set", "steps=0"]
-    yield ["launch", "recipe.yaml", "--set", "compare.primary.0.metric=train/rewrad"]
+    yield ["launch", "recipe.yaml", "--set", "compare.claims.0.metric=train/rewrad"]
     yield ["launch", "recipe.yaml", "--set", "seeds=[]"]
     yield ["launch", "recipe.yaml", "--seeds", "4-2"]
     yield ["launch", "recipe.yaml", "--json"]

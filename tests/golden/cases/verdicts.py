@@ -118,13 +118,13 @@ def several_treatments_one_open(folder: Path) -> Commands:
 
 @case
 def several_claims(folder: Path) -> Commands:
-    write_experiment(folder / "runs/simulated", compare={"primary": TWO_CLAIMS})
+    write_experiment(folder / "runs/simulated", compare={"claims": TWO_CLAIMS})
     yield compare_command("simulated")
 
 
 @case
 def declared_unpaired(folder: Path) -> Commands:
-    write_experiment(folder / "runs/simulated", compare={"primary": TWO_CLAIMS, "paired": False})
+    write_experiment(folder / "runs/simulated", compare={"claims": TWO_CLAIMS, "paired": False})
     yield compare_command("simulated")
 
 

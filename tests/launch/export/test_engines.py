@@ -58,7 +58,7 @@ def test_skypilot_itself_parses_the_tasks(tmp_path: Path, nodes: int) -> None:
     assert done.stdout.splitlines() == [runs.replace(str(nodes), "1", 1), *[runs] * 5]
 
 
-def test_skypilot_refuses_what_is_planted(tmp_path: Path) -> None:
+def test_skypilot_refuses_what_is_injected(tmp_path: Path) -> None:
     exported(tmp_path / "out", "skypilot", ["launcher={type: skypilot, secrets: [TOKEN]}"])
     path = tmp_path / "out" / "run-baseline-seed-0.yaml"
     path.write_text(path.read_text().replace("num_nodes:", "numnodes:"))
@@ -72,7 +72,7 @@ def test_the_pods_of_two_nodes_train_what_the_local_launcher_does(tmp_path: Path
         pytest.skip("needs root, unshare")
     python, runs = sys.executable, tmp_path / "runs"
     jobset = f"launcher={{type: jobset, image: x, claim: y, runs_dir: {runs}, python: {python}}}"
-    common = ["warm_start={steps: 3}", "compare.primary=[]", "seeds=[0]"]
+    common = ["warm_start={steps: 3}", "compare.claims=[]", "seeds=[0]"]
     exported(tmp_path / "out", "jobset", [jobset, "cluster.nodes=2", *common])
     for file in ("warm-start-0", "pair-seed-0", "pair-seed-0", "compare"):  # the pair is begun again
         begun = [pod for job in jobs_in(tmp_path / "out" / f"{file}.yaml") for pod in started(job)]
@@ -127,5 +127,5 @@ def started(job: dict[str, Any]) -> list[subprocess.Popen[str]]:
 def rows_of(run: RunDir) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in row.items() if not key.startswith((*WHATEVER_ELSE, "time_s"))}
-        for row in run.rows().read()
+        for row in run.metrics_reader().read()
     ]

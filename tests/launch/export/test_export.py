@@ -24,7 +24,7 @@ from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import launcher_settings
-from abrun.runs.experiment import planned_runs, run_state
+from abrun.runs.experiment import planned_runs, read_run_state
 from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
@@ -337,7 +337,7 @@ def test_pods_have_names_that_the_webhook_takes(tmp_path: Path) -> None:
         f"arms={{baseline: {{}}, {arm}: {{policy.logprobs.impl: chunked}}}}",
         "seeds=[2147483647]",
     ]
-    found = exported(tmp_path / "out", "jobset", *changes, "compare.primary=[]", name="n" * 100)
+    found = exported(tmp_path / "out", "jobset", *changes, "compare.claims=[]", name="n" * 100)
     for manifest in found.values():
         for name, job in jobs_of(manifest).items():
             assert len(f"{manifest['metadata']['name']}-{name}-0-{job['completions'] - 1}-abcde") <= 63
@@ -369,7 +369,7 @@ def test_a_node_that_lacks_something_says_so_in_the_run(tmp_path: Path, node: An
     assert code == 2 and "cluster.gpus_per_node: got 8" in errors
     experiment = tmp_path / "runs" / "small"
     assert len(planned_runs(experiment)) == 4
-    state = run_state(experiment, planned_runs(experiment)[2])
+    state = read_run_state(experiment, planned_runs(experiment)[2])
     assert state.status == "failed" and state.message and state.message in errors
 
 

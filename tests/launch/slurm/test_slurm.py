@@ -24,7 +24,7 @@ from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.launcher import launcher_settings, limit_s
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.lock import launcher_lock
 from abrun.runs.rundir import RunDir
@@ -259,7 +259,7 @@ def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, 
     metrics = "{format: csv, path: '{run_dir}/m.csv'}"
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError) as refusal:
-        submit(planned(command, "cluster.nodes=2", "compare.primary=[]"), tmp_path)
+        submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
     assert refusal.value.code is Code.PLAN_CANNOT_RUN
     snapshot(refusal.value)
 
@@ -426,7 +426,7 @@ def test_a_job_that_begins_again_too_often_gives_up(
 ) -> None:
     experiment_dir = submit(planned("launcher={type: slurm, requeues: 2}"), tmp_path)
     assert run_job(experiment_dir, monkeypatch, restarts=3) == 2
-    state = run_state(experiment_dir, RunName(arm="baseline", seed=0))
+    state = read_run_state(experiment_dir, RunName(arm="baseline", seed=0))
     assert state.status == "failed" and "launcher.requeues" in str(state.message)
 
 
