@@ -289,8 +289,8 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_DETECTED: _detected,
     Code.CLAIM_UNDECIDED: _undecided,
     Code.CLAIM_NOT_TESTED: _not_tested,
-    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, and equivalence needs at "
-    "least two to estimate the spread; only step one, the guards and the divergence were checked",
+    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
+    "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
     Code.LIMIT_HOLDS: _limit_holds,
     Code.LIMIT_BROKEN: _limit_broken,

@@ -82,12 +82,11 @@ MESSAGES: dict[Code, Message] = {
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}); the deviation, {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "exceeds the tolerance of {tolerance:.2g} ({tolerance_from})",
+    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "above the tolerance of {tolerance:.2g} ({tolerance_from})",
     Code.STEP_ONE_OPEN: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}); the deviation, {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "exceeds the tolerance of {tolerance:.2g} ({tolerance_from}); rounding or a fault can cause this, so it "
-    "rules out a match",
+    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "above the tolerance of {tolerance:.2g} ({tolerance_from}), because of rounding or a fault",
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",
