@@ -86,7 +86,7 @@ MESSAGES: dict[Code, Message] = {
     Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: differs from the baseline's, but all arms "
     "are validated alike; set validation outside of arms",
     Code.TOLERANCE_WITHOUT_STEP_ONE: "{recipe}: compare.step_one_tolerance: got {got}, {problem}; drop it",
-    Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or drop it, because nothing reads it",
+    Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or drop it",
     Code.RECIPE_CLAIM_TWICE: "{recipe}: compare.claims.{index}: repeats an earlier claim; drop it",
     Code.CLAIM_UNUSABLE: "{recipe}: compare.claims.{index}.{field}: {problem}",
     Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); swap "

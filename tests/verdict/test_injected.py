@@ -92,7 +92,9 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     snapshot(said)
     *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
-    assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
+    assert re.fullmatch(
+        r"train/reward changes by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
+    )
     advice = missed.advice
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
     assert advice["tolerance"]["deviation"] > advice["tolerance"]["aa_deviation"] >= 0
