@@ -52,7 +52,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     [
         (
             {"controls": {"faults": ["value_unshifted"]}},
-            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop it",
+            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop the fault",
         ),
         ({"controls": {"faults": ["one_ulp"]}}, "use controls.ulp_reruns"),
         ({"controls": {"faults": ["misgrouped", "misgrouped"]}}, "'misgrouped' twice"),
@@ -92,7 +92,9 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     snapshot(said)
     *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
-    assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
+    assert re.fullmatch(
+        r"train/reward changes by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
+    )
     advice = missed.advice
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
     assert advice["tolerance"]["deviation"] > advice["tolerance"]["aa_deviation"] >= 0

@@ -162,7 +162,7 @@ def test_what_is_written_is_said_to_be_never_launched(
         assert ended.value.code == expected
     said, wrong = capsys.readouterr()
     assert "never launched" in said
-    assert "small-jobset: is here already" in wrong and wrong.count("\n") == 1
+    assert "small-jobset: already exists" in wrong and wrong.count("\n") == 1
     files = list((tmp_path / "small-jobset").iterdir())
     assert len(files) == 4 and all("never launched" in file.read_text() for file in files)
 

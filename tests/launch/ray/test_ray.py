@@ -220,7 +220,7 @@ NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
             "ended: /x: not on h",
         ),
         ("FAILED", "Unexpected error: the supervisor died", "failed", "ended: Unexpected error: the"),
-        (None, "", "failed", "no longer known"),
+        (None, "", "failed", "is unknown at"),
     ],
 )
 def test_a_run_without_a_word_is_as_its_job(
