@@ -14,7 +14,7 @@ from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
-from abrun.verdict.injected import FaultFound, Sensitivity
+from abrun.verdict.injected import FaultResult, Sensitivity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -173,7 +173,7 @@ def _issue_url(fault: Fault) -> str:
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def _name_with_size(fault: FaultFound) -> str:
+def _name_with_size(fault: FaultResult) -> str:
     return fault.fault if fault.size is None else f"{fault.fault} ({fault.size:g} {fault.unit})"
 
 
@@ -181,7 +181,7 @@ def _count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _caught_by_text(fault: FaultFound) -> str:
+def _caught_by_text(fault: FaultResult) -> str:
     if fault.verdict == "INVALID":
         return f"not judged: {sentence(fault.reason)}"
     if fault.caught_by == "nothing":
