@@ -17,7 +17,7 @@ from abrun.launch.supervisor import Outcome
 from abrun.reasons import Code
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.report.comparing import compare_sources
-from abrun.runs.experiment import open_experiment, planned_runs, run_state
+from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -116,7 +116,7 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
 
 def begun(name: str) -> set[int]:
     experiment_dir = Path("runs") / name
-    states = [run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
+    states = [read_run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 

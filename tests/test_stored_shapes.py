@@ -28,11 +28,11 @@ from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
 from abrun.report.comparing import compare, read_last_verdict
 from abrun.runs.experiment import REFERENCE
-from abrun.runs.lines import read_lines
-from abrun.runs.lock import LOCK, owner_of
-from abrun.runs.records import saved_state
+from abrun.runs.lines import read_json_lines
+from abrun.runs.lock import LOCK, find_owner
+from abrun.runs.records import read_saved_state
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample, row_of
+from abrun.runs.samples import Sample, sample_row
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only
@@ -79,7 +79,7 @@ def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
         prompts = {"prompts_sha256": "ab", "rewards": [0, 1], "lengths": [3, 4]}
         (run / "validation.jsonl").write_text(json.dumps({"step": 5, "attempt": 1, **prompts}) + "\n")
         sample = Sample(prompt="1+1=", text="2", reward=1.0, logprob_error=0.1, num_tokens=1, truncated=False)
-        (run / "samples.jsonl").write_text(json.dumps(row_of(5, 1, [sample])) + "\n")
+        (run / "samples.jsonl").write_text(json.dumps(sample_row(5, 1, [sample])) + "\n")
         write(run / "wandb.json", {"id": "a", "url": "https://wandb.ai/a/b/runs/c"})
         node = {"attempt": 1, "node": 0, "host": "n", "time_s": 1.0, "silent_since_s": 1.0}
         rank = {"rank": 0, "place": "read (a.py:1)", "doing": "rollout", "waits": False}
@@ -123,10 +123,23 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
 
     def read_of_a_run() -> None:
         here = RunDir(run)
-        for read in (here.attempts, here.code, here.git, here.identity, here.wandb, here.record, here.events):
+        for read in (
+            here.attempts,
+            here.code_versions,
+            here.git,
+            here.identity,
+            here.wandb_location,
+            here.record,
+            here.events,
+        ):
             read()
-        _ = here.final_weights_damage(), here.missing_steps(5), here.first_step, here.initial_weights
-        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), owner_of(directory)
+        _ = (
+            here.describe_weights_damage(),
+            here.describe_missing_steps(5),
+            here.start_step,
+            here.initial_weights,
+        )
+        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), find_owner(directory)
 
     return {
         "status of all": lambda: watch.status_json(directory.parent, None),
@@ -138,7 +151,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "logs": lambda: list(watch.read_log(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),
         "run": read_of_a_run,
-        "checkpoint": lambda: saved_state(run / "checkpoints" / "step-000005"),
+        "checkpoint": lambda: read_saved_state(run / "checkpoints" / "step-000005"),
         "reference": lambda: load_reference(directory / REFERENCE),
         "verdict": lambda: read_last_verdict(directory),
         "slurm": lambda: slurm_jobs.read_record(directory),
@@ -315,10 +328,10 @@ def test_a_line_without_end_is_refused_where_lines_are_read(tmp_path: Path) -> N
     path.write_text('{"a": 1}\n')
     os.truncate(path, 9 * 10**9)
     with pytest.raises(StoreError, match=f"longer than {MAX_LINE_BYTES} bytes"):
-        read_lines(path)
+        read_json_lines(path)
     path.write_text('{"a": ' + "[" * 100 + "]" * 100 + "}\n")
     with pytest.raises(StoreError, match="line 1: got"):
-        read_lines(path)
+        read_json_lines(path)
 
 
 def test_an_owner_is_no_group_of_processes(tmp_path: Path) -> None:
@@ -326,4 +339,4 @@ def test_an_owner_is_no_group_of_processes(tmp_path: Path) -> None:
     for pid in (-1, 0, "7", 10**30):
         owner = {"pid": pid, "host": os.uname().nodename, "boot_id": None, "process_started": None}
         (tmp_path / LOCK).write_text(json.dumps(owner))
-        assert owner_of(tmp_path) is None
+        assert find_owner(tmp_path) is None

@@ -52,10 +52,10 @@ def _run() -> int:
         return 1
     except OSError as error:  # such as a path that is too long, or a folder that may not be read
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
-            from abrun.runs.access import is_allowed, unreadable
+            from abrun.runs.access import has_permission, unreadable_error
 
-            if not is_allowed(error.filename, os.R_OK):
-                return complain(str(unreadable(Path(error.filename))))
+            if not has_permission(error.filename, os.R_OK):
+                return complain(str(unreadable_error(Path(error.filename))))
         where = error.filename or "a file, perhaps standard output"
         return complain(f"{where}: {error.strerror or error}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def finish_help() -> None:
 
 def print_json(content: Any) -> None:
     """For machines, on the standard output: NaN and Inf as text, as all files of abrun have them."""
-    from abrun.runs.files import encode
+    from abrun.runs.files import encode_non_finite
 
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(encode(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
+    print(json.dumps(encode_non_finite(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
 
 
 def complain(message: str) -> int:
@@ -78,7 +78,7 @@ def outlives_output(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         if not (options.get("dry_run") or options.get("as_json")):
-            outlive_output()
+            ignore_output_errors()
         return command(*args, **options)
 
     return wrapped

@@ -37,10 +37,10 @@ def names_of_recipes(incomplete: str) -> list[str]:
 
 def names_of_experiments(incomplete: str) -> list[str]:
     """For a shell that completes: those under `runs/`."""
-    from abrun.runs.experiment import experiments_in
+    from abrun.runs.experiment import list_experiments
 
     runs = Path("runs")
-    found = experiments_in(runs) if is_directory(runs) else []
+    found = list_experiments(runs) if is_directory(runs) else []
     return [path.name for path in found if path.name.startswith(incomplete)]
 
 

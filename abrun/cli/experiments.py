@@ -226,9 +226,9 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun sync quickstart
     """
     from abrun.runs.experiment import find_experiment
-    from abrun.wandb_sync.sync import sync as send
+    from abrun.wandb_sync.sync import sync_experiment
 
-    send(find_experiment(experiment, runs_dir), print)
+    sync_experiment(find_experiment(experiment, runs_dir), print)
 
 
 def _show_memory(screen: "Terminal", plan: "Plan", asked: str | None) -> None:

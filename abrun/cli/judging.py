@@ -118,9 +118,9 @@ def compare(
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
     from abrun.recorded.sources import stored_in
-    from abrun.wandb_sync.report import upload
+    from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload(comparison.content, comparison.files, stored_in(sources, runs_dir))))
+    print(shown(upload_report(comparison.content, comparison.files, stored_in(sources, runs_dir))))
 
 
 Budget = Annotated[

@@ -19,11 +19,11 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.experiment.preflight.model_files import missing_of_hub
 from abrun.extras import lacking
 from abrun.messages.records import print_reason, printed_reason
-from abrun.processes import MODULE, end_all, end_group, processes_of, start
+from abrun.processes import MODULE_OPTIONS, end_group, find_run_processes, kill_all, start_process
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.files import explained, open_log, read_json, write_json
-from abrun.runs.lines import LineWriter, read_lines
+from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
+from abrun.runs.lines import LineWriter, read_json_lines
 
 GRACE_S = 5.0
 JOB, ROWS, LOG = "job.json", "rows", "output.log"
@@ -61,7 +61,9 @@ def probe_alone(
     """
     if why := missing_of_hub(config, hub_refusal):
         raise ProbeRefused(why)
-    return _rows(module, [sys.executable, *MODULE, module, str(directory)], directory, (), config, job)
+    return _rows(
+        module, [sys.executable, *MODULE_OPTIONS, module, str(directory)], directory, (), config, job
+    )
 
 
 def _rows(
@@ -77,7 +79,7 @@ def _rows(
             Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
         )
     log = directory / LOG
-    with explained(directory):
+    with wrap_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for rows in _row_files(directory):
             rows.unlink(missing_ok=True)
@@ -107,7 +109,7 @@ def refuse_other_machines(config: OwnRunConfig) -> Machine:
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
     """What ranks have written, also where they could not go on."""
-    return [row for rows in _row_files(directory) for row in read_lines(rows)]
+    return [row for rows in _row_files(directory) for row in read_json_lines(rows)]
 
 
 def _row_files(directory: Path) -> list[Path]:
@@ -117,12 +119,12 @@ def _row_files(directory: Path) -> list[Path]:
 def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
     """The exit status; however this ends, no process is left."""
     log = directory / LOG
-    with explained(log), open_log(log) as output:
+    with wrap_write_errors(log), open_log(log) as output:
         output.truncate(0)
-        process = start(
+        process = start_process(
             argv,
             env,
-            dies_by=signal.SIGTERM,
+            death_signal=signal.SIGTERM,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -133,7 +135,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
             raise
         finally:
-            end_all(lambda: processes_of(directory))
+            kill_all(lambda: find_run_processes(directory))
             process.kill()
             process.wait()
 

@@ -16,7 +16,7 @@ from abrun.recipe.implementations import SCHEDULERS, load
 from abrun.recipe.launcher import Exported, LauncherSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
-from abrun.runs.lock import owner_of
+from abrun.runs.lock import find_owner
 from abrun.runs.records import RunState
 
 AGENTS_FIRST_S = (
@@ -179,10 +179,10 @@ def cancel(experiment_dir: Path) -> str:
         queued.cancel()
         count = "1 job" if len(busy) == 1 else f"{len(busy)} jobs"
         return f"cancelled: {count} ({', '.join(busy)}); what runs saves a checkpoint first"
-    owner = owner_of(experiment_dir)
+    owner = find_owner(experiment_dir)
     if owner is None:
         return f"{experiment_dir.name}: nothing of it runs or waits"
-    if not owner.is_seen_from_here or owner.pid is None:
+    if not owner.is_visible or owner.pid is None:
         raise LaunchError(Code.LAUNCHED_ELSEWHERE(directory=experiment_dir, owner=str(owner)))
     try:
         os.kill(owner.pid, signal.SIGTERM)

@@ -10,7 +10,7 @@ from abrun.experiment.plan import Plan, RunName
 from abrun.launch.cluster import Cluster, LeftInQueueError
 from abrun.launch.prepare import prepared
 from abrun.launch.supervisor import Observer, Outcome
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.records import Status
 
 POLL_S = 0.5
@@ -40,7 +40,7 @@ def wait_for(plan: Plan, experiment_dir: Path, cluster: Cluster, observer: Obser
         time.sleep(POLL_S)
     until = time.monotonic() + SETTLE_S
     while True:
-        states = [run_state(experiment_dir, run.name) for run in plan.runs]
+        states = [read_run_state(experiment_dir, run.name) for run in plan.runs]
         if time.monotonic() > until or not any(state.status == "running" for state in states):
             break
         time.sleep(POLL_S)

@@ -32,12 +32,18 @@ from abrun.runs.experiment import (
     is_experiment,
     open_experiment,
     planned_runs,
+    read_run_state,
     run_dir,
-    run_state,
     write_experiment,
 )
-from abrun.runs.files import explained, leftovers, readable, remove_leftovers, write_file
-from abrun.runs.layout import NAME
+from abrun.runs.files import (
+    partial_files,
+    remove_partial_files,
+    wrap_read_errors,
+    wrap_write_errors,
+    write_file,
+)
+from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -69,7 +75,7 @@ def prepared(plan: Plan, options: LaunchOptions, refusals: list[Reason], say: Sa
 def experiment_dir_of(recipe_name: str, options: LaunchOptions) -> Path:
     """Where an experiment lives. Raises LaunchError for a name that cannot be a folder there."""
     name = recipe_name if options.name is None else options.name
-    if not re.fullmatch(NAME, name) or name == WARM_STARTS:
+    if not re.fullmatch(NAME_PATTERN, name) or name == WARM_STARTS:
         raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
     return Path(os.path.realpath(options.runs_dir)) / name
 
@@ -87,7 +93,7 @@ def refuse_existing(experiment_dir: Path) -> None:
     """Raises LaunchError where a new experiment cannot be made, as something is there."""
     if is_experiment(experiment_dir):
         names = planned_runs(experiment_dir)
-        finished = sum(run_state(experiment_dir, name).status == "finished" for name in names)
+        finished = sum(read_run_state(experiment_dir, name).status == "finished" for name in names)
         raise LaunchError(
             Code.EXPERIMENT_EXISTS(directory=experiment_dir, finished=finished, runs=len(names))
         )
@@ -113,13 +119,13 @@ def owned_experiment(
     if resume:
         open_experiment(experiment_dir)
     check(experiment_dir)
-    states = {run.name: run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
+    states = {run.name: read_run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
     done = [name for name, state in states.items() if state.status == "finished"]
     refuse_unset_variables(run for run in plan.runs if run.name not in done)
     made = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
         with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
-            remove_leftovers(experiment_dir)
+            remove_partial_files(experiment_dir)
             check(experiment_dir)  # again: a faster launcher may have handed it over, or made it, meanwhile
             if resume:
                 _check_same(plan, experiment_dir)
@@ -171,7 +177,7 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     reference = plan.recipe.compare.reference
     here = experiment_dir / REFERENCE
     if reference and not (is_experiment(experiment_dir) and is_file(here)):
-        with explained(here):  # once: a later change of the file is none here
+        with wrap_write_errors(here):  # once: a later change of the file is none here
             write_file(here, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),
@@ -195,7 +201,7 @@ def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
     for run in plan.runs:
         directory = run_dir(experiment_dir, run.name)
         try:
-            with readable(directory):
+            with wrap_read_errors(directory):
                 here = RunDir(directory)
                 if not here.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
@@ -229,7 +235,7 @@ def _was_just_begun(experiment_dir: Path) -> bool:
     """Whether nothing is in a folder but what a launcher leaves that is killed before experiment.json."""
     names = {path.name for path in experiment_dir.iterdir()}
     before = {LOCK, REFERENCE} if LOCK in names else set()
-    return names <= {*before, *leftovers(names)}
+    return names <= {*before, *partial_files(names)}
 
 
 def _check_same(plan: Plan, experiment_dir: Path) -> None:
@@ -246,14 +252,14 @@ def _check_same(plan: Plan, experiment_dir: Path) -> None:
             raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
         run = RunDir(run_dir(experiment_dir, name))
         is_readable = False
-        with contextlib.suppress(StoreError), readable(run.path):
+        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
             recorded |= {name: run} if run.exists else {}
             may_rename = may_rename and not run.finished
             is_readable = True
         may_rename = may_rename and is_readable
     weights: dict[str, Path] = {}
     for name, run in recorded.items():
-        with contextlib.suppress(StoreError), readable(run.path):
+        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
             if difference := _difference(run, planned[name].config, may_rename=may_rename):
                 raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
             weights |= {name.arm: run.initial_weights} if run.initial_weights else {}

@@ -13,12 +13,12 @@ from abrun.experiment.plan import Plan, RunName
 from abrun.launch.engine import Started
 from abrun.launch.prepare import warm_start_dir, write_run
 from abrun.messages import sentence
-from abrun.processes import end_all, processes_of
+from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_STARTS, run_dir
-from abrun.runs.files import readable
-from abrun.runs.lock import Lease, Locked
+from abrun.runs.files import wrap_read_errors
+from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
@@ -73,7 +73,7 @@ class Job:
         Raises StoreError for a run whose record cannot be read: it has failed, the others go on.
         """
         if not self.shared:
-            with readable(self.run.path):
+            with wrap_read_errors(self.run.path):
                 self.run.record()
             if self._left_behind(say):
                 return False
@@ -82,7 +82,7 @@ class Job:
             return True
         try:
             note = self.lock.acquire()
-        except Locked as error:
+        except LockedError as error:
             if not self.said_waiting:
                 say(f"{self.label}: another launcher makes it now; waiting for that ({error})")
             self.said_waiting = True
@@ -103,7 +103,7 @@ class Job:
 
     def _left_behind(self, say: Callable[[str], object]) -> bool:
         """Whether processes of a launcher that is gone still work there: they have a while to end."""
-        found = processes_of(self.run.path)
+        found = find_run_processes(self.run.path)
         if not found:
             return False
         now = time.monotonic()
@@ -113,7 +113,7 @@ class Job:
                 f"{self.label}: processes of a launcher that is gone work there ({_ids(found)}); "
                 "waiting for them"
             )
-        left = end_all(lambda: processes_of(self.run.path)) if now > self.leave_until_s else None
+        left = kill_all(lambda: find_run_processes(self.run.path)) if now > self.leave_until_s else None
         if left:  # another user's, or in the hands of a driver
             raise LaunchError(Code.PROCESSES_SURVIVE(pids=_ids(left)))
         return True
@@ -122,7 +122,7 @@ class Job:
         """Whether the warm start is there, whole; what is not, is trained again."""
         if not self.run.finished:
             return False
-        wrong = incomplete(self) or self.run.final_weights_damage()
+        wrong = incomplete(self) or self.run.describe_weights_damage()
         if wrong:
             say(f"{self.label}: trained again: {wrong}")
             self.run.reopen(wrong)
@@ -137,8 +137,8 @@ def incomplete(job: Job) -> str | None:
     """Return what a finished run lacks of its metrics; of a command, which may log any steps, the end."""
     with contextlib.suppress(StoreError):  # a damaged file, which the comparison names
         if isinstance(job.config, OwnRunConfig):
-            return job.run.missing_steps(job.config.steps)
-        return job.run.missing_last_step()
+            return job.run.describe_missing_steps(job.config.steps)
+        return job.run.describe_missing_last_step()
 
 
 class Queue:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from abrun.errors import StoreError
 from abrun.reasons import Reason
 from abrun.redaction import printable, shown, shown_tree
-from abrun.runs.access import unreadable
+from abrun.runs.access import unreadable_error
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 
@@ -91,7 +91,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError:
-        raise unreadable(path) from None
+        raise unreadable_error(path) from None
     except OSError as error:
         raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
 

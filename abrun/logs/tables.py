@@ -23,7 +23,7 @@ from abrun.logs.rows import (
     series_of,
 )
 from abrun.regular_files import open_regular, read_regular
-from abrun.runs.lines import LineParser, damaged_line
+from abrun.runs.lines import LineParser, damaged_line_error
 
 GZIP = b"\x1f\x8b"
 LARGEST_UNPACKED = 2**30  # bytes
@@ -201,7 +201,7 @@ def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[s
         if not line.strip():
             continue
         if not parser.is_intact(line):
-            raise damaged_line(_shown(path), f"line {index + 1}", line)
+            raise damaged_line_error(_shown(path), f"line {index + 1}", line)
         row = _object(line)
         if row is not None:
             rows.append((index + 1, row))

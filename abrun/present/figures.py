@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.runs.access import PUBLIC
+from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FIGURE_FO
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         drawing = io.BytesIO()
         figure.savefig(drawing, format=form, dpi=150, metadata=metadata)
-        write_file(path, drawing.getvalue(), mode=PUBLIC)
+        write_file(path, drawing.getvalue(), mode=PUBLIC_MODE)
     return paths
 
 

@@ -45,7 +45,7 @@ from abrun.recipe.run import (
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
-from abrun.runs.layout import NAME
+from abrun.runs.layout import NAME_PATTERN
 
 BASELINE = "baseline"
 MOST_ARMS = 1000
@@ -85,7 +85,7 @@ class Declared(Section):
     @field_validator("name")
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(NAME_PATTERN, name):
             raise FieldError(
                 f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
             )
@@ -106,7 +106,7 @@ class Declared(Section):
     def _arms_have_a_baseline(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if len(arms) > MOST_ARMS:
             raise FieldError(f"got {len(arms)} arms; allowed: at most {MOST_ARMS}")
-        bad = [arm for arm in arms if not re.fullmatch(NAME, arm)]
+        bad = [arm for arm in arms if not re.fullmatch(NAME_PATTERN, arm)]
         if bad:
             raise FieldError(
                 f"got an arm named {shortened(bad[0])}; allowed: letters, digits, '.', '_' and '-'"

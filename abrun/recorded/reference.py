@@ -26,8 +26,8 @@ from abrun.recipe.refusals import shortened
 from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
 from abrun.recorded.ledger import Ledger, appended, ledger_in
 from abrun.regular_files import is_file
-from abrun.runs.access import PUBLIC
-from abrun.runs.files import decode, encode, read_json, write_file
+from abrun.runs.access import PUBLIC_MODE
+from abrun.runs.files import decode_non_finite, encode_non_finite, read_json, write_file
 from abrun.runs.lock import file_lock
 from abrun.runs.records import Environment
 from abrun.runs.schemas import checked
@@ -88,7 +88,7 @@ def freeze(
         content["ledger"] = ledger.model_dump(mode="json")
     replaced = _replaced(path)
     try:
-        write_file(path, _text(content).encode(), mode=PUBLIC)
+        write_file(path, _text(content).encode(), mode=PUBLIC_MODE)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
         raise ComparisonError(Code.REFERENCE_NOT_WRITTEN(path=path, problem=reason)) from None
@@ -124,7 +124,7 @@ def _replaced(path: Path) -> Reference | None:
 def _text(content: Mapping[str, Any]) -> str:
     """A reference's file: a line for each run, and for each entry of the ledger."""
     head = {key: value for key, value in content.items() if key not in ("runs", "ledger")}
-    parts = [json.dumps(encode(head), indent=1, allow_nan=False).removesuffix("\n}")]
+    parts = [json.dumps(encode_non_finite(head), indent=1, allow_nan=False).removesuffix("\n}")]
     parts.append(f' "runs": {_lines(content["runs"])}')
     if "ledger" in content:
         ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
@@ -134,7 +134,7 @@ def _text(content: Mapping[str, Any]) -> str:
 
 
 def _lines(rows: Sequence[Any]) -> str:
-    lines = [json.dumps(encode(row), allow_nan=False) for row in rows]
+    lines = [json.dumps(encode_non_finite(row), allow_nan=False) for row in rows]
     return "[\n  " + ",\n  ".join(lines) + "\n ]" if lines else "[]"
 
 
@@ -269,7 +269,7 @@ def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> R
 
 def _series(metric: str, one: Mapping[str, Any]) -> Series:
     steps = np.array(one["steps"], np.int64)
-    values = np.array([decode(value) for value in one["values"]], np.float64)
+    values = np.array([decode_non_finite(value) for value in one["values"]], np.float64)
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
         raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
     return Series(steps, values, int(one.get("recounted", 0)))

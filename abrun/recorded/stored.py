@@ -16,7 +16,7 @@ from abrun.redaction import printable, shown, shown_tree
 from abrun.regular_files import is_directory
 from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
-from abrun.runs.files import readable
+from abrun.runs.files import wrap_read_errors
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
@@ -63,7 +63,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
 def _load_run(run: RunDir, name: RunName) -> RecordedRun:
     """A run whose files cannot be read is unreadable: the verdict says which and why."""
     try:
-        with readable(run.path):
+        with wrap_read_errors(run.path):
             return _read_run(run, name)
     except StoreError as error:
         return RecordedRun(
@@ -89,7 +89,7 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         config=shown_tree(_config(record)) if record else None,
         environment=shown_tree(run.environment()),
         metrics={shown(metric): series for metric, series in metrics.items()},
-        code=tuple(map(shown, run.code())),
+        code=tuple(map(shown, run.code_versions())),
         unread={shown(metric): shown(text.at) for metric, text in run.text_values.items()},
         dropped={shown(metric): text.steps for metric, text in run.text_values.items()},
         final_weights_hash=run.final_weights_hash,
@@ -122,7 +122,7 @@ def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
 
 def _address(run: RunDir) -> str | None:
     """Of its mirror in wandb, where that is nothing but one: a file could say anything."""
-    url = run.wandb().get("url", "")
+    url = run.wandb_location().get("url", "")
     return url if re.fullmatch(ADDRESS, url) else None
 
 
@@ -140,5 +140,5 @@ def _failure(state: RunState) -> str:
     ending, message = state.ending or "no exit code", state.message
     if not message:
         return ending
-    said_already = state.ending is None or state.tells_ending
+    said_already = state.ending is None or state.has_ending_in_reason
     return message if said_already else f"{ending}: {message}"

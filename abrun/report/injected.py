@@ -12,7 +12,7 @@ from abrun.present.markdown import escape_markdown
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import Experiment
-from abrun.runs.access import PUBLIC
+from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultFound, Sensitivity
 
@@ -30,9 +30,9 @@ def write_sensitivity(
     `not_injected`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC)
+    write_json(folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE)
     page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
-    write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC)
+    write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
     return folder / MARKDOWN_FILE
 
 

@@ -30,7 +30,7 @@ from abrun.redaction import shown
 from abrun.report.context import Context, make_context
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
-from abrun.runs.access import PUBLIC, share_new_folder
+from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.description import Description
 from abrun.verdict.results import ClaimResult
@@ -83,14 +83,14 @@ def write_report(
         if "html" in formats:
             from abrun.report.page import render_page
 
-            write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC)
+            write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
         history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
         write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
         if "json" in formats:
-            write_json(verdict, as_json(content), mode=PUBLIC)
+            write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
             image_names = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC)
+            write_file(report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE)
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)

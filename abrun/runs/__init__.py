@@ -14,8 +14,8 @@
         environment.json  versions, devices, precision; hashes of    written by the job, at every start
                            prompts and initial weights
         heartbeat.json    step, time, pid                            written by the job, every step
-        nodes/0000.json   whether the ranks of a node give signs,    written by the node's agent, every 15 s
-                           and where they are if they do not
+        nodes/0000.json   whether the ranks of a node are alive,     written by the node's agent, every 15 s
+                           and where they hang if they do not respond
         nodes/ending-*.json  how a node's part of the run ended      written by the node's agent, last
         result.json       the run is finished                        written by the job, last
         metrics.jsonl     one line a step                            appended by the job
@@ -23,10 +23,10 @@
         validation.jsonl  one line a validation, prompt by prompt    appended by the job
         samples.jsonl     some completions of some steps             appended by the job
         stdout.log, checkpoints/
-    runs/warm-starts/<hash>/                  a run directory too: steps shared by all arms and seeds
+    runs/warm-starts/<hash>/                  a run directory, too: steps shared by all arms and seeds
 
-One writer per file. Everything is a temporary file and a rename, or one append a line, so that a reader on
-any host of a shared file system, at any moment, sees whole files and at most one torn last line. Lines are on
-the disk before the checkpoint or result.json that builds on them, files before the names they get. The last
-key of a line, `crc32`, is a checksum of what stands before it.
+Every file has one writer. A file is written to a temporary name and renamed, or appended to one line at a
+time. A reader on any host of a shared file system therefore sees complete files and at most one torn last
+line. Lines reach the disk before the checkpoint or result.json that depends on them, and files before their
+names. The last key of a line, `crc32`, is a checksum of the bytes before it.
 """

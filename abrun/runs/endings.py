@@ -1,7 +1,7 @@
-"""What agents note for the launcher of a run about its end: a file for each of them in `nodes/`.
+"""Reasons that node agents record for a run's launcher when their part ends: one file each in `nodes/`.
 
-A node that does not see the run directory prints the reason into its output, as a line of JSON. Beside
-either an agent prints the sentence, for people.
+A node that cannot see the run directory prints the reason as a line of JSON instead. In both cases the agent
+also prints the sentence for people.
 """
 
 import contextlib
@@ -15,33 +15,34 @@ from abrun.runs import layout
 from abrun.runs.files import read_json, write_json
 from abrun.runs.rundir import RunDir
 
-PREFIX = "ending-"
+ENDING_PREFIX = "ending-"
 
 
-def write_ending(run: RunDir, writer: str, after: int, reason: Reason) -> None:
-    """Note how a node's part of a start ended. `after`: the last attempt before that start.
+def write_ending(run: RunDir, writer: str, previous_attempt: int, reason: Reason) -> None:
+    """Record why a node's part of a launch ended. `previous_attempt`: the last attempt before the launch.
 
-    Printed where no run is here, as in a probe or on a node that does not see it, or it takes no note.
+    The reason is printed if there is no run directory (in a probe, or on a node that cannot see it) or if
+    the file cannot be written.
     """
     reason = reason.map_texts(told)
     if run.exists:
-        with contextlib.suppress(StoreError):  # such as a full disk
-            content = {"after": after, "reason": coded(reason)}
-            return write_json(_folder(run) / f"{PREFIX}{writer}.json", content, durable=False)
+        with contextlib.suppress(StoreError):  # for example on a full disk
+            content = {"after": previous_attempt, "reason": coded(reason)}
+            return write_json(_endings_folder(run) / f"{ENDING_PREFIX}{writer}.json", content, durable=False)
     print_reason(reason)
 
 
-def endings(run: RunDir, after: int, printed: str) -> list[Reason]:
-    """Return what agents noted of the start that followed this attempt, or of a later one, or printed."""
-    reasons = list(filter(None, map(printed_reason, printed.splitlines())))
-    for path in sorted(_folder(run).glob(f"{PREFIX}*.json")):
-        with contextlib.suppress(StoreError):  # damaged, as after a loss of power
+def read_endings(run: RunDir, previous_attempt: int, output: str) -> list[Reason]:
+    """Return the reasons that agents printed or recorded in launches after `previous_attempt`."""
+    reasons = list(filter(None, map(printed_reason, output.splitlines())))
+    for path in sorted(_endings_folder(run).glob(f"{ENDING_PREFIX}*.json")):
+        with contextlib.suppress(StoreError):  # damaged, for example by a power loss
             content = read_json(path)
             reason = stored_reason(content.get("reason"), None)
-            if reason and type(content.get("after")) is int and content["after"] >= after:
+            if reason and type(content.get("after")) is int and content["after"] >= previous_attempt:
                 reasons.append(reason)
     return reasons
 
 
-def _folder(run: RunDir) -> Path:
+def _endings_folder(run: RunDir) -> Path:
     return run.path / layout.NODES

@@ -1,4 +1,4 @@
-"""An experiment's directory: what was planned and declared, and what its runs are doing."""
+"""An experiment's directory: its plan, its declared comparison and the state of its runs."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ from pydantic import Field
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.regular_files import is_directory, is_file
-from abrun.runs.access import UnreadableError, refuse_closed
-from abrun.runs.files import read_json, readable, write_file, write_json
-from abrun.runs.layout import EXPERIMENT, NAME, RunName
+from abrun.runs.access import UnreadableError, require_access
+from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
+from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
 from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Count, Items, checked
@@ -25,7 +25,7 @@ WARM_STARTS = "warm-starts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredRun:
-    arm: Annotated[str, Field(pattern=f"^{NAME}$")]  # which is a folder
+    arm: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]  # it names a folder
     seed: Annotated[Count, Field(lt=2**31)]
     rerun: Annotated[Count, Field(lt=2**31)] = 0
 
@@ -43,7 +43,7 @@ class _StoredMirror:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredRecipe:
-    """The fields of a recipe that are read even where another version wrote it."""
+    """The recipe fields that are read even if another version of abrun wrote the recipe."""
 
     steps: Count | None = None
     arms: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -71,35 +71,35 @@ class _StoredExperiment:
 
 
 def is_experiment(directory: Path) -> bool:
-    with readable(directory / EXPERIMENT):
+    with wrap_read_errors(directory / EXPERIMENT):
         return is_file(directory / EXPERIMENT)
 
 
-def closed_folders(runs_dir: Path) -> list[UnreadableError]:
-    """Return a line for each folder of `runs_dir` that this user may not enter, of an experiment or not."""
+def inaccessible_folders(runs_dir: Path) -> list[UnreadableError]:
+    """Return an error for each folder in `runs_dir` that this user may not enter."""
     errors: list[UnreadableError] = []
-    refuse_closed(runs_dir)
+    require_access(runs_dir)
     for folder in sorted(path for path in runs_dir.iterdir() if is_directory(path)):
         try:
-            refuse_closed(folder)
+            require_access(folder)
         except UnreadableError as error:
             errors.append(error)
     return errors
 
 
-def experiments_in(runs_dir: Path) -> list[Path]:
-    """The directories of all experiments, by name."""
+def list_experiments(runs_dir: Path) -> list[Path]:
+    """Return the directories of all experiments, sorted by name."""
     return sorted(path.parent for path in runs_dir.glob(f"*/{EXPERIMENT}"))
 
 
 def open_experiment(experiment_dir: Path) -> dict[str, Any]:
-    """`experiment.json` of an experiment directory. Raises StoreError where there is none."""
+    """Return the content of `experiment.json`. Raises StoreError if it is missing or malformed."""
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
             raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
-        there = [path.name for path in experiments_in(experiment_dir.parent)]
-        known = f"there are: {', '.join(there)}" if there else "launch a recipe first"
-        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=known))
+        experiment_names = [path.name for path in list_experiments(experiment_dir.parent)]
+        remedy = f"available: {', '.join(experiment_names)}" if experiment_names else "launch a recipe first"
+        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=remedy))
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
@@ -107,12 +107,12 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
 
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
-    """Write what `open_experiment` reads, all but the version of its form."""
+    """Write `experiment.json`, adding the schema version to `content`."""
     write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
 
 
 def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
-    """Keep uncommitted changes of code, once, under the start of their hash; return the file's name."""
+    """Store a diff of uncommitted changes under its hash prefix, once, and return the file's name."""
     path = experiment_dir / f"git-{changes}.diff"
     if not is_file(path):
         write_file(path, diff.encode())
@@ -120,14 +120,14 @@ def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
 
 
 def find_experiment(experiment: str, runs_dir: Path) -> Path:
-    """The directory of an experiment given as a path or as a name; whether there is one, others find out."""
-    named, path = runs_dir / experiment, Path(experiment)
-    here = next((each for each in (named, path) if is_experiment(each)), None)
-    return here or (path if "/" in experiment else named)
+    """Return the directory of an experiment given as a path or a name. It need not exist."""
+    dir_by_name, path = runs_dir / experiment, Path(experiment)
+    existing_dir = next((directory for directory in (dir_by_name, path) if is_experiment(directory)), None)
+    return existing_dir or (path if "/" in experiment else dir_by_name)
 
 
 def planned_runs(experiment_dir: Path) -> list[RunName]:
-    """The runs of an experiment, in launch order."""
+    """Return the planned runs of an experiment in launch order. Raises StoreError."""
     runs = open_experiment(experiment_dir).get("runs")
     if runs is None:
         raise StoreError(Code.EXPERIMENT_LACKS_RUNS(path=experiment_dir / EXPERIMENT))
@@ -138,38 +138,38 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
     return experiment_dir / str(name)
 
 
-def run_state(experiment_dir: Path, name: RunName) -> RunState:
-    """What one run is doing; one whose files are damaged has failed, and its message says why.
+def read_run_state(experiment_dir: Path, name: RunName) -> RunState:
+    """Return the state of one run.
 
-    A run whose files this user may not read is `unreadable`: nothing is known of it.
-
-    Of one whose directory was removed, the steps are the recipe's.
+    A run with damaged files is `failed`, with the damage as its reason. A run whose files this user may not
+    read is `unreadable`. If the run's directory is gone, the number of steps comes from the recipe.
     """
-    state = _state(RunDir(run_dir(experiment_dir, name)), name)
-    return state if state.num_steps else replace(state, num_steps=_steps_in_recipe(experiment_dir, name.arm))
+    state = _read_state(RunDir(run_dir(experiment_dir, name)), name)
+    return state if state.num_steps else replace(state, num_steps=_recipe_steps(experiment_dir, name.arm))
 
 
-def _steps_in_recipe(experiment_dir: Path, arm: str) -> int:
+def _recipe_steps(experiment_dir: Path, arm: str) -> int:
     recipe = open_experiment(experiment_dir).get("recipe", {})
     steps = (recipe.get("arms", {}).get(arm) or {}).get("steps", recipe.get("steps"))
     return steps if type(steps) is int else 0
 
 
-def warm_start_states(experiment_dir: Path, names: Sequence[RunName]) -> list[RunState]:
-    """What the supervised runs behind the initial weights of an experiment's runs are doing."""
+def read_warm_start_states(experiment_dir: Path, names: Sequence[RunName]) -> list[RunState]:
+    """Return the states of the supervised warm-start runs that produced the runs' initial weights."""
     directories: dict[Path, None] = {}
     for name in names:
         run = RunDir(run_dir(experiment_dir, name))
-        with contextlib.suppress(StoreError), readable(run.path):  # its state says that
+        # The state of the run itself reports such an error.
+        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
             weights = run.initial_weights
             if weights:  # .../warm-starts/<hash>/checkpoints/final
                 directories[Path(os.path.normpath(weights)).parent.parent] = None
-    return [_state(RunDir(directory), RunName(arm="warm-start", seed=0)) for directory in directories]
+    return [_read_state(RunDir(directory), RunName(arm="warm-start", seed=0)) for directory in directories]
 
 
-def _state(run: RunDir, name: RunName) -> RunState:
+def _read_state(run: RunDir, name: RunName) -> RunState:
     try:
-        with readable(run.path):
+        with wrap_read_errors(run.path):
             if os.path.isfile(run.path):
                 raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
             return run.state(name)

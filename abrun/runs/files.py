@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and what an operating system says about them in one line.
+"""Atomic file writes that survive a power loss, and one-line errors for operating-system failures.
 
-Whole means that it outlives a loss of power: content first, then the name, then the folder that holds it. No
-link is followed to what is written: one that lies where a file of ours has to be is refused.
+The content is synced first, then the name, then the folder. Symbolic links are never followed when writing:
+a link in the place of a store file is an error.
 """
 
 import contextlib
@@ -21,76 +21,88 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
-from abrun.runs.access import PRIVATE, Access, access_of, grant, read_error, share_new_file, share_new_folder
+from abrun.runs.access import (
+    PRIVATE_MODE,
+    Access,
+    existing_access,
+    grant,
+    read_error,
+    share_new_file,
+    share_new_folder,
+)
 from abrun.runs.owner import Owner
 from abrun.runs.schemas import T, checked
 
-FOLDER = 0o755  # at most, whatever the umask: who may write into it may say what a resume starts
-PARTIAL = ".partial"
-ABANDONED_S = 3600.0
-LEVELS = 3  # of folders in an experiment's: arm, run, attempts
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-MAX_DEPTH = 64  # of mappings and lists in each other: whoever walks through them may recurse
+# At most, whatever the umask: a user who can write into a run's folder controls what a resume starts.
+FOLDER_MODE = 0o755
+PARTIAL_SUFFIX = ".partial"
+ABANDONED_AFTER_S = 3600.0
+MAX_FOLDER_LEVELS = 3  # below an experiment's folder: arm, run, attempts
+NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+MAX_DEPTH = 64  # of nested mappings and lists, so that code walking them may recurse
 
 
-def write_json(path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write a JSON file whole or not at all. Raises StoreError where disk or permissions do not allow it.
+def write_json(
+    path: Path, content: Mapping[str, Any], *, mode: int = PRIVATE_MODE, durable: bool = True
+) -> None:
+    """Write a JSON file atomically. Raises StoreError if disk or permissions do not allow it.
 
-    One that is not `durable` is whole for every reader, but may be lost, or empty, after a loss of power.
+    Without `durable` the write is atomic for readers, but a power loss may leave the file empty or missing.
     """
     write_file(path, json_text(content), mode=mode, durable=durable)
 
 
 def json_text(content: Mapping[str, Any]) -> bytes:
-    """Return the text of a JSON file, NaN and Inf as text."""
-    return (json.dumps(encode(content), indent=1, allow_nan=False) + "\n").encode()
+    """Return the bytes of a JSON file, with NaN and Inf as strings."""
+    return (json.dumps(encode_non_finite(content), indent=1, allow_nan=False) + "\n").encode()
 
 
-def write_file(path: Path, content: bytes, *, mode: int = PRIVATE, durable: bool = True) -> None:
-    """Write any file whole or not at all; see write_json. Its readers are those of the file before."""
-    with explained(path):
+def write_file(path: Path, content: bytes, *, mode: int = PRIVATE_MODE, durable: bool = True) -> None:
+    """Write a file atomically; see write_json. It keeps the readers of the file that it replaces."""
+    with wrap_write_errors(path):
         make_folder(path.parent)
         refuse_link(path)
-        with _partial(path, content, mode, durable, access_of(path, mode)) as partial:
+        with _write_partial(path, content, mode, durable, existing_access(path, mode)) as partial:
             os.replace(partial, path)
         if durable:
             sync_folder(path.parent)
 
 
 def create_file(path: Path, content: bytes) -> None:
-    """Write a new file whole or not at all. Raises FileExistsError where the name is taken.
+    """Write a new file atomically. Raises FileExistsError if the name is taken.
 
-    On a file system without hard links it is empty for a moment, and stays so after a kill in that moment.
+    On a file system without hard links the file is empty for a moment, and stays empty if the process is
+    killed in that moment.
     """
-    with _partial(path, content, PRIVATE, durable=True) as partial:
+    with _write_partial(path, content, PRIVATE_MODE, durable=True) as partial:
         try:
             os.link(partial, path)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno not in NO_HARD_LINKS:
                 raise
-            os.close(os.open(path, NEW_FILE, PRIVATE))
+            os.close(os.open(path, NEW_FILE_FLAGS, PRIVATE_MODE))
             os.replace(partial, path)
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def _partial(
+def _write_partial(
     path: Path,
     content: bytes,
     mode: int,
     durable: bool,
     access: Access | None = None,
 ) -> Iterator[Path]:
-    """Write a file beside `path`, under a name that says by whom; removed after an error.
+    """Write a temporary file next to `path`, named after host and process; remove it after an error.
 
-    `access`: of the file that it will replace; without, its readers are those of the folder.
+    `access`: the access of the file that it will replace; None: the access of a new file at `path`.
     """
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
-    partial.unlink(missing_ok=True)  # of a killed process that had this one's id
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL_SUFFIX}")
+    partial.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
-        file = os.open(partial, NEW_FILE, mode)
+        file = os.open(partial, NEW_FILE_FLAGS, mode)
         try:
             grant(file, access) if access else share_new_file(file, path)
             write_all(file, content)
@@ -105,63 +117,64 @@ def _partial(
         raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the partial files of killed writers from the folder of an experiment, or of a run.
+def remove_partial_files(folder: Path) -> None:
+    """Remove the partial files of killed writers from the folder of an experiment or a run.
 
-    Whether a writer on another host lives cannot be told: its file has to be an hour old.
+    A writer on another host cannot be checked, so its file has to be an hour old.
     """
     for parent, folders, names in os.walk(folder):
-        if len(Path(parent).relative_to(folder).parts) >= LEVELS:  # what a trainer keeps there may be large
+        # Deeper folders belong to the trainer and may be large.
+        if len(Path(parent).relative_to(folder).parts) >= MAX_FOLDER_LEVELS:
             folders.clear()
-        for path in (Path(parent, name) for name in leftovers(names)):
+        for path in (Path(parent, name) for name in partial_files(names)):
             with contextlib.suppress(OSError):
                 if _is_abandoned(path):
                     path.unlink()
 
 
 def _is_abandoned(partial: Path) -> bool:
-    host, _, number = partial.name.removesuffix(PARTIAL).rpartition(".")
-    if not number.isdecimal():  # a trainer's file, perhaps
+    host, _, number = partial.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
+    if not number.isdecimal():  # not named by abrun: possibly a trainer's file
         return False
     if host.endswith(f".{socket.gethostname()}"):
         return Owner(host=socket.gethostname(), pid=int(number)).is_gone
-    return time.time() - partial.stat().st_mtime > ABANDONED_S
+    return time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S
 
 
 def write_all(file: int, content: bytes) -> None:
-    """Call `os.write`, which may take less than it is given, until all is written."""
-    left = memoryview(content)
-    while left:
-        written = os.write(file, left)
+    """Call `os.write`, which may write less than requested, until all of `content` is written."""
+    remaining = memoryview(content)
+    while remaining:
+        written = os.write(file, remaining)
         if not written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left = left[written:]
+        remaining = remaining[written:]
 
 
 def make_folder(path: Path) -> None:
-    """A folder and those above it, where they are not there, to outlive a loss of power."""
-    missing = [each for each in (path, *path.parents) if not exists(each)]
-    for each in reversed(missing):
-        each.mkdir(mode=FOLDER, exist_ok=True)
-        share_new_folder(each)
-        sync_folder(each.parent)
-    path.mkdir(exist_ok=True)  # says what is there, where it is no folder
+    """Create a folder and its missing parents, synced so that they survive a power loss."""
+    missing = [folder for folder in (path, *path.parents) if not exists(folder)]
+    for folder in reversed(missing):
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        share_new_folder(folder)
+        sync_folder(folder.parent)
+    path.mkdir(exist_ok=True)  # raises FileExistsError if the path is not a folder
 
 
 def make_private_folder(path: Path) -> int:
-    """Make a folder for what a library writes, closed to all but the readers of the experiment.
+    """Create a folder that a library will write to, accessible only to the experiment's readers.
 
-    Returns the umask under which the library's files are private, too.
+    Returns the umask that keeps the library's files private, too.
     """
-    with explained(path):
+    with wrap_write_errors(path):
         make_folder(path.parent)
         refuse_link(path)
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         return 0o077 & ~share_new_folder(path, private=True)
 
 
-def share_written(path: Path) -> None:
-    """Let the readers of the experiment read a file that a library wrote."""
+def share_written_file(path: Path) -> None:
+    """Give a file written by a library the readers of the experiment."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         share_new_file(file, path)
@@ -170,7 +183,7 @@ def share_written(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to the disk."""
+    """Flush a file's content to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -179,7 +192,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system has a way to."""
+    """Flush a folder's entries to the disk, if the file system supports it."""
     try:
         sync_file(path)
     except OSError as error:
@@ -188,24 +201,25 @@ def sync_folder(path: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises StoreError where a link lies where a file of ours has to be: it could lead anywhere."""
+    """Raise StoreError if a symbolic link takes the place of a store file: it could lead anywhere."""
     if path.is_symlink():
         raise StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a file to be appended to; see open_in_place."""
-    return open(open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+    """Open a file for appending; see open_without_links."""
+    return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
-def open_in_place(path: Path, flags: int) -> int:
-    """Open a file of ours; O_CREAT makes it for its owner and the readers of its experiment.
+def open_without_links(path: Path, flags: int) -> int:
+    """Open a file of the store without following links.
 
-    No link is followed. Raises OSError for anything but a file.
+    With O_CREAT a new file is readable by its owner and the experiment's readers. Raises OSError unless the
+    path is a regular file.
     """
     is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
-    # Not waited for, should it be a pipe that nobody reads
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE)
+    # O_NONBLOCK: opening a pipe without a reader must not block.
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_MODE)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -219,21 +233,21 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file; OSError where it does not read."""
+    """Return size and SHA-256 of a file. Raises OSError if it cannot be read."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def damage(path: Path, recorded: Any) -> str | None:
-    """What is wrong with a file of which `fingerprint` was once recorded; None where nothing is."""
+def find_damage(path: Path, recorded: Any) -> str | None:
+    """Return how a file differs from its recorded `fingerprint`; None if it does not."""
     if not isinstance(recorded, Mapping):
-        return "no checksum is recorded of it"
+        return "has no recorded checksum"
     try:
         if path.stat().st_size != recorded.get("bytes"):
-            return f"has {path.stat().st_size} bytes, {recorded.get('bytes')} were written"
-        same = fingerprint(path) == dict(recorded)
-        return None if same else "does not have the checksum of what was written"
+            return f"has {path.stat().st_size} bytes instead of the {recorded.get('bytes')} written"
+        is_same = fingerprint(path) == dict(recorded)
+        return None if is_same else "does not match its recorded checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -261,8 +275,8 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
 
 
 def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Empty where there is no file. Raises StoreError for what is none, such as a folder of that name."""
-    with readable(path):
+    """Return the content of a JSON file; empty if it is missing. Raises StoreError if it is not a file."""
+    with wrap_read_errors(path):
         if is_file(path):
             return read_json(path, max_bytes)
         if exists(path):
@@ -271,12 +285,12 @@ def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str,
 
 
 def read_as(kind: type[T], path: Path, max_bytes: int = MAX_FILE_BYTES) -> T:
-    """Return a dataclass of the fields of a file, which may be missing. Raises StoreError."""
+    """Return a JSON file as an instance of a dataclass; defaults if it is missing. Raises StoreError."""
     return checked(kind, read_json_or_empty(path, max_bytes), path)
 
 
 def is_too_deep(text: bytes, content: Any) -> bool:
-    """Whether mappings and lists are nested more than MAX_DEPTH deep in what a text was read as."""
+    """Return True if mappings and lists in a parsed text are nested more than MAX_DEPTH deep."""
     if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
         return False
     level = [content]
@@ -293,8 +307,8 @@ def is_too_deep(text: bytes, content: Any) -> bool:
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turns an operating-system error about reading `path` into one StoreError line."""
+def wrap_read_errors(path: Path) -> Iterator[None]:
+    """Raise an operating-system error about reading `path` as a StoreError of one line."""
     try:
         yield
     except OSError as error:
@@ -302,33 +316,37 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turns an operating-system error about `path` into one StoreError line."""
+def wrap_write_errors(path: Path) -> Iterator[None]:
+    """Raise an operating-system error about writing `path` as a StoreError of one line."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "a file is where a folder has to be" if in_the_way else error.strerror or str(error)
+        is_file_in_place_of_folder = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = (
+            "a file is in the place of a folder"
+            if is_file_in_place_of_folder
+            else error.strerror or str(error)
+        )
         raise StoreError(Code.UNWRITABLE(path=path, error=reason)) from error
 
 
-def leftovers(names: Iterable[str]) -> list[str]:
-    """Of the names in a folder those of files whose writer was killed."""
-    return [name for name in names if name.startswith(".") and name.endswith(PARTIAL)]
+def partial_files(names: Iterable[str]) -> list[str]:
+    """Return the file names of unfinished writes among the names in a folder."""
+    return [name for name in names if name.startswith(".") and name.endswith(PARTIAL_SUFFIX)]
 
 
-def encode(value: Any) -> Any:
-    """JSON has no NaN and Inf: they are kept as text."""
+def encode_non_finite(value: Any) -> Any:
+    """Return a copy with NaN and Inf as strings, which JSON cannot represent as numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
+        return {key: encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [encode_non_finite(item) for item in value]
     return value
 
 
-def decode(value: Any) -> Any:
+def decode_non_finite(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

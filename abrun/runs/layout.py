@@ -1,10 +1,10 @@
-"""Which run a directory is of, and what lies in it, by name: abrun.runs alone reads and writes it."""
+"""Names of runs and of the files in a run directory. Only abrun.runs reads and writes these files."""
 
 from dataclasses import dataclass
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # of experiments and arms, which are folders
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # names of experiments and arms, which are folders
 
-EXPERIMENT = "experiment.json"  # of an experiment; what follows, of a run
+EXPERIMENT = "experiment.json"  # in an experiment's directory; the files below are in a run's
 CONFIG = "config.json"
 ATTEMPTS = "attempts"
 LAUNCH = "launch.json"
@@ -42,14 +42,14 @@ RUN_FILES = (
 )
 
 
-def engine_log(number: int) -> str:
-    """What a rollout engine's process prints, where a run has devices for them alone."""
+def engine_log_name(number: int) -> str:
+    """Return the name of a rollout engine's log, for runs with devices reserved for rollout engines."""
     return f"engine-{number}.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RunName:
-    """Which run of an experiment: `rerun` 0 is the run itself, j > 0 its j-th same-seed repetition (A/A)."""
+    """Identity of a run in an experiment: `rerun` 0 is the run, j > 0 its j-th A/A rerun (same seed)."""
 
     arm: str
     seed: int

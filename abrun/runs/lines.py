@@ -1,4 +1,4 @@
-"""Files of JSON lines, each with a checksum: appended one `write()` a line, followed while they grow."""
+"""JSON-lines files with a checksum per line: appended one `write()` per line, readable while they grow."""
 
 import contextlib
 import json
@@ -15,27 +15,35 @@ from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import lines_of, open_regular
 from abrun.runs.access import read_error
-from abrun.runs.files import decode, encode, explained, is_too_deep, make_folder, open_in_place, sync_folder
-from abrun.runs.records import LARGEST_ATTEMPT
+from abrun.runs.files import (
+    decode_non_finite,
+    encode_non_finite,
+    is_too_deep,
+    make_folder,
+    open_without_links,
+    sync_folder,
+    wrap_write_errors,
+)
+from abrun.runs.records import MAX_ATTEMPT
 
-LARGEST_STEP = 2**53
-CHECKSUM = "crc32"  # the last key of a line; its value is text, which no metric is
-NOT_METRICS = ("step", "attempt", "time_s", CHECKSUM)  # of a row of metrics
-MISMATCH = "the line does not match its checksum"
-_BEFORE_CHECKSUM = f', "{CHECKSUM}": "'.encode()
-_NUM_CHECKSUM_BYTES = len(_BEFORE_CHECKSUM) + len(b'00000000"}')
+MAX_STEP = 2**53
+CHECKSUM = "crc32"  # the last key of a line; its value is text, unlike any metric's
+NON_METRIC_KEYS = ("step", "attempt", "time_s", CHECKSUM)  # in a row of metrics.jsonl
+CHECKSUM_MISMATCH = "the line does not match its checksum"
+_CHECKSUM_PREFIX = f', "{CHECKSUM}": "'.encode()
+_NUM_CHECKSUM_BYTES = len(_CHECKSUM_PREFIX) + len(b'00000000"}')
 
 
 class LineWriter:
-    """Appends JSON lines, one `write()` each. Opening drops the torn last line of a killed writer."""
+    """Writer that appends JSON lines, one `write()` each. Opening drops a killed writer's torn last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._torn = True
-        with explained(path):
+        with wrap_write_errors(path):
             make_folder(path.parent)
-            # Appending: the last row of an older attempt, on its way now, must not overwrite one of a newer
-            self._file = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            # O_APPEND: a late write of an older attempt must not overwrite a row of a newer one.
+            self._file = open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._drop_torn_line()
                 self._end = os.fstat(self._file).st_size
@@ -45,9 +53,9 @@ class LineWriter:
                 raise
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. A line that the disk cannot take whole is removed before StoreError is raised."""
+        """Append one row. If the disk cannot take the whole line, remove it and raise StoreError."""
         line = json_line(row)
-        with explained(self.path):
+        with wrap_write_errors(self.path):
             self._drop_torn_line()
             self._torn = True
             if os.write(self._file, line) < len(line):
@@ -57,8 +65,8 @@ class LineWriter:
             self._end = os.lseek(self._file, 0, os.SEEK_CUR)
 
     @property
-    def in_place(self) -> bool:
-        """True while the path leads to this file, and nobody has cut it short."""
+    def is_in_place(self) -> bool:
+        """True while the path still names this file and nobody has truncated it."""
         try:
             there, here = self.path.lstat(), os.fstat(self._file)
         except FileNotFoundError:
@@ -66,32 +74,33 @@ class LineWriter:
         return os.path.samestat(there, here) and here.st_size >= self._end
 
     def sync(self) -> None:
-        """Bring what was written to the disk: from now on it outlives a loss of power."""
-        with explained(self.path):
+        """Flush all rows to the disk, so that they survive a power loss."""
+        with wrap_write_errors(self.path):
             os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
 
     def _drop_torn_line(self) -> None:
-        """Take back what the last write left of a line, where it failed."""
+        """Remove the partial line of a failed write."""
         if self._torn:
-            os.ftruncate(self._file, _end_of_last_line(self._file))
+            os.ftruncate(self._file, _find_end_of_last_line(self._file))
             self._torn = False
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line that ends with its checksum."""
-    text = json.dumps(encode(row), allow_nan=False, ensure_ascii=False)
-    content = text.encode(errors="replace")[:-1]  # of a path, say: half a surrogate is no text
-    return content + _checksum(content) + b"\n"
+    text = json.dumps(encode_non_finite(row), allow_nan=False, ensure_ascii=False)
+    # A string such as a path may hold a lone surrogate, which UTF-8 cannot encode.
+    content = text.encode(errors="replace")[:-1]
+    return content + _line_ending(content) + b"\n"
 
 
 class LineParser:
-    """Parses the lines of one file in order, checking the checksum that LineWriter appends to each.
+    """Parser of one file's lines, in order, that verifies the checksum that LineWriter appends to each.
 
-    Lines without a checksum are read: those of older versions, or of other writers. After a line with one, a
-    line without it is damaged.
+    Lines without a checksum come from older versions or other writers and are accepted. After a line with a
+    checksum, a line without one counts as damaged.
     """
 
     def __init__(self) -> None:
@@ -100,46 +109,46 @@ class LineParser:
     def parse(self, line: bytes) -> dict[str, Any]:
         """Return the row without its checksum, NaN and Inf restored. Raises ValueError for a damaged line."""
         if not self.is_intact(line):
-            raise ValueError(MISMATCH)
+            raise ValueError(CHECKSUM_MISMATCH)
         row = orjson.loads(line)
         if not isinstance(row, dict) or is_too_deep(line, row):
-            raise ValueError("a JSON object is expected")
+            raise ValueError("expected a JSON object")
         row.pop(CHECKSUM, None)
         if b'"NaN"' in line or b'Infinity"' in line:
-            return {key: decode(value) for key, value in row.items()}
+            return {key: decode_non_finite(value) for key, value in row.items()}
         return row
 
     def is_intact(self, line: bytes) -> bool:
-        """Return False where the checksum of a line is another one, or missing after lines with one."""
+        """Return False if a line's checksum is wrong, or missing after lines that have one."""
         content, end = line[:-_NUM_CHECKSUM_BYTES], line[-_NUM_CHECKSUM_BYTES:]
-        if end == _checksum(content):
+        if end == _line_ending(content):
             self._has_checksums = True
             return True
-        return not (self._has_checksums or end.startswith(_BEFORE_CHECKSUM))
+        return not (self._has_checksums or end.startswith(_CHECKSUM_PREFIX))
 
 
-def _checksum(content: bytes) -> bytes:
-    """Return the end of a line that begins with `content`."""
-    return b'%s%08x"}' % (_BEFORE_CHECKSUM, zlib.crc32(content))
+def _line_ending(content: bytes) -> bytes:
+    """Return the checksum key and closing brace that follow `content` in a line."""
+    return b'%s%08x"}' % (_CHECKSUM_PREFIX, zlib.crc32(content))
 
 
-class Line(NamedTuple):
-    """A line of a file that is not blank: where it stands, its text without the end, its row or damage."""
+class JsonLine(NamedTuple):
+    """A non-blank line of a JSON-lines file: its position, its text without the newline, its row or error."""
 
     number: int  # from 1
-    start: int  # its first byte
+    start: int  # byte offset
     text: bytes
     row: dict[str, Any] | ValueError
 
     def checked(self, path: Path) -> dict[str, Any]:
-        """Return the row. Raises StoreError naming file and line where the line is damaged."""
+        """Return the row. Raises StoreError, naming file and line, if the line is damaged."""
         if isinstance(self.row, ValueError):
-            raise damaged_line(path, f"line {self.number}", self.text, self.row)
+            raise damaged_line_error(path, f"line {self.number}", self.text, self.row)
         return self.row
 
 
 class LineReader:
-    """Follows a JSON-lines file: each call reads the lines appended since, NaN and Inf restored."""
+    """Reader that follows a JSON-lines file: each call returns the new lines, with NaN and Inf restored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,11 +156,11 @@ class LineReader:
         self._num_lines = 0
         self._parser = LineParser()
 
-    def lines(self, *, ended: bool = False) -> Iterator[Line]:
-        """Yield the new lines, damaged ones included. Raises OSError.
+    def lines(self, *, ended: bool = False) -> Iterator[JsonLine]:
+        """Yield the new lines, including damaged ones. Raises OSError.
 
-        A torn last line (of a writer at work, or killed) is left for later; where the writer has `ended`, it
-        is damaged.
+        A torn last line is left for the next call, since its writer may still be working. Once the writer
+        has `ended`, it is damaged.
         """
         with open_regular(self.path) as file:
             file.seek(self._offset)
@@ -162,10 +171,10 @@ class LineReader:
                 self._offset += len(text)
                 self._num_lines += 1
                 if not text.isspace():
-                    yield Line(self._num_lines, start, text.removesuffix(b"\n"), self._parsed(text))
+                    yield JsonLine(self._num_lines, start, text.removesuffix(b"\n"), self._parsed(text))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the new rows; none while there is no file. Raises StoreError for a damaged line."""
+        """Return the new rows; none if there is no file yet. Raises StoreError for a damaged line."""
         try:
             return [line.checked(self.path) for line in self.lines()]
         except FileNotFoundError:
@@ -176,58 +185,58 @@ class LineReader:
     def _parsed(self, text: bytes) -> dict[str, Any] | ValueError:
         try:
             if not text.endswith(b"\n"):
-                raise ValueError("its end is missing")
+                raise ValueError("its end is missing (torn line)")
             return self._parser.parse(text[:-1])
         except ValueError as error:
             return error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSON-lines file; see LineReader."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return all rows of a JSON-lines file; see LineReader."""
     return LineReader(path).read()
 
 
-def sound_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file without its damaged lines; none of a file that cannot be read."""
+def read_valid_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON-lines file, skipping damaged lines; none if the file cannot be read."""
     with contextlib.suppress(OSError):
         for line in LineReader(path).lines():
             if not isinstance(line.row, ValueError):
                 yield line.row
 
 
-def problem_of(row: Mapping[str, Any]) -> str | None:
-    """Why an object is no row of metrics; None where it is one."""
+def row_problem(row: Mapping[str, Any]) -> str | None:
+    """Return why an object is not a valid row of metrics; None if it is."""
     for key, value in row.items():
-        if not isinstance(decode(value), int | float | None) and key not in NOT_METRICS:
+        if not isinstance(decode_non_finite(value), int | float | None) and key not in NON_METRIC_KEYS:
             return (
-                f"{shortened(key)}: got {shortened(value)}; a number is expected: "
-                "mend the trainer that wrote it and run again"
+                f"{shortened(key)}: got {shortened(value)}; expected a number: "
+                "fix the trainer that wrote it and run again"
             )
-    return problem_of_step(row.get("step"), row.get("attempt", 1))
+    return step_problem(row.get("step"), row.get("attempt", 1))
 
 
-def problem_of_step(step: Any, attempt: Any) -> str | None:
-    """Return why these are no step and attempt of a row; None where they are."""
-    whole = type(step) is int and abs(step) <= LARGEST_STEP
-    if whole and type(attempt) is int and attempt < LARGEST_ATTEMPT:
+def step_problem(step: Any, attempt: Any) -> str | None:
+    """Return why a step or an attempt is invalid; None if both are valid."""
+    is_valid_step = type(step) is int and abs(step) <= MAX_STEP
+    if is_valid_step and type(attempt) is int and attempt < MAX_ATTEMPT:
         return None
-    return f"got step {shortened(step)}, attempt {shortened(attempt)}; both are whole numbers"
+    return f"got step {shortened(step)}, attempt {shortened(attempt)}; expected whole numbers"
 
 
-def bad_rows(path: Path) -> list[Line]:
-    """Return the lines of metrics.jsonl that are damaged or no row; none of a file that does not read."""
-    bad: list[Line] = []
+def find_bad_lines(path: Path) -> list[JsonLine]:
+    """Return the lines of metrics.jsonl that are damaged or not rows; none if the file cannot be read."""
+    bad: list[JsonLine] = []
     with contextlib.suppress(OSError):
         for line in LineReader(path).lines():
-            if isinstance(line.row, ValueError) or problem_of(line.row):
+            if isinstance(line.row, ValueError) or row_problem(line.row):
                 bad.append(line)
     return bad
 
 
-def blank_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Overwrite lines by spaces: no place in the file moves, for those who follow it or write it still."""
-    with explained(path):
-        file = open_in_place(path, os.O_WRONLY)
+def overwrite_lines(path: Path, lines: Iterable[JsonLine]) -> None:
+    """Overwrite lines with spaces, so that offsets stay valid for readers and writers of the file."""
+    with wrap_write_errors(path):
+        file = open_without_links(path, os.O_WRONLY)
         try:
             for line in lines:
                 os.pwrite(file, b" " * len(line.text), line.start)
@@ -236,20 +245,22 @@ def blank_lines(path: Path, lines: Iterable[Line]) -> None:
             os.close(file)
 
 
-def damaged_line(path: Path | str, place: str, line: bytes, problem: object = MISMATCH) -> StoreError:
-    """Return the error that names a line which LineParser refused."""
-    shown = line[:40].decode(errors="replace")
-    what = "a JSON object is expected" if isinstance(problem, orjson.JSONDecodeError) else problem
-    return StoreError(Code.LINE_INVALID(path=path, place=place, got=shown, problem=str(what)))
+def damaged_line_error(
+    path: Path | str, place: str, line: bytes, problem: object = CHECKSUM_MISMATCH
+) -> StoreError:
+    """Return the error that names a line that LineParser rejected."""
+    excerpt = line[:40].decode(errors="replace")
+    cause = "expected a JSON object" if isinstance(problem, orjson.JSONDecodeError) else problem
+    return StoreError(Code.LINE_INVALID(path=path, place=place, got=excerpt, problem=str(cause)))
 
 
-def _end_of_last_line(file: int) -> int:
-    """Where the last whole line of a file ends."""
+def _find_end_of_last_line(file: int) -> int:
+    """Return the offset at which the last complete line of a file ends."""
     end = os.lseek(file, 0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)
-        newline = os.pread(file, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
+        newline_index = os.pread(file, end - start, start).rfind(b"\n")
+        if newline_index >= 0:
+            return start + newline_index + 1
         end = start
     return 0

@@ -1,8 +1,8 @@
-"""One launcher at a time: who owns a directory while it launches what is there.
+"""Locks that let one launcher at a time own an experiment's directory.
 
-On one machine the kernel's lock on the file tells at once whether the owner lives. An owner on another
-machine cannot be asked: it touches the file every few seconds, and has lost the lock once the file system
-says that it no longer does. Before that only `take_over` claims its place.
+On the same machine, the kernel's lock on the file shows at once whether the owner is alive. An owner on
+another machine cannot be checked: it touches the file every few seconds and loses the lock when its last
+touch is too old. Until then only `take_over` replaces it.
 """
 
 import contextlib
@@ -21,110 +21,116 @@ from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.regular_files import read_regular
-from abrun.runs.access import UnreadableError, unreadable
-from abrun.runs.files import explained, make_folder, open_in_place
-from abrun.runs.owner import Owner, this_process
+from abrun.runs.access import UnreadableError, unreadable_error
+from abrun.runs.files import make_folder, open_without_links, wrap_write_errors
+from abrun.runs.owner import Owner, this_process_fields
 
 LOCK = "launcher.lock"
-BEAT_S = 15.0  # from one touch of an owner to the next
-FIRST_BEAT_S = 1.0  # of two on two machines that begin at once the first to write finds the second
-EXPIRED_S = 180.0  # without a touch, and the lock is anybody's: clocks may differ by two minutes
+REFRESH_EVERY_S = 15.0
+# Early: if launchers on two machines begin at once, the first to write has to notice the second.
+FIRST_REFRESH_S = 1.0
+EXPIRES_AFTER_S = 180.0  # since the last touch; allows for clocks that differ by two minutes
 POLL_S = 0.1
-ONE_WRITE = 512  # bytes: a reader sees all of it or nothing
+OWNER_BYTES = 512  # small enough that a reader sees all of it or nothing
 
 
-class Locked(StoreError):
+class LockedError(StoreError):
     """Another launcher owns the directory."""
 
 
 class TakenOverError(StoreError):
-    """Another launcher has taken over the directory: this one must stop what it runs there."""
+    """Another launcher has taken over the directory, so this one must stop its runs."""
 
 
 class Lease:
-    """A launcher's claim to a directory: `acquire`, then `refresh` again and again, then `close`."""
+    """A launcher's lock on a directory: `acquire` it, `refresh` it repeatedly, then `close` it."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
         self._token = uuid.uuid4().hex
         self._file: int | None = None
-        self._next_beat_s = 0.0
+        self._next_refresh_s = 0.0
 
     def acquire(self, *, take_over: bool = False) -> Reason | None:
-        """Own the directory, or raise Locked; returns a note on the owner that this one follows.
+        """Lock the directory or raise LockedError; return a note if a previous owner lost the lock.
 
-        `take_over`: also from an owner on another machine that may live; it stops at its next `refresh`.
+        `take_over` also replaces an owner on another machine that may be alive; it stops at its next
+        `refresh`.
         """
-        with explained(self._path):
+        with wrap_write_errors(self._path):
             make_folder(self._path.parent)
-            file = open_in_place(self._path, os.O_RDWR | os.O_CREAT)
+            file = open_without_links(self._path, os.O_RDWR | os.O_CREAT)
         try:
-            with explained(self._path):
-                before = self._displaced(file, _kernel_lock(file), take_over)
+            with wrap_write_errors(self._path):
+                previous_owner = self._find_previous_owner(file, _try_kernel_lock(file), take_over)
                 self._write_owner(file)
         except BaseException:
             os.close(file)
             raise
-        self._file, self._next_beat_s = file, time.monotonic() + FIRST_BEAT_S
-        if before is None:
+        self._file, self._next_refresh_s = file, time.monotonic() + FIRST_REFRESH_S
+        if previous_owner is None:
             return None
-        return Code.LOCK_TAKEN_OVER(owner=str(before), is_gone=before.shares_kernel, as_asked=take_over)
+        return Code.LOCK_TAKEN_OVER(
+            owner=str(previous_owner), is_gone=previous_owner.shares_kernel, as_asked=take_over
+        )
 
     def refresh(self) -> None:
-        """Keep the lease; cheap, however often it is called. Raises TakenOverError where it is lost."""
-        if self._file is None or time.monotonic() < self._next_beat_s:
+        """Renew the lease; cheap enough to call often. Raises TakenOverError if it is lost."""
+        if self._file is None or time.monotonic() < self._next_refresh_s:
             return
-        self._next_beat_s = time.monotonic() + BEAT_S
-        self._check_mine()
-        with contextlib.suppress(OSError):  # the next touch makes good what this one misses
+        self._next_refresh_s = time.monotonic() + REFRESH_EVERY_S
+        self._check_ownership()
+        with contextlib.suppress(OSError):  # the next refresh tries again
             os.utime(self._file)
-        _kernel_lock(self._file)  # until its old owner ended, a lease that was taken over was without it
+        # A lease that was taken over lacks the kernel's lock until its old owner has ended.
+        _try_kernel_lock(self._file)
 
     def close(self) -> None:
-        """Give the lease back, where it is held."""
+        """Release the lease if it is held."""
         if self._file is None:
             return
         with contextlib.suppress(OSError, TakenOverError):
-            self._check_mine()
+            self._check_ownership()
             os.ftruncate(self._file, 0)  # not unlinked: a waiting launcher may have it open
         os.close(self._file)
         self._file = None
 
-    def _displaced(self, file: int, locked: bool | None, take_over: bool) -> Owner | None:
-        """The owner that has lost the lock, None where there is none. Raises Locked where it has not."""
-        owner = _owner_in(os.pread(file, 4096, 0))
+    def _find_previous_owner(self, file: int, locked: bool | None, take_over: bool) -> Owner | None:
+        """Return the owner that has lost the lock, or None. Raises LockedError if an owner holds it."""
+        owner = _parse_owner(os.pread(file, 4096, 0))
         if not _is_at(file, self._path) or (owner is None and locked is False):
-            raise Locked(Code.LOCKED(path=self._path, problem="launcher begins here just now"))
+            raise LockedError(Code.LOCKED(path=self._path, problem="launcher is starting in this directory"))
         if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
             return owner
-        raise Locked(
+        raise LockedError(
             Code.LAUNCHED_BY_ANOTHER(
                 path=self._path,
                 owner=str(owner),
-                pid=owner.pid if owner.is_seen_from_here else None,
+                pid=owner.pid if owner.is_visible else None,
                 may_take_over=not owner.shares_kernel,
             )
         )
 
     def _write_owner(self, file: int) -> None:
-        mine = {**this_process(), "token": self._token, "started_s": time.time()}
-        line = json.dumps(mine).ljust(ONE_WRITE - 1).encode() + b"\n"
+        owner_fields = {**this_process_fields(), "token": self._token, "started_s": time.time()}
+        line = json.dumps(owner_fields).ljust(OWNER_BYTES - 1).encode() + b"\n"
         try:
             written = os.pwrite(file, line, 0)
-            while written < len(line):  # a disk that takes less says why the next time
+            while written < len(line):  # after a short write, the next one raises the disk's error
                 written += os.pwrite(file, line[written:], written)
         except OSError:
             with contextlib.suppress(OSError):
-                self._path.unlink()  # a full disk: leave no empty file behind
+                self._path.unlink()  # on a full disk, do not leave an empty file
             raise
 
-    def _check_mine(self) -> None:
+    def _check_ownership(self) -> None:
         try:
-            content = read_regular(self._path, 4096)  # opened again: that is what asks a file server
+            # Opening the file again makes a network file system ask its server.
+            content = read_regular(self._path, 4096)
         except OSError:
-            return  # removed by hand, perhaps: nobody has taken it
+            return  # possibly removed by hand: nobody has taken over
         if self._token.encode() not in content:
-            owner = _owner_in(content)
+            owner = _parse_owner(content)
             raise TakenOverError(Code.TAKEN_OVER(path=self._path, owner=str(owner or "another launcher")))
 
 
@@ -132,7 +138,7 @@ class Lease:
 def launcher_lock(
     directory: Path, *, take_over: bool = False, say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Lease]:
-    """Own a directory while launching what is there. Raises Locked naming the owner."""
+    """Lock a directory while its runs are launched. Raises LockedError, naming the owner."""
     lease = Lease(directory)
     note = lease.acquire(take_over=take_over)
     try:
@@ -145,16 +151,17 @@ def launcher_lock(
 
 @contextlib.contextmanager
 def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
-    """Be the only one who changes a file: read, change and write it inside. Raises Locked after `wait_s`."""
-    until = time.monotonic() + wait_s
+    """Lock a file for a read-modify-write. Raises LockedError after waiting `wait_s` seconds."""
+    deadline_s = time.monotonic() + wait_s
     while True:
-        with explained(path):
-            file = open_in_place(path, os.O_RDWR)
-        if _kernel_lock(file) is not False and _is_at(file, path):  # else it has been replaced meanwhile
+        with wrap_write_errors(path):
+            file = open_without_links(path, os.O_RDWR)
+        # If the path no longer names this file, it was replaced meanwhile: try again.
+        if _try_kernel_lock(file) is not False and _is_at(file, path):
             break
         os.close(file)
-        if time.monotonic() > until:
-            raise Locked(Code.FILE_LOCKED(path=path))
+        if time.monotonic() > deadline_s:
+            raise LockedError(Code.FILE_LOCKED(path=path))
         time.sleep(POLL_S)
     try:
         yield
@@ -164,46 +171,46 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, command: str) -> Iterator[None]:
-    """Be the only `command` that works in a folder of results, which is made. Raises Locked where one does.
+    """Create a folder of results and lock it for one `command`. Raises LockedError if it is locked.
 
-    By the kernel's lock alone, which nothing outlives: such work is done on one machine.
+    Only the kernel's lock is used, which ends with its process: such commands run on one machine.
     """
-    with explained(folder):
+    with wrap_write_errors(folder):
         make_folder(folder)
         lock = os.open(folder, os.O_RDONLY)
     try:
-        if _kernel_lock(lock) is False:
-            raise Locked(Code.FOLDER_LOCKED(folder=folder, command=command))
+        if _try_kernel_lock(lock) is False:
+            raise LockedError(Code.FOLDER_LOCKED(folder=folder, command=command))
         yield
     finally:
         os.close(lock)
 
 
-def launcher_of(directory: Path) -> str | None:
-    """Who launches an experiment now, for people; None where nobody does, or its lease has run out."""
+def describe_launcher(directory: Path) -> str | None:
+    """Return a description of the process that launches an experiment; None if there is none."""
     try:
-        owner = owner_of(directory)
+        owner = find_owner(directory)
     except UnreadableError:
         return f"unknown, {LOCK} cannot be read"
     return None if owner is None else str(owner)
 
 
-def owner_of(directory: Path) -> Owner | None:
-    """The process that launches an experiment now; None where none does, or its lease has run out."""
+def find_owner(directory: Path) -> Owner | None:
+    """Return the process that launches an experiment; None if there is none or its lease has expired."""
     path = directory / LOCK
     try:
-        owner, untouched_s = _owner_in(read_regular(path, 4096)), time.time() - path.stat().st_mtime
+        owner, untouched_s = _parse_owner(read_regular(path, 4096)), time.time() - path.stat().st_mtime
     except PermissionError:
-        raise unreadable(path) from None
+        raise unreadable_error(path) from None
     except OSError:
         return None
     if owner is None or owner.is_gone:
         return None
-    return None if untouched_s > EXPIRED_S and not owner.is_seen_from_here else owner
+    return None if untouched_s > EXPIRES_AFTER_S and not owner.is_visible else owner
 
 
-def _owner_in(content: bytes) -> Owner | None:
-    """Whom a lock file names; None: nobody, or a writer that died before its first byte."""
+def _parse_owner(content: bytes) -> Owner | None:
+    """Return the owner in a lock file; None if it is empty or incomplete."""
     try:
         owner = TypeAdapter(Owner).validate_json(content)
     except ValidationError:
@@ -211,8 +218,8 @@ def _owner_in(content: bytes) -> Owner | None:
     return owner if owner.is_known else None
 
 
-def _kernel_lock(file: int) -> bool | None:
-    """Whether this process now holds the kernel's lock; None where the file system has none."""
+def _try_kernel_lock(file: int) -> bool | None:
+    """Try to take the kernel's lock; return None if the file system does not support locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -223,7 +230,7 @@ def _kernel_lock(file: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return True unless another file has taken the place of this one."""
+    """Return True if the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -231,17 +238,17 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _is_expired(file: int, folder: Path) -> bool:
-    """Return True where the last touch is long ago, by the clock that touches a new file beside it."""
+    """Return True if the last touch is too old, compared with a new file's time on the same file system."""
     with tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime > EXPIRED_S
+        return os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime > EXPIRES_AFTER_S
 
 
-def _is_free(owner: Owner, locked: bool | None, is_lost_elsewhere: bool) -> bool:
-    """Return True where an owner holds its lock no longer; of one on another machine, where that is given."""
+def _is_free(owner: Owner, locked: bool | None, is_expired: bool) -> bool:
+    """Return True if an owner no longer holds its lock. `is_expired` decides for another machine's owner."""
     if not owner.shares_kernel:
-        return is_lost_elsewhere
+        return is_expired
     if locked is False:
         return False
-    if owner.is_seen_from_here and owner.process_started is not None:
+    if owner.is_visible and owner.process_started is not None:
         return owner.is_gone
     return bool(locked)

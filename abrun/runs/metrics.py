@@ -14,9 +14,9 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import read_regular
-from abrun.runs.files import readable
-from abrun.runs.lines import LineReader, problem_of, problem_of_step
-from abrun.runs.records import LARGEST_ATTEMPT
+from abrun.runs.files import wrap_read_errors
+from abrun.runs.lines import LineReader, row_problem, step_problem
+from abrun.runs.records import MAX_ATTEMPT
 from abrun.stats.series import Array, Series, Steps
 
 MAX_SKETCH_BYTES = 1 << 28
@@ -24,43 +24,43 @@ MAX_SKETCH_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValidationRow:
-    """What a run's policy made of the held-out prompts after some step."""
+    """Rewards and completion lengths of a run's policy on the held-out prompts after a step."""
 
-    prompts_sha256: str  # pairs two runs' prompts only where it is the same
-    rewards: Array  # [P] in the prompts' order
-    lengths: Array  # [P] tokens of the completions
+    prompts_sha256: str  # prompts of two runs can be paired only if their hashes are equal
+    rewards: Array  # [P], in the order of the prompts
+    lengths: Array  # [P], completion lengths in tokens
 
 
 def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
-    """Return the metrics of a run. Rows of one step and attempt add up; of several attempts the last counts.
+    """Return the metrics of a run by name. Rows of one step and attempt are merged; the last attempt wins.
 
-    A torn last line is left out, of a writer at work, or killed. Raises StoreError naming file and line where
-    a row is damaged, or torn though the run is `finished`.
+    A torn last line is skipped unless the run is `finished`. Raises StoreError, naming file and line, for a
+    damaged row.
     """
-    tables: dict[tuple[str, ...], _Table] = {}
+    tables: dict[tuple[str, ...], _MetricRows] = {}
     for number, row in _numbered_rows(path, finished=finished):
-        problem = _add(tables, number, row)
+        problem = _add_row(tables, number, row)
         if problem:
             raise StoreError(Code.METRICS_LINE_INVALID(path=path, line=number, problem=problem))
-    return _series(list(tables.values()))
+    return _build_series(list(tables.values()))
 
 
 def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
-    """The validations of one run by step, ascending; of several attempts the last one counts.
+    """Return the validations of one run by step, ascending; the last attempt wins.
 
-    Raises StoreError naming file and line where a row is corrupt.
+    Raises StoreError, naming file and line, for a damaged row.
     """
-    found: dict[int, tuple[int, ValidationRow]] = {}
+    validations: dict[int, tuple[int, ValidationRow]] = {}
     for number, row in _numbered_rows(path, finished=finished):
         try:
             step, attempt = row["step"], row["attempt"]
-            if type(step) is not int or type(attempt) is not int or attempt >= LARGEST_ATTEMPT:
+            if type(step) is not int or type(attempt) is not int or attempt >= MAX_ATTEMPT:
                 raise ValueError(
                     f"step {shortened(step)} and attempt {shortened(attempt)} are not whole numbers"
                 )
             rewards, lengths = np.array(row["rewards"], np.float64), np.array(row["lengths"], np.float64)
             if rewards.ndim != 1 or rewards.shape != lengths.shape:
-                raise ValueError("rewards and lengths are lists of one number a prompt")
+                raise ValueError("rewards and lengths must be lists with one number per prompt")
             validation = ValidationRow(
                 prompts_sha256=str(row["prompts_sha256"]), rewards=rewards, lengths=lengths
             )
@@ -70,13 +70,13 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
                     path=path, line=number, type=type(error).__name__, error=str(error)
                 )
             ) from None
-        if step not in found or attempt >= found[step][0]:
-            found[step] = attempt, validation
-    return {step: found[step][1] for step in sorted(found)}
+        if step not in validations or attempt >= validations[step][0]:
+            validations[step] = attempt, validation
+    return {step: validations[step][1] for step in sorted(validations)}
 
 
 def read_sketch(path: Path) -> dict[str, Array]:
-    """Return the sketches in a file, float64, by tensor; none where it is missing or does not read."""
+    """Return the float64 sketches in a file by tensor; none if it is missing or cannot be read."""
     from safetensors import SafetensorError, numpy
 
     try:
@@ -87,15 +87,15 @@ def read_sketch(path: Path) -> dict[str, Array]:
 
 
 def _numbered_rows(path: Path, *, finished: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a file, each with its line. Raises StoreError for a damaged line."""
-    with readable(path), contextlib.suppress(FileNotFoundError):
+    """Yield line number and row of every line of a file. Raises StoreError for a damaged line."""
+    with wrap_read_errors(path), contextlib.suppress(FileNotFoundError):
         for line in LineReader(path).lines(ended=finished):
             yield line.number, line.checked(path)
 
 
 @dataclass(slots=True)
-class _Table:
-    """The rows of a file that hold the same metrics, in the order they were written."""
+class _MetricRows:
+    """The rows of a file that hold the same metrics, in the order in which they were written."""
 
     names: tuple[str, ...]
     lines: "array[int]" = field(default_factory=lambda: array("q"))
@@ -104,26 +104,26 @@ class _Table:
     values: "array[float]" = field(default_factory=lambda: array("d"))  # row after row
 
     def column(self, name: str) -> Array:
-        """Return the values of a metric, a view."""
+        """Return the values of a metric as a view."""
         rows = np.asarray(self.values, np.float64).reshape(len(self.steps), len(self.names))
         return rows[:, self.names.index(name)]
 
 
-def _add(tables: dict[tuple[str, ...], _Table], number: int, row: dict[str, Any]) -> str | None:
-    """Put a row into the table of its metrics; return what is wrong with it, if anything is."""
+def _add_row(tables: dict[tuple[str, ...], _MetricRows], number: int, row: dict[str, Any]) -> str | None:
+    """Add a row to the table of its metrics; return the problem if the row is invalid."""
     step, attempt, _ = row.pop("step", None), row.pop("attempt", 1), row.pop("time_s", None)
-    if problem := problem_of_step(step, attempt):
+    if problem := step_problem(step, attempt):
         return problem
     names = tuple(row)
-    table = tables.get(names) or _Table(names)
+    table = tables.get(names) or _MetricRows(names)
     num_values = len(table.values)
     try:
         table.values.extend(row.values())
-    except TypeError:  # null, which is no value, or no number
+    except TypeError:  # null, which counts as not recorded, or text
         del table.values[num_values:]
         recorded = {"step": step, "attempt": attempt}
         recorded |= {name: value for name, value in row.items() if value is not None}
-        return problem_of(recorded) or _add(tables, number, recorded)
+        return row_problem(recorded) or _add_row(tables, number, recorded)
     table.lines.append(number)
     table.steps.append(step)
     table.attempts.append(attempt)
@@ -131,44 +131,44 @@ def _add(tables: dict[tuple[str, ...], _Table], number: int, row: dict[str, Any]
     return None
 
 
-def _series(tables: Sequence[_Table]) -> dict[str, Series]:
-    """Return every metric of the tables; metrics that the same tables hold share their steps."""
-    holding: dict[str, list[int]] = {}
+def _build_series(tables: Sequence[_MetricRows]) -> dict[str, Series]:
+    """Return every metric in the tables; metrics of the same tables share their steps."""
+    table_indices: dict[str, list[int]] = {}
     for index, table in enumerate(tables):
         for name in table.names:
-            holding.setdefault(name, []).append(index)
-    by_tables: dict[tuple[int, ...], list[str]] = {}
-    for name, indices in holding.items():
-        by_tables.setdefault(tuple(indices), []).append(name)
-    is_newest = _of_newest_attempts(tables)
+            table_indices.setdefault(name, []).append(index)
+    names_by_tables: dict[tuple[int, ...], list[str]] = {}
+    for name, indices in table_indices.items():
+        names_by_tables.setdefault(tuple(indices), []).append(name)
+    is_newest = _newest_attempt_rows(tables)
     series: dict[str, Series] = {}
-    for indices, names in by_tables.items():
-        held = [(tables[index], is_newest[index]) for index in indices]
-        steps = np.concatenate([np.asarray(table.steps, np.int64)[rows] for table, rows in held])
-        lines = np.concatenate([np.asarray(table.lines, np.int64)[rows] for table, rows in held])
-        last = _last_of_each_step(steps, lines)
-        steps = steps[last]
+    for indices, names in names_by_tables.items():
+        selected_tables = [(tables[index], is_newest[index]) for index in indices]
+        steps = np.concatenate([np.asarray(table.steps, np.int64)[rows] for table, rows in selected_tables])
+        lines = np.concatenate([np.asarray(table.lines, np.int64)[rows] for table, rows in selected_tables])
+        last_rows = _last_line_of_each_step(steps, lines)
+        steps = steps[last_rows]
         for name in names if len(steps) else ():
-            values = np.concatenate([table.column(name)[rows] for table, rows in held])
-            series[name] = Series(steps, values[last])
+            values = np.concatenate([table.column(name)[rows] for table, rows in selected_tables])
+            series[name] = Series(steps, values[last_rows])
     return series
 
 
-def _of_newest_attempts(tables: Sequence[_Table]) -> list[NDArray[np.bool_] | slice]:
-    """Return, by table, which rows are of the newest attempt that recorded their step."""
+def _newest_attempt_rows(tables: Sequence[_MetricRows]) -> list[NDArray[np.bool_] | slice]:
+    """Return a mask per table of the rows from the newest attempt that recorded their step."""
     attempts = [np.asarray(table.attempts, np.int64) for table in tables]
     if len({*(value for each in attempts for value in (each.min(), each.max()))}) < 2:
         return [slice(None)] * len(tables)
     steps = [np.asarray(table.steps, np.int64) for table in tables]
-    distinct, place = np.unique(np.concatenate(steps), return_inverse=True)
+    distinct, step_indices = np.unique(np.concatenate(steps), return_inverse=True)
     newest = np.full(len(distinct), np.iinfo(np.int64).min)
-    np.maximum.at(newest, place, np.concatenate(attempts))
+    np.maximum.at(newest, step_indices, np.concatenate(attempts))
     ends = np.cumsum([len(each) for each in steps])[:-1]
-    return [each == newest[where] for each, where in zip(attempts, np.split(place, ends), strict=True)]
+    return [each == newest[where] for each, where in zip(attempts, np.split(step_indices, ends), strict=True)]
 
 
-def _last_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Return the place of the last line of every step, by ascending step."""
+def _last_line_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Return the index of the last line of every step, by ascending step."""
     if (np.diff(steps) > 0).all():
         return slice(None)
     order = np.lexsort((lines, steps))

@@ -1,4 +1,4 @@
-"""Which process wrote a file, and whether it is gone: an id alone means nothing elsewhere, or later."""
+"""Identity of the process that wrote a file. A process id alone is ambiguous across machines and time."""
 
 import functools
 import os
@@ -12,13 +12,13 @@ from abrun.runs.schemas import ProcessId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, so that no other one on any machine is taken for it. What a system does not say is None."""
+    """A process, identified across machines and reboots. A field is None if the system lacks it."""
 
     pid: ProcessId | None = None
     host: str | None = None
-    boot_id: str | None = None  # of the running kernel: containers of one machine share it
-    pid_namespace: str | None = None  # in which the id counts
-    process_started: str | None = None  # in the kernel's ticks
+    boot_id: str | None = None  # of the running kernel; containers on one machine share it
+    pid_namespace: str | None = None  # the namespace that `pid` belongs to
+    process_started: str | None = None  # start time in kernel ticks
 
     @property
     def is_known(self) -> bool:
@@ -26,42 +26,55 @@ class Owner:
 
     @property
     def shares_kernel(self) -> bool:
-        """Whether the process is, or was, on this machine since it was started: locks reach it."""
-        here = boot_id()
-        return self.boot_id == here if self.boot_id and here else self.host == socket.gethostname()
+        """True if the process ran on this machine since its last boot, so that kernel locks apply to it."""
+        current_boot_id = boot_id()
+        return (
+            self.boot_id == current_boot_id
+            if self.boot_id and current_boot_id
+            else self.host == socket.gethostname()
+        )
 
     @property
-    def is_seen_from_here(self) -> bool:
-        """Whether this process can tell if the owner lives: it counts its processes as this one does."""
-        same_ids = self.pid_namespace is None or self.pid_namespace == pid_namespace()
-        return self.is_known and self.shares_kernel and same_ids and self.host == socket.gethostname()
+    def is_visible(self) -> bool:
+        """True if this process can check whether the owner is alive: same machine and pid namespace."""
+        shares_pid_namespace = self.pid_namespace is None or self.pid_namespace == pid_namespace()
+        return (
+            self.is_known
+            and self.shares_kernel
+            and shares_pid_namespace
+            and self.host == socket.gethostname()
+        )
 
     @property
     def is_gone(self) -> bool:
-        """Whether this machine is the owner's, and no longer has it; False where that cannot be told."""
-        if not self.is_seen_from_here or self.pid is None:
+        """True if the owner ran on this machine and has ended; False if that cannot be determined."""
+        if not self.is_visible or self.pid is None:
             return False
         if not _exists(self.pid):
             return True
-        there = started(self.pid)
-        return there is not None and self.process_started is not None and there != self.process_started
+        current_start = start_ticks(self.pid)
+        return (
+            current_start is not None
+            and self.process_started is not None
+            and current_start != self.process_started
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}" if self.is_known else "another process"
 
 
-def this_process() -> dict[str, Any]:
-    """The fields of `Owner` of the calling process."""
-    return {**this_machine(), **process(os.getpid())}
+def this_process_fields() -> dict[str, Any]:
+    """Return the fields of `Owner` for the calling process."""
+    return {**this_machine_fields(), **process_fields(os.getpid())}
 
 
-def this_machine() -> dict[str, Any]:
+def this_machine_fields() -> dict[str, Any]:
     return {"host": socket.gethostname(), "boot_id": boot_id(), "pid_namespace": pid_namespace()}
 
 
-def process(pid: int) -> dict[str, Any]:
-    """The fields of `Owner` that tell a living process from others of this machine."""
-    return {"pid": pid, "process_started": started(pid)}
+def process_fields(pid: int) -> dict[str, Any]:
+    """Return the fields of `Owner` that identify a living process on this machine."""
+    return {"pid": pid, "process_started": start_ticks(pid)}
 
 
 @functools.cache
@@ -80,14 +93,14 @@ def pid_namespace() -> str | None:
         return None
 
 
-def started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None where the system does not say."""
-    fields = _stat(pid)
+def start_ticks(pid: int) -> str | None:
+    """Return a process's start time in kernel ticks; None if the system does not provide it."""
+    fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 else None
 
 
 def _exists(pid: int) -> bool:
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     if fields:
         return fields[0] != "Z"  # a zombie has ended
     try:
@@ -99,8 +112,8 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: the name before them may hold anything."""
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the process name, which may contain any characters."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the small files of a run directory say, each as a dataclass. Keys of another version are let be."""
+"""Contents of the small files in a run directory, one dataclass each. Unknown keys are ignored."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from abrun.reasons import Code, Reason
 from abrun.redaction import shortened
 from abrun.redaction import told as one_line
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
-from abrun.runs.access import UnreadableError, unreadable
+from abrun.runs.access import UnreadableError, unreadable_error
 from abrun.runs.files import read_as, read_json_or_empty
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
@@ -26,29 +26,30 @@ Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
 STALLED_AFTER_S = 600.0
-MOST_SHOWN = 4  # ranks that hang
-NODE_EVERY_S, NODE_LOST_S = 15.0, 60.0  # how often a node's agent says that it is there, and when it is lost
-LARGEST_ATTEMPT = 999_999_999  # of which no row can be, and after which none can begin
+MAX_RANKS_SHOWN = 4  # ranks that hang
+# The interval at which a node's agent reports, and the silence after which the node counts as lost.
+NODE_REPORT_EVERY_S, NODE_LOST_AFTER_S = 15.0, 60.0
+MAX_ATTEMPT = 999_999_999  # exclusive in rows: no attempt can begin after this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Which run a directory holds and what it is started with: `config.json`."""
+    """A run's name, configuration and initial weights: `config.json`."""
 
     experiment: str
     name: RunName
     initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.experiment.stored_run reads it
+    config: dict[str, Any]  # resolved; abrun.recipe.experiment.stored_run parses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Owner):
-    """One start of the job, in the job's own words: a file in `attempts/`, which that job alone writes.
+    """One start of the job, as recorded by the job itself: a file in `attempts/` that only the job writes.
 
-    One that died without a word is running in it.
+    A job that died without recording its end still has the status `running`.
     """
 
-    number: Count = 0  # from 1; 0 is the attempt of a run that was never begun
+    number: Count = 0  # from 1; 0 for a run that was never started
     status: Status = "running"
     message: str | None = None
     message_code: dict[str, Any] | None = None  # the code and values of the message; None in older records
@@ -59,17 +60,17 @@ class Attempt(Owner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextValues:
-    """The values of a metric that a command's log holds as text, and that no row therefore has."""
+    """Values of a metric that a command's log holds as text, so that metrics.jsonl lacks them."""
 
-    at: str  # the first text, where it stands, and what to write there
+    at: str  # the first text, its position and how to fix it
     steps: Items[Count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What a finished run leaves: `result.json`."""
+class RunResult:
+    """Result of a finished run: `result.json`."""
 
-    step: Count = 0  # the last one
+    step: Count = 0  # the last step
     final_weights_hash: str | None = None
     final_weights: Mapping[PathText, dict[str, Any]] | None = None  # by file, each a fingerprint
     text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
@@ -80,17 +81,17 @@ class Git:
     """Commit and uncommitted changes of the folder that a run is launched from."""
 
     sha: str | None = None
-    dirty: Flag | None = None  # None: not known
-    changes: str | None = None  # the start of a hash of them
-    files: Texts = ()  # the names of changed and of untracked files
-    diff: PathText | None = None  # the file of the changes, in the experiment's folder
+    dirty: Flag | None = None  # None: unknown
+    changes: str | None = None  # hash prefix of the uncommitted changes
+    files: Texts = ()  # names of changed and untracked files
+    diff: PathText | None = None  # file with the changes, in the experiment's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Owner):
-    """One start by a launcher, in the launcher's words: of `launch.json`."""
+    """One start of the job, as recorded by its launcher: an entry of `launch.json`."""
 
-    launcher: Owner | None = None  # the process that writes this; `pid` and the rest are of what it started
+    launcher: Owner | None = None  # the launcher's process; `pid` and the other fields describe the job's
     started_s: Seconds = 0.0
     ended_s: Seconds | None = None
     devices: Texts = ()
@@ -99,64 +100,64 @@ class Launch(Owner):
     status: Status = "running"
     message: str | None = None
     message_code: dict[str, Any] | None = None
-    attempts: Count = 0  # the newest when this was written: of a later one it knows nothing
-    git: Git | None = None  # of this start's code, as `Launches.git` is of the last one's
+    attempts: Count = 0  # number of the newest attempt when this was written
+    git: Git | None = None  # the code of this launch; `Launches.git` is that of the last launch
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
-    """The newest start of a run: who speaks of it, and whose life tells whether it goes on."""
+class LatestRecord:
+    """The newest record of a run's last start, and the process to poll to see if it is alive."""
 
-    told: Launch | Attempt
+    record: Launch | Attempt
     process: Owner
-    launcher: Owner | None  # None where no launcher of abrun started it, as far as is known
+    launcher: Owner | None  # None if no launcher of abrun is known to have started it
     started_s: float | None
-    attempt: int  # the newest
+    attempt: int  # number of the newest attempt
 
     @property
-    def without_end(self) -> tuple[Status, Reason]:
-        """Status and reason where the process is gone and nobody has noted how it ended."""
+    def status_without_ending(self) -> tuple[Status, Reason]:
+        """Status and reason of a process that is gone without a record of its end."""
         if self.launcher and self.launcher.is_gone:
             return "interrupted", Code.LAUNCHER_GONE()
         return "failed", Code.PROCESS_GONE()
 
 
-def recorded_reason(told: Launch | Attempt) -> Reason | None:
-    """Why it ended; the text of an older record, or one of another program, is a reason without a code."""
-    return stored_reason(told.message_code, told.message)
+def recorded_reason(record: Launch | Attempt) -> Reason | None:
+    """Return why a start ended. A text without a code (of an older version) becomes a free-text reason."""
+    return stored_reason(record.message_code, record.message)
 
 
-def noted(reason: Reason | None) -> dict[str, Any]:
-    """Return how a record keeps why something ended: a sentence of one line without secrets, and its code."""
+def message_fields(reason: Reason | None) -> dict[str, Any]:
+    """Return the record fields of a reason: a one-line sentence without secrets, and the code."""
     if reason is None:
         return {"message": None, "message_code": None}
     return {"message": one_line(sentence(reason)), "message_code": coded(reason.map_texts(one_line))}
 
 
-def last_word(launches: Sequence[Launch], attempt: Attempt) -> LastWord:
-    """Choose between the last launch and the newest attempt: the attempt where it is later."""
-    last = launches[-1] if launches else None
-    told = last if last and last.attempts >= attempt.number else attempt
-    if last is None or attempt.number > last.attempts + (last.ended_s is None):
-        return LastWord(told, attempt, None, attempt.started_s, attempt.number)
-    process: Owner = last  # the run's first process, which outlives the others
-    if last.pid is None:  # its launcher has not noted it yet, or was killed before that
-        process = attempt if attempt.number > last.attempts else last.launcher or last
-    return LastWord(told, process, last.launcher, last.started_s, attempt.number)
+def latest_record(launches: Sequence[Launch], attempt: Attempt) -> LatestRecord:
+    """Return the newer of the last launch and the newest attempt, with the process to poll."""
+    launch = launches[-1] if launches else None
+    record = launch if launch and launch.attempts >= attempt.number else attempt
+    if launch is None or attempt.number > launch.attempts + (launch.ended_s is None):
+        return LatestRecord(record, attempt, None, attempt.started_s, attempt.number)
+    process: Owner = launch  # the run's first process, which outlives the others
+    if launch.pid is None:  # not recorded yet, or the launcher was killed before recording it
+        process = attempt if attempt.number > launch.attempts else launch.launcher or launch
+    return LatestRecord(record, process, launch.launcher, launch.started_s, attempt.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """What launchers say of a run: `launch.json`."""
+    """All launches of a run: `launch.json`."""
 
     git: Git | None = None
     launches: Items[Launch] = ()
 
 
-def code_name(git: Mapping[str, Any]) -> str:
+def describe_commit(git: Mapping[str, Any]) -> str:
     """Return a commit and a hash of its uncommitted changes: `939ca1c with changes 527da590`.
 
-    Older launches name the file of their diff instead, whose own hash that name holds.
+    For older launches the name of the diff file, which contains its hash, takes the place of the hash.
     """
     uncommitted = "uncommitted changes" if git.get("dirty") else None
     changes = f"changes {git['changes']}" if git.get("changes") else git.get("diff") or uncommitted
@@ -169,70 +170,76 @@ class Heartbeat:
 
     time_s: Seconds = 0.0
     step: Count = 0
-    patience_s: Seconds | None = None  # of silence from then on, after which the run seems to hang
+    patience_s: Seconds | None = None  # the run counts as stalled if the next heartbeat takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentRank:
-    """Where a rank is that has given no sign of life for long."""
+    """A rank that has sent no heartbeat for long, and where it hangs."""
 
     rank: Count
-    place: str  # the innermost function of its main thread, with its file and line
-    doing: str  # as it said last
-    waits: Flag  # in the code of torch, as one that waits for the others does
+    place: str  # the innermost function of its main thread, with file and line
+    doing: str  # the last activity that it reported
+    waits: Flag  # True inside torch, where a rank waits for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """What the agent of the ranks of one node says of them, every few seconds: a file in `nodes/`."""
+class NodeStatus:
+    """Status of one node's ranks, written by its agent every few seconds: a file in `nodes/`."""
 
     attempt: Count = 0
     node: Count = 0
     host: str = ""
     time_s: Seconds = 0.0
-    silent_s: Seconds = 0.0  # since the last sign of any of its ranks, when this was written
-    silent_since_s: Seconds | None = None  # the last sign of any of its ranks; None while they give some
+    silent_s: Seconds = 0.0  # since the last heartbeat of any of its ranks, when this was written
+    silent_since_s: Seconds | None = None  # time of the last heartbeat of any rank; None while they are alive
     ranks: Items[SilentRank] = ()
 
 
-def silence(nodes: Sequence[Node], now: float) -> Reason | None:
-    """Why a run of these nodes seems to hang, with those ranks first that wait for no other; None: it works.
+def node_stall_reason(nodes: Sequence[NodeStatus], now: float) -> Reason | None:
+    """Return why a run on these nodes seems to hang; None if it does not.
 
-    A node that says nothing is lost. Ranks that are silent on one node alone wait for those of another.
+    Ranks that do not wait for others come first: one of them is the likely cause. A node without reports is
+    lost. If only some nodes are silent, their ranks are waiting for the others, and the run does not hang.
     """
-    lost = [node for node in nodes if now - node.time_s > NODE_LOST_S]
-    if lost:
-        silent_s = now - min(node.time_s for node in lost)
+    lost_nodes = [node for node in nodes if now - node.time_s > NODE_LOST_AFTER_S]
+    if lost_nodes:
+        silent_s = now - min(node.time_s for node in lost_nodes)
         return Code.NODES_SILENT(
-            nodes=[{"node": node.node, "host": node.host} for node in lost], silent_s=round(silent_s)
+            nodes=[{"node": node.node, "host": node.host} for node in lost_nodes], silent_s=round(silent_s)
         )
-    since = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
-    if len(since) < len(nodes) or not nodes:
+    silent_since_s = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
+    if len(silent_since_s) < len(nodes) or not nodes:
         return None
     ranks = [(rank, node.host) for node in nodes for rank in node.ranks]
-    ranks.sort(key=lambda found: (found[0].waits, found[0].rank))
-    return ranks_silent(now - max(since), ranks)
+    ranks.sort(key=lambda rank_and_host: (rank_and_host[0].waits, rank_and_host[0].rank))
+    return silent_ranks_reason(now - max(silent_since_s), ranks)
 
 
-def ranks_silent(
+def silent_ranks_reason(
     silent_s: float, ranks: Sequence[tuple[SilentRank, str | None]], num_unstarted: int = 0
 ) -> Reason:
-    """Say of ranks, and their hosts if several, where they hang. Whole seconds: two runs may hang alike."""
+    """Return the reason that names hanging ranks and their hosts (None on a single host).
+
+    Seconds are rounded, so that runs that hang alike have equal reasons.
+    """
     return Code.RANKS_SILENT(
         silent_s=round(silent_s),
         ranks=[
             {"rank": rank.rank, "host": host, "place": rank.place, "doing": rank.doing}
-            for rank, host in ranks[:MOST_SHOWN]
+            for rank, host in ranks[:MAX_RANKS_SHOWN]
         ],
         num_unstarted=num_unstarted,
-        num_more=max(0, len(ranks) - MOST_SHOWN),
+        num_more=max(0, len(ranks) - MAX_RANKS_SHOWN),
     )
 
 
-def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, now: float) -> Reason | None:
-    """Why a run that is at work seems to hang, by its nodes' agents, else by its last sign of life."""
+def stall_reason(
+    nodes: Sequence[NodeStatus], heartbeat: Heartbeat, started_s: float, now: float
+) -> Reason | None:
+    """Return why a running run seems to hang, by its node agents or else its last heartbeat; None if not."""
     if nodes:
-        return silence(nodes, now)
+        return node_stall_reason(nodes, now)
     silent_s = now - max(started_s, heartbeat.time_s)
     if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
         return None
@@ -243,28 +250,28 @@ def why_stalled(nodes: Sequence[Node], heartbeat: Heartbeat, started_s: float, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a run is doing, read from its directory."""
+    """State of a run, read from its directory."""
 
     name: RunName
     directory: Path
     status: Status
     step: int
     num_steps: int
-    started_s: float | None  # when it was last started
-    reason: Reason | None  # why it failed, was interrupted, waits or hangs, where that is known
-    exit_code: int | None  # of the last attempt, where its end was seen
-    signal: str | None  # that ended it, such as SIGKILL
+    started_s: float | None  # time of the last start
+    reason: Reason | None  # why it failed, was interrupted, waits or hangs, if known
+    exit_code: int | None  # of the last attempt, if its end was observed
+    signal: str | None  # the signal that ended it, such as SIGKILL
 
     @property
     def ending(self) -> str | None:
-        """`exit code 1` or `signal SIGKILL`, where the last attempt's end was seen."""
+        """`exit code 1` or `signal SIGKILL`, if the end of the last attempt was observed."""
         if self.signal:
             return f"signal {self.signal}"
         return None if self.exit_code is None else f"exit code {self.exit_code}"
 
     @property
-    def tells_ending(self) -> bool:
-        """Return True if the reason names the exit code or signal, too."""
+    def has_ending_in_reason(self) -> bool:
+        """True if the reason already names the exit code or signal."""
         name, value = ("signal", self.signal) if self.signal else ("exit_code", self.exit_code)
         return any(reason.values.get(name) == value for reason in (self.reason.walk() if self.reason else ()))
 
@@ -279,46 +286,47 @@ def attempt_file(folder: Path, number: int) -> Path:
 
 def attempt_numbers(folder: Path) -> list[int]:
     try:
-        names = os.listdir(folder)  # not a look at single names, of which a file server's client may not know
+        # Listing the folder: a network client may cache the absence of single names.
+        names = os.listdir(folder)
     except PermissionError:
-        raise unreadable(folder) from None
+        raise unreadable_error(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
 
 
 def last_attempt(folder: Path) -> int:
-    """The number of the newest start of the job, 0 before the first."""
+    """Return the number of the newest attempt, 0 before the first."""
     return max(attempt_numbers(folder), default=0)
 
 
 def read_attempt(path: Path, number: int, *, is_over: bool) -> Attempt:
-    """Return the record of an attempt. Raises StoreError for a damaged one, which has failed if it `is_over`.
+    """Return the record of an attempt. If damaged, it has failed if it `is_over`, else StoreError is raised.
 
-    An attempt that begins just now has an empty file, on a file system without hard links.
+    On a file system without hard links, the file of an attempt that has just begun may be empty.
     """
-    known = path.stat() if is_file(path) else None
-    begun = Attempt(started_s=known and known.st_mtime)
-    if known and known.st_size:
+    file_status = path.stat() if is_file(path) else None
+    attempt = Attempt(started_s=file_status and file_status.st_mtime)
+    if file_status and file_status.st_size:
         try:
-            begun = read_as(Attempt, path)
+            attempt = read_as(Attempt, path)
         except UnreadableError:
             raise
         except StoreError as error:
             if not is_over:
                 raise
-            begun = replace(begun, status="failed", **noted(error.reason))
-    return replace(begun, number=number)
+            attempt = replace(attempt, status="failed", **message_fields(error.reason))
+    return replace(attempt, number=number)
 
 
-def started_after(environment: Mapping[str, Any] | None) -> int:
-    """The step that a run began after, by its environment.json: 0, or that of a checkpoint of another run."""
-    origin = (environment or {}).get("started_from")
-    return origin.get("step", 0) if origin else 0
+def start_step(environment: Mapping[str, Any] | None) -> int:
+    """Return the step that a run starts after: 0, or the step of the checkpoint in its environment.json."""
+    checkpoint = (environment or {}).get("started_from")
+    return checkpoint.get("step", 0) if checkpoint else 0
 
 
 def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
-    """Raises StoreError for a file that says that it is of another form than this version's."""
+    """Raise StoreError for a file with another schema version."""
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise StoreError(
@@ -328,7 +336,7 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredConfig:
-    """The fields of `config.json`; a missing name has the arm "", a missing number is -1."""
+    """The fields of `config.json`; a missing arm is "", a missing number -1."""
 
     experiment: str | None = None
     arm: str = ""
@@ -339,7 +347,7 @@ class StoredConfig:
 
     @property
     def num_steps(self) -> int:
-        """The steps that are planned; 0 where the configuration does not say."""
+        """The number of planned steps; 0 if the configuration has none."""
         steps = self.config.get("steps")
         return steps if type(steps) is int and 0 <= steps <= MAX_COUNT else 0
 
@@ -348,7 +356,7 @@ class StoredConfig:
         return RunName(arm=self.arm, seed=self.seed, rerun=self.rerun)
 
     def record(self) -> RunRecord | None:
-        """Return which run this is; None where it lacks what every run of abrun has."""
+        """Return the run's record; None if a field that every run of abrun has is missing."""
         if not (self.arm and self.seed >= 0 and self.rerun >= 0 and self.config):
             return None
         return RunRecord(
@@ -359,16 +367,16 @@ class StoredConfig:
         )
 
 
-def stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
-    """Read `config.json`, which may be missing. Raises StoreError where it is of another form."""
+def read_stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
+    """Return the content of `config.json`, which may be missing. Raises StoreError if it is malformed."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
     return checked(StoredConfig, content, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """The checkpoint of another run that a run began from."""
+class StartCheckpoint:
+    """The checkpoint of another run that a run starts from."""
 
     run: str | None = None
     step: Count = 0
@@ -377,7 +385,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a run depends on besides its configuration: `environment.json`. Null: not known."""
+    """What a run depends on besides its configuration: `environment.json`. None: unknown."""
 
     attempt: Count | None = None
     python: str | None = None
@@ -389,7 +397,7 @@ class Environment:
     precision: Mapping[str, str | None] | None = None
     prompts_sha256: str | None = None
     initial_weights_hash: str | None = None
-    started_from: Origin | None = None
+    started_from: StartCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,20 +407,20 @@ class SavedState:
     run: str  # RunDir.identity
     step: Count
     num_ranks: Count
-    attempt: Count  # which wrote it
-    files: Mapping[PathText, dict[str, Any]]  # by name, each a store.fingerprint
+    attempt: Count  # that wrote it
+    files: Mapping[PathText, dict[str, Any]]  # by name, each a runs.files.fingerprint
 
 
-def saved_state(path: Path) -> SavedState:
-    """Of a checkpoint's folder. Raises StoreError, which says no more than what is wrong with the file."""
+def read_saved_state(path: Path) -> SavedState:
+    """Return the saved state in a checkpoint's folder. Raises StoreError; its text omits the folder."""
     if not exists(path / SAVED_STATE):
         raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
     try:
         state = read_as(SavedState, path / SAVED_STATE)
     except StoreError as error:
-        whole = str(path / SAVED_STATE)
+        full_path = str(path / SAVED_STATE)
         raise StoreError(
-            error.reason.map_texts(lambda text: SAVED_STATE if text == whole else text)
+            error.reason.map_texts(lambda text: SAVED_STATE if text == full_path else text)
         ) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:

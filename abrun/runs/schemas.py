@@ -1,7 +1,7 @@
-"""Typed reading of stored files: what their fields may hold, and one refusal of file, field and value.
+"""Validation of stored files: types of their fields, and one error that names file, field and value.
 
-Keys of a newer version are let be, keys that an older version lacks have defaults, and no type is converted.
-Every number is bounded, so that whoever formats it, subtracts it or takes it for a date can do so.
+Unknown keys of newer versions are ignored, missing keys of older versions get defaults, and no type is
+converted. Every number is bounded, so that formatting, arithmetic and conversion to a date cannot fail.
 """
 
 import functools
@@ -17,14 +17,15 @@ from abrun.reasons import Code
 from abrun.redaction import shortened
 
 T = TypeVar("T")
-LATEST_S = 1e11  # a date that datetime takes, in seconds since 1970
+MAX_TIME_S = 1e11  # seconds since 1970, within the range of datetime
 
 MAX_COUNT = 2**53
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
-Seconds = Annotated[float, Field(strict=True, ge=0, le=LATEST_S, allow_inf_nan=False)]
-ProcessId = Annotated[int, Field(strict=True, gt=0, lt=2**31)]  # others address groups of processes
+Seconds = Annotated[float, Field(strict=True, ge=0, le=MAX_TIME_S, allow_inf_nan=False)]
+# Positive: os.kill takes 0 and negative numbers for process groups.
+ProcessId = Annotated[int, Field(strict=True, gt=0, lt=2**31)]
 ExitCode = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**32)]
 Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
 Texts = Items[str]
@@ -36,18 +37,18 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "float_type": "a number",
     "greater_than": "a number above {gt}",
-    "greater_than_equal": "{ge} or more",
+    "greater_than_equal": "a number of at least {ge}",
     "int_type": "a whole number",
     "less_than": "a number below {lt}",
-    "less_than_equal": "{le} or less",
+    "less_than_equal": "a number of at most {le}",
     "literal_error": "{expected}",
-    "string_pattern_mismatch": "a text of the form {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "tuple_type": "a list",
 }
 
 
 def _path_text(value: object) -> str:
-    """Return a text that can be a path, in any encoding. Raises PydanticCustomError."""
+    """Return a string that can be a path, in any encoding. Raises PydanticCustomError."""
     if not isinstance(value, str) or "\0" in value:
         raise PydanticCustomError("string_type", "a path")
     return value
@@ -57,21 +58,21 @@ PathText = Annotated[str, PlainValidator(_path_text)]
 
 
 def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:
-    """Return a dataclass of what a file holds. Raises StoreError for the first field that is wrong."""
+    """Return a file's content as an instance of a dataclass. Raises StoreError for the first wrong field."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(_field_name, first["loc"]))
-        expected = _EXPECTED.get(first["type"], "text").format(**first.get("ctx", {}))
-        got = f"got {shortened(first['input'])}; {expected} is expected"
-        problem = "missing" if first["type"] == "missing" else got
+        first_error = error.errors(include_url=False)[0]
+        field = ".".join(map(_field_name, first_error["loc"]))
+        expected = _EXPECTED.get(first_error["type"], "text").format(**first_error.get("ctx", {}))
+        got = f"got {shortened(first_error['input'])}; expected {expected}"
+        problem = "missing" if first_error["type"] == "missing" else got
         raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field=field, problem=problem)) from None
 
 
-def _field_name(part: int | str) -> str:
-    is_plain = isinstance(part, int) or (0 < len(part) <= 100 and part.isprintable())
-    return str(part) if is_plain else shortened(part)
+def _field_name(key: int | str) -> str:
+    is_plain = isinstance(key, int) or (0 < len(key) <= 100 and key.isprintable())
+    return str(key) if is_plain else shortened(key)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The pen of one attempt at a run: what a job writes into its run directory while it is the newest."""
+"""Writer for one attempt at a run: everything that a job writes into its run directory."""
 
 import contextlib
 import os
@@ -14,10 +14,10 @@ from abrun.redaction import redacted
 from abrun.runs import layout
 from abrun.runs.files import write_file, write_json
 from abrun.runs.lines import LineWriter, json_line
-from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, noted
-from abrun.runs.samples import MOST_BYTES, Sample, row_of
+from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
+from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
 
-LOST = "was removed, replaced or cut short while the run wrote it"
+ROWS_LOST = "was removed, replaced or truncated while the run wrote it"
 
 
 class FencedError(StoreError):
@@ -25,51 +25,51 @@ class FencedError(StoreError):
 
 
 class RunWriter:
-    """One attempt's pen. Every write first checks that no newer attempt owns the directory.
+    """Writer for one attempt. Every write first checks that no newer attempt owns the directory.
 
-    Where one does, FencedError is raised instead. Which attempt this is, `attempt` counts from 1.
+    Raises FencedError if one does. `attempt` is the attempt's number, from 1.
     """
 
     def __init__(self, path: Path, attempt: Attempt) -> None:
         self.path = path
         self.attempt = attempt.number
-        self._mine = attempt
+        self._record = attempt
         self._metrics = LineWriter(path / layout.METRICS)
         self._events = LineWriter(path / layout.EVENTS)
         self._validations: LineWriter | None = None
         self._samples: LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one step. Raises StoreError where rows before it were lost."""
+        """Append the metrics of one step. Raises StoreError if earlier rows were lost."""
         self.check_fence()
         self._refuse_lost_rows()
         self._metrics.write(self._row(step, values))
 
     @property
     def has_lost_rows(self) -> bool:
-        """True where metrics.jsonl was removed, replaced or cut short while this attempt wrote it."""
-        return not self._metrics.in_place
+        """True if metrics.jsonl was removed, replaced or truncated while this attempt wrote it."""
+        return not self._metrics.is_in_place
 
-    def metrics_anew(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Replace metrics.jsonl, of which rows were lost, by all rows of the run, by step."""
+    def rewrite_metrics(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        """Replace a metrics.jsonl that lost rows with all rows of the run, given by step."""
         self.check_fence()
         lines = [json_line(self._row(step, rows[step])) for step in sorted(rows)]
         write_file(self._metrics.path, b"".join(lines))
         self._metrics.close()
         self._metrics = LineWriter(self._metrics.path)
-        self.event("repair", message=f"{layout.METRICS} {LOST}: its {len(rows)} rows are written again")
+        self.event("repair", message=f"{layout.METRICS} {ROWS_LOST}; its {len(rows)} rows were written again")
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         return {"step": step, "attempt": self.attempt, "time_s": time.time(), **values}
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=LOST))
+            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=ROWS_LOST))
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
     ) -> None:
-        """Append what a validation found, prompt by prompt."""
+        """Append the rewards and lengths [P] of a validation, one per prompt."""
         self.check_fence()
         if self._validations is None:
             self._validations = LineWriter(self.path / layout.VALIDATION)
@@ -77,40 +77,40 @@ class RunWriter:
         self._validations.write({"step": step, "attempt": self.attempt, **content})
 
     def samples(self, step: int, samples: list[Sample]) -> None:
-        """Append some of a step's completions, as long as the file is not too large."""
+        """Append some of a step's completions, unless the file has reached its size limit."""
         self.check_fence()
         if self._samples is None:
             self._samples = LineWriter(self.path / layout.SAMPLES)
-        if self._samples.path.stat().st_size < MOST_BYTES:
-            self._samples.write(row_of(step, self.attempt, samples))
+        if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
+            self._samples.write(sample_row(step, self.attempt, samples))
 
     def heartbeat(self, step: int, patience_s: float | None = None) -> None:
-        """A sign of life; the run seems to hang where no other follows for `patience_s`."""
+        """Write a heartbeat; the run counts as stalled if the next takes longer than `patience_s`."""
         self.check_fence()
         content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
         content |= {} if patience_s is None else {"patience_s": patience_s}
         write_json(self.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:
-        """Append to events.jsonl, and to stdout.log for whoever reads along; without secrets."""
+        """Append an event to events.jsonl and print it into stdout.log, with secrets redacted."""
         self.check_fence()
         details = {key: redacted(text) if isinstance(text, str) else text for key, text in details.items()}
         self._events.write({"time_s": time.time(), "attempt": self.attempt, "event": event, **details})
         print(f"{event}: {', '.join(f'{key} {value}' for key, value in details.items())}", flush=True)
 
     def environment(self, content: Mapping[str, Any]) -> None:
-        """What the run depends on besides its configuration."""
+        """Write environment.json: versions, devices and hashes that the run depends on."""
         self.check_fence()
         write_json(self.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
 
     def sync(self) -> None:
-        """Bring all lines to the disk: what is written after this may claim them."""
+        """Flush all lines to the disk, before anything that depends on them is written."""
         for lines in (self._metrics, self._events, self._validations, self._samples):
             if lines:
                 lines.sync()
 
     def initial_sketch(self, content: bytes) -> None:
-        """Write the sketches of the initial weights, as `final_sketch`."""
+        """Write the sketches of the initial weights; see `final_sketch`."""
         self.check_fence()
         write_file(self.path / layout.INITIAL_SKETCH, content)
 
@@ -120,10 +120,10 @@ class RunWriter:
         write_file(self.path / layout.FINAL_SKETCH, content)
 
     def finish(self, step: int, content: Mapping[str, Any] | None = None, /, **details: Any) -> None:
-        """Write result.json: from now on the run is finished.
+        """Write result.json, which marks the run as finished.
 
-        `content`: the `final_weights_hash` of what was trained, a `fingerprint` by file of `final_weights`;
-        of a command's run the `text_values` of its log.
+        `content`: the `final_weights_hash` and, for each file of `final_weights`, a `fingerprint`; for a
+        command's run, the `text_values` of its log.
         """
         self._refuse_lost_rows()
         self.event("finished", step=step, **details)
@@ -133,21 +133,21 @@ class RunWriter:
         self._end_attempt("finished", None, 0)
 
     def fail(self, reason: Reason, *, exit_code: int, **details: Any) -> None:
-        """Say why the run failed; a fenced attempt and a full disk can only say it on stderr."""
+        """Record why the run failed, unless the attempt is fenced or the disk full."""
         with contextlib.suppress(StoreError):
-            self.event("failed", **details, message=noted(reason)["message"])
+            self.event("failed", **details, message=message_fields(reason)["message"])
         with contextlib.suppress(StoreError):
             self._end_attempt("failed", reason, exit_code)
 
     def interrupt(self, *, exit_code: int, **details: Any) -> None:
-        """Say that the run was stopped and can go on."""
+        """Record that the run was stopped and can be resumed."""
         with contextlib.suppress(StoreError):
             self.event("interrupted", **details)
         with contextlib.suppress(StoreError):
             self._end_attempt("interrupted", Code.STOPPED_BY_SIGNAL(), exit_code)
 
     def check_fence(self) -> None:
-        """Raises FencedError where a newer attempt has begun, or the record of this one is gone."""
+        """Raise FencedError if a newer attempt has begun, or if this one's record was removed."""
         newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
             raise FencedError(Code.ATTEMPT_REMOVED(path=self.path, attempt=self.attempt))
@@ -156,6 +156,6 @@ class RunWriter:
 
     def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()
-        end = {"status": status, **noted(reason), "ended_s": time.time(), "exit_code": exit_code}
+        end = {"status": status, **message_fields(reason), "ended_s": time.time(), "exit_code": exit_code}
         path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)
-        write_json(path, {**asdict(self._mine), **end})
+        write_json(path, {**asdict(self._record), **end})

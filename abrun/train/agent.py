@@ -25,30 +25,36 @@ from pathlib import Path
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.processes import (
-    MODULE,
-    RUN_DIR,
-    Awake,
+    MODULE_OPTIONS,
+    RUN_DIR_VARIABLE,
     Child,
+    PauseDetector,
     StopRequests,
     adopt_orphans,
-    below,
-    children,
-    end_all,
-    end_like,
-    is_wordless,
-    oom_kills,
-    processes_of,
+    catch_stop_signals,
+    count_oom_kills,
+    exit_like,
+    find_children,
+    find_descendants,
+    find_run_processes,
+    is_unexplained,
+    kill_all,
     progress,
-    reap_adopted,
-    shell_code,
-    stopping_signals,
+    reap_orphans,
+    shell_exit_code,
 )
-from abrun.processes.capture import capped
-from abrun.processes.output import outlive_output
+from abrun.processes.capture import capture_output
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.runs.endings import write_ending
-from abrun.runs.records import NODE_EVERY_S, NODE_LOST_S, Node, SilentRank, ranks_silent
+from abrun.runs.records import (
+    NODE_LOST_AFTER_S,
+    NODE_REPORT_EVERY_S,
+    NodeStatus,
+    SilentRank,
+    silent_ranks_reason,
+)
 from abrun.runs.rundir import RunDir
 from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
@@ -65,22 +71,22 @@ StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
     """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
-    command = [sys.executable, "-u", *MODULE, *words]
+    command = [sys.executable, "-u", *MODULE_OPTIONS, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def main(start_rank: StartRank = start_rank_anew) -> int:
     """The exit code."""
     asked = asked_for()
-    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
-    os.environ[progress.AGENT] = str(os.getpid())
+    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(asked.directory)
+    os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
     adopt_orphans()
     run = RunDir(asked.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
-        stopping_signals() as requests,
-        capped(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+        catch_stop_signals() as requests,
+        capture_output(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
     ):
         known = run.last_attempt
         try:
@@ -89,8 +95,8 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
                 status, reason = _watched(asked, start_rank, requests, scratch, lines, notes, pass_on)
         except LaunchError as error:
             status, reason = FAILED, error.reason
-        _conclude(run, asked.node, known, status, reason, requests.first)
-    return end_like(status)
+        _conclude(run, asked.node, known, status, reason, requests.first_signal)
+    return exit_like(status)
 
 
 def asked_for() -> argparse.Namespace:
@@ -124,7 +130,7 @@ def _watched(
     pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """The exit status of the ranks, and what was wrong."""
-    os.environ[progress.FOLDER] = str(scratch)
+    os.environ[progress.FOLDER_VARIABLE] = str(scratch)
     watch = _Watch(requests, asked, scratch, lines, notes)
 
     def begin() -> None:
@@ -137,7 +143,7 @@ def _watched(
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
+        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(asked.directory))
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
@@ -156,7 +162,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            lines = stack.enter_context(progress.lines(folder, ranks))
+            lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
@@ -182,7 +188,7 @@ def _run_ranks(
 
     `begin` is called once they have been started.
     """
-    oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
+    oom_kills_before, log_start = count_oom_kills(), RunDir(asked.directory).log_size()
     try:
         with _started_ranks(asked, start_rank, scratch) as processes:
             begin()
@@ -195,7 +201,7 @@ def _run_ranks(
         rank=failure.rank,
         num_ranks=asked.nodes * asked.ranks,
         host=socket.gethostname() if asked.meet else None,
-        cause=cause_of(failure, RunDir(asked.directory).printed(log_start), oom_kills_before),
+        cause=cause_of(failure, RunDir(asked.directory).read_log(log_start), oom_kills_before),
     )
     return failure.status, reason
 
@@ -246,7 +252,7 @@ def _variables(
         "TORCHELASTIC_RUN_ID": "abrun",
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        **({} if listening is None else {progress.LISTENING: listening}),
+        **({} if listening is None else {progress.LISTENING_FD_VARIABLE: listening}),
     }
     return {name: str(value) for name, value in found.items()}
 
@@ -274,12 +280,12 @@ def _conclude(
     if node > 0:
         return
     try:
-        writer = run.abandoned_attempt(known, interrupted=status == TIMED_OUT)
+        writer = run.resume_abandoned_attempt(known, interrupted=status == TIMED_OUT)
         if writer and asked:
-            writer.interrupt(exit_code=shell_code(status), signal=asked)
+            writer.interrupt(exit_code=shell_exit_code(status), signal=asked)
         elif writer and reason:
-            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_wordless(reason) else reason
-            writer.fail(ending, exit_code=shell_code(status))
+            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_unexplained(reason) else reason
+            writer.fail(ending, exit_code=shell_exit_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -293,23 +299,25 @@ class _Notes:
         self._written_s = -math.inf
         self._where: list[SilentRank] | None = None
         self._looked_s = -math.inf
-        self._others: dict[int, tuple[Node, float]] = {}  # with when this one saw that, by its own clock
+        self._others: dict[
+            int, tuple[NodeStatus, float]
+        ] = {}  # with when this one saw that, by its own clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """To be asked often; `ranks` says where they are, None while they give signs."""
         now = time.time()  # which jumps where a machine has slept: the note is old, then
         changed = (self._where is None) != (ranks is None)
-        if abs(now - self._written_s) < NODE_EVERY_S and not changed:
+        if abs(now - self._written_s) < NODE_REPORT_EVERY_S and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
         if self._attempt <= self._known:
             self._attempt = 0
-            self._written_s -= NODE_EVERY_S - LOOK_S
+            self._written_s -= NODE_REPORT_EVERY_S - LOOK_S
             return
         if changed:
             self._where = ranks() if ranks else None
-        note = Node(
+        note = NodeStatus(
             attempt=self._attempt,
             node=self._node,
             host=socket.gethostname(),
@@ -321,7 +329,7 @@ class _Notes:
         with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
             self._run.write_node(note)
 
-    def others(self) -> list[Node]:
+    def others(self) -> list[NodeStatus]:
         """What the nodes say that still do, but for this one: clocks need not agree."""
         now = time.monotonic()
         if self._num_nodes > 1 and now - self._looked_s > LOOK_S:
@@ -330,7 +338,7 @@ class _Notes:
                 seen, _ = self._others.get(note.node, (None, now))
                 if note.node != self._node and note != seen:
                     self._others[note.node] = note, now
-        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_S]
+        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_AFTER_S]
 
 
 class _Watch(threading.Thread):
@@ -355,41 +363,41 @@ class _Watch(threading.Thread):
         self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
-        self._awake = Awake()
+        self._awake = PauseDetector()
         self._told = set[int]()
         self._kill_at_s = math.inf
 
     def run(self) -> None:
         while not self.done.wait(POLL_S):
-            now, signs = time.monotonic(), progress.signs(self._lines)
+            now, signs = time.monotonic(), progress.read_statuses(self._lines)
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
-            if self.ended_because or self._requests.first is not None:
+            if self.ended_because or self._requests.first_signal is not None:
                 self._ask_to_stop(now)
             hanging = self._hanging(now, signs)
             self.ended_because = hanging or self.ended_because
-            if hanging or now > self._kill_at_s or self._requests.insisted:
-                end_all(lambda: below(os.getpid()))
+            if hanging or now > self._kill_at_s or self._requests.is_forced:
+                kill_all(lambda: find_descendants(os.getpid()))
 
     def _ask_to_stop(self, now: float) -> None:
         """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
         self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in children(os.getpid()) - self._told:
+        for pid in find_children(os.getpid()) - self._told:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             self._told.add(pid)
 
-    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> Reason | None:
+    def _hanging(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other.
 
         Of a run on several nodes those of the others, too: while one of them works, these wait for it.
         """
         begun = len(signs) == self._limits.ranks
         if begun:
-            reap_adopted({sign.pid for sign in signs.values()})
+            reap_orphans({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
-        silent_s = now - max(last_s, self._awake.since_s())
-        patience_s = max(sign.patience_s for sign in signs.values()) if begun else math.inf
+        silent_s = now - max(last_s, self._awake.running_since_s())
+        patience_s = max(sign.hang_timeout_s for sign in signs.values()) if begun else math.inf
         limit_s = self._limits.stalled_s
         unusual = silent_s > min(patience_s, limit_s)
         self._notes.write(silent_s, (lambda: self._where(signs)) if unusual else None)
@@ -401,20 +409,20 @@ class _Watch(threading.Thread):
         found: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._where(signs)]
         found += [(rank, note.host) for note in others for rank in note.ranks]
         found.sort(key=lambda each: each[0].waits)
-        silence = ranks_silent(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
+        silence = silent_ranks_reason(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
-    def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
+    def _where(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
-        places = progress.places(self._scratch, signs)
-        waits = {rank: signs[rank].waits or is_in_torch(place) for rank, place in places.items()}
+        places = progress.locate_ranks(self._scratch, signs)
+        waits = {rank: signs[rank].is_waiting or is_in_torch(place) for rank, place in places.items()}
         return [
-            SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].doing, waits=waits[rank])
+            SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].activity, waits=waits[rank])
             for rank in sorted(signs, key=lambda rank: (waits[rank], signs[rank].time_s))
         ]
 
 
-def is_in_torch(place: progress.Place) -> bool:
+def is_in_torch(place: progress.CodeLocation) -> bool:
     """Return True if a rank is in the installed torch, as one is that waits for the others."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
@@ -422,5 +430,5 @@ def is_in_torch(place: progress.Place) -> bool:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

@@ -23,8 +23,8 @@ from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
-from abrun.runs.files import damage, fingerprint
-from abrun.runs.records import SAVED_STATE, SavedState, saved_state
+from abrun.runs.files import find_damage, fingerprint
+from abrun.runs.records import SAVED_STATE, SavedState, read_saved_state
 from abrun.train.checkpoint import Stateful
 
 
@@ -70,11 +70,11 @@ def start_from(
 
 def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, Origin]:
     """Its files, of which this rank has checked some, are as they were written."""
-    state = saved_state(path)
+    state = read_saved_state(path)
     if state.step >= num_steps:
         raise StoreError(f"it is of step {state.step}, and steps is {num_steps}")
     for name in list(state.files)[ranks.rank :: ranks.size]:
-        wrong = damage(path / name, state.files[name])
+        wrong = find_damage(path / name, state.files[name])
         if wrong:
             raise StoreError(f"{name} {wrong}")
     digest = fingerprint(path / SAVED_STATE)["sha256"]

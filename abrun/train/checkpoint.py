@@ -31,16 +31,16 @@ from abrun.errors import AbrunError, StoreError
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import share_new_folder
 from abrun.runs.files import (
-    damage,
-    explained,
+    find_damage,
     fingerprint,
     make_folder,
-    share_written,
+    share_written_file,
     sync_file,
     sync_folder,
+    wrap_write_errors,
     write_json,
 )
-from abrun.runs.records import SAVED_STATE, SavedState, saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, read_saved_state
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 
@@ -190,7 +190,7 @@ def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
     """A part in which all ranks succeed, or all of them raise what one of them met. Collective."""
     shared, met = _Shared(), None
     try:
-        with explained(path):
+        with wrap_write_errors(path):
             try:
                 yield shared
             except SafetensorError as error:  # how safetensors reports a full disk
@@ -226,7 +226,7 @@ def _swept(partial: Path, ranks: Ranks) -> Iterator[None]:
 
 def _synced(path: Path) -> dict[str, Any]:
     """The fingerprint of a file that is on the disk, for the readers of its experiment."""
-    share_written(path)
+    share_written_file(path)
     sync_file(path)
     return fingerprint(path)
 
@@ -275,7 +275,7 @@ def _complete(directory: Path) -> dict[int, Path]:
 def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
     """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
     try:
-        state = saved_state(path)
+        state = read_saved_state(path)
     except StoreError as error:
         raise _Unsound(str(error)) from None
     if state.run != run:
@@ -293,7 +293,7 @@ def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
 def _tensors_of(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
     """A rank's file, which is as it was written, and fits. Raises _Unsound."""
     name = f"rank-{rank}.safetensors"
-    wrong = damage(path / name, state.files[name])
+    wrong = find_damage(path / name, state.files[name])
     if wrong:
         raise _Unsound(f"{name} {wrong}")
     try:

@@ -22,7 +22,7 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step
-from abrun.runs.records import started_after
+from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
@@ -82,7 +82,7 @@ def step_one(
     pairs = [
         pair
         for pair in pairs
-        if first_step(pair.baseline) <= 1 + started_after(pair.baseline.environment) and not pair.begins_anew
+        if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
     found = (_step_one(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)

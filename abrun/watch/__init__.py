@@ -15,7 +15,7 @@ from rich.text import Text
 
 from abrun.redaction import shown
 from abrun.runs.experiment import open_experiment
-from abrun.runs.lock import launcher_of
+from abrun.runs.lock import describe_launcher
 from abrun.watch.log import read_log
 from abrun.watch.overview import render_experiments, status_json
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun
@@ -111,7 +111,7 @@ def watch(
         view.follow(experiment_dir)
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}
-            launcher = launcher_of(experiment_dir)
+            launcher = describe_launcher(experiment_dir)
             if statuses <= set(ENDED_STATUSES) or not (
                 launcher or statuses & {"running", "waiting", "stalled"}
             ):

@@ -10,7 +10,7 @@ from abrun.redaction import shown
 from abrun.regular_files import open_regular
 from abrun.runs.access import read_error
 from abrun.runs.experiment import is_experiment, planned_runs
-from abrun.runs.lock import launcher_of
+from abrun.runs.lock import describe_launcher
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch.reading import FindJobStates
@@ -40,7 +40,7 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
 
     def is_active() -> bool:
         status = read_state().status
-        return status in ACTIVE_STATUSES or (status == "pending" and launcher_of(experiment_dir) is not None)
+        return status in ACTIVE_STATUSES or (status == "pending" and describe_launcher(experiment_dir) is not None)
 
     position, partial_line = 0, b""
     while True:

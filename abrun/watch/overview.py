@@ -16,8 +16,8 @@ from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.redaction import shown
 from abrun.regular_files import is_directory
-from abrun.runs.experiment import closed_folders, experiments_in, planned_runs, run_state
-from abrun.runs.lock import launcher_of
+from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
+from abrun.runs.lock import describe_launcher
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
 
 MAX_QUERY_S = 5.0  # for schedulers, over all experiments
@@ -44,9 +44,9 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
         raise StoreError(Code.RUNS_DIR_MISSING(runs_dir=runs_dir))
     overviews, problems = list[Overview](), list[str]()
     query_s, num_not_asked, unreachable = 0.0, 0, set[str | None]()
-    for experiment_dir in experiments_in(runs_dir):
+    for experiment_dir in list_experiments(runs_dir):
         try:
-            states = [run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
+            states = [read_run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
             all_finished = all(state.status == "finished" for state in states)
             jobs = None if all_finished else find_jobs(experiment_dir)
             if jobs and query_s < MAX_QUERY_S:
@@ -68,10 +68,10 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
                 runs=dict(Counter(state.status for state in states)),
                 step=num_steps_done,
                 num_steps=sum(state.num_steps for state in states),
-                launched_by=launcher_of(experiment_dir),
+                launched_by=describe_launcher(experiment_dir),
             )
         )
-    problems += map(str, closed_folders(runs_dir))
+    problems += map(str, inaccessible_folders(runs_dir))
     if num_not_asked:
         unreachable.add(
             f"the scheduler was not asked about {num_not_asked} more experiments, after {query_s:.0f} s for "
@@ -118,7 +118,7 @@ def status_json(
     return {
         "experiment": experiment_dir.name,
         "directory": str(experiment_dir),
-        "launched_by": launcher_of(experiment_dir),
+        "launched_by": describe_launcher(experiment_dir),
         "time_left_s": estimate_time_left_s(runs),
         "runs": _runs_json(runs),
     }

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import planned_runs, run_state, warm_start_states
+from abrun.runs.experiment import planned_runs, read_run_state, read_warm_start_states
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -98,7 +98,7 @@ class _RunReader:
     """An incremental reader of one run's metrics file."""
 
     def __init__(self, directory: Path) -> None:
-        self._row_reader = RunDir(directory).rows()
+        self._row_reader = RunDir(directory).metrics_reader()
         self._curves: dict[str, dict[int, float]] = {key: {} for key in CURVES}
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
@@ -167,10 +167,10 @@ class ExperimentReader:
         """Return the runs. A corrupt run has a message; a corrupt experiment file raises StoreError."""
         names = planned_runs(self.experiment_dir)
         unfinished = [name for name in names if name not in self._finished]
-        runs = [self._read_run(state) for state in warm_start_states(self.experiment_dir, unfinished)]
+        runs = [self._read_run(state) for state in read_warm_start_states(self.experiment_dir, unfinished)]
         for name in names:
             if name not in self._finished:
-                run = self._read_run(run_state(self.experiment_dir, name))
+                run = self._read_run(read_run_state(self.experiment_dir, name))
                 if run.state.status == "finished":
                     self._finished[name] = run
                 runs.append(run)

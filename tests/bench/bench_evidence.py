@@ -27,11 +27,11 @@ from abrun.experiment.preflight.machine import find_gpus
 from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import run_plan
-from abrun.processes import start
+from abrun.processes import start_process
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.run import RunConfig
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.rundir import RunDir
 from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
 from tests.bench.common import PrintedLines, make_parser
@@ -121,7 +121,7 @@ class Evidence:
         env = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONUNBUFFERED": "1"}  # 16 runs share the cores
         began_s = time.time()
         with self.log.open("ab") as log:
-            process = start(list(command), env, dies_by=signal.SIGTERM, stdout=log, stderr=log)
+            process = start_process(list(command), env, death_signal=signal.SIGTERM, stdout=log, stderr=log)
             try:
                 process.wait(max(deadline_s - began_s, 0.0))
             except subprocess.TimeoutExpired:
@@ -144,7 +144,7 @@ class Evidence:
     def progress(self) -> str:
         try:
             plan = make_plan(load_recipe(self.recipe, self._overrides))
-            states = [run_state(self.directory, run.name).status for run in plan.runs]
+            states = [read_run_state(self.directory, run.name).status for run in plan.runs]
         except AbrunError as error:  # such as none that was begun
             return str(error)
         return f"{states.count('finished')} of {len(states)} runs have finished"

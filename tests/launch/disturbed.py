@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.launch.cluster import queued_jobs
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -56,7 +56,7 @@ def launch(runs_dir: Path, name: str, steps: int, *more: str) -> str:
 
 
 def state(experiment_dir: Path, arm: str = "baseline") -> RunState:
-    found = run_state(experiment_dir, RunName(arm=arm, seed=0))
+    found = read_run_state(experiment_dir, RunName(arm=arm, seed=0))
     (record,) = experiment_dir.glob("_*/job*.json")
     submitted = record.stat().st_mtime_ns
     if (experiment_dir, submitted) not in WATCHED:
@@ -79,7 +79,7 @@ def run(experiment_dir: Path, arm: str = "baseline") -> RunDir:
 
 def rows(experiment_dir: Path, arm: str) -> dict[int, dict[str, Any]]:
     """Of each step the last attempt's row, without what is measured rather than computed."""
-    found = {row["step"]: row for row in run(experiment_dir, arm).rows().read()}
+    found = {row["step"]: row for row in run(experiment_dir, arm).metrics_reader().read()}
     return {
         step: {
             key: value

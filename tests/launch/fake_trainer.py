@@ -27,7 +27,7 @@ def stop(*_: object) -> None:
 
 
 def main(directory: Path) -> None:
-    progress.join()
+    progress.report_to_agent()
     asked = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
     run = RunDir(directory)
     record = run.record()
@@ -47,7 +47,7 @@ def main(directory: Path) -> None:
     )
     if run.initial_weights:
         assert run.initial_weights.is_dir(), f"no initial weights at {run.initial_weights}"
-    done = [row["step"] for row in run.rows().read()]
+    done = [row["step"] for row in run.metrics_reader().read()]
     first = max(done, default=0) + 1
     writer.event("resumed" if done else "started", step=first)
     if behaviour == "fail":

@@ -14,7 +14,7 @@ from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S, Observer, Outcome, run_plan
 from abrun.recipe.launcher import launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -66,7 +66,7 @@ def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState
     """Return a run's state as its cluster knows it."""
     jobs = queued_jobs(experiment_dir)
     assert jobs is not None
-    return jobs.state_of(run_state(experiment_dir, RunName(arm=arm, seed=seed)))
+    return jobs.state_of(read_run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
 
 class FakeEngine(LocalEngine):

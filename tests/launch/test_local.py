@@ -27,16 +27,16 @@ from abrun.launch.prepare import owned_experiment
 from abrun.launch.supervisor import Outcome
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of
+from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, stored_run
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs import experiment, files, lock, rundir
-from abrun.runs.endings import endings, write_ending
-from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, run_state
+from abrun.runs.endings import read_endings, write_ending
+from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
 from abrun.runs.files import fingerprint, read_json
-from abrun.runs.lines import read_lines
-from abrun.runs.lock import LOCK, Lease, Locked, TakenOverError, launcher_of
+from abrun.runs.lines import read_json_lines
+from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher
 from abrun.runs.records import Launch, RunState, recorded_reason
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, Silent, run_to_end
@@ -75,7 +75,7 @@ def launch(
 def at_work(runs_dir: Path) -> set[Process]:
     """What is left of the processes of any run."""
     configs = runs_dir.rglob("config.json")
-    return set[Process]().union(*(processes_of(path.parent) for path in configs))
+    return set[Process]().union(*(find_run_processes(path.parent) for path in configs))
 
 
 def launches_of(experiment_dir: Path, run: str) -> list[Launch]:
@@ -199,7 +199,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     expected = {
         "removed": "final is missing",
         "other bits": "the checksum of",
-        "rows": "metrics.jsonl lacks 1 of 2 steps, from step 2 on",
+        "rows": "metrics.jsonl lacks 1 of 2 steps, the first is 2",
     }
     assert "trained again: " in said and expected[damage] in said
     events = RunDir(directory).events()
@@ -214,12 +214,12 @@ def test_a_warm_start_is_claimed_before_anything_is_asked_of_it(
 
     def processes_there(directory: Path) -> set[Process]:
         if directory.parent.name == WARM_STARTS:
-            with pytest.raises(Locked):
+            with pytest.raises(LockedError):
                 Lease(directory).acquire()
             asked.append(True)
         return set()
 
-    monkeypatch.setattr(queue, "processes_of", processes_there)
+    monkeypatch.setattr(queue, "find_run_processes", processes_there)
     assert launch(tmp_path, "warm_start={steps: 2}").exit_code == 0
     assert asked
 
@@ -338,7 +338,7 @@ def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
     assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
     assert sum("starting it again" in line for line in observer.said) == 1
     (directory,) = (tmp_path / "warm-starts").iterdir()
-    rows = RunDir(directory).rows().read()
+    rows = RunDir(directory).metrics_reader().read()
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
 
 
@@ -440,7 +440,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 def steps(runs_dir: Path, run: str) -> int:
-    return len(read_lines(runs_dir / "small" / run / "metrics.jsonl"))
+    return len(read_json_lines(runs_dir / "small" / run / "metrics.jsonl"))
 
 
 def test_a_full_disk_before_the_start_leaves_nothing(tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def test_a_signal_stops_everything_cleanly_and_resume_continues(
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 2
     reward = RunDir(tmp_path / "small" / "baseline/seed-0").metrics()["train/reward"]
     assert reward.steps.tolist() == list(range(1, 41))
-    rows = read_lines(tmp_path / "small" / "baseline/seed-0/metrics.jsonl")
+    rows = read_json_lines(tmp_path / "small" / "baseline/seed-0/metrics.jsonl")
     assert [row["attempt"] for row in rows].count(1) == before
     # What is finished is left alone
     assert launch(tmp_path, "steps=40", "seeds=[0, 1, 2]", resume=True).exit_code == 0
@@ -617,8 +617,8 @@ def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
         return {of_another_user} if run_dir.match("baseline/seed-0") else set()
 
     monkeypatch.setattr(queue, "LEAVE_S", 0.1)
-    monkeypatch.setattr(queue, "processes_of", at_work_there)
-    monkeypatch.setattr(queue, "end_all", lambda find: find())
+    monkeypatch.setattr(queue, "find_run_processes", at_work_there)
+    monkeypatch.setattr(queue, "kill_all", lambda find: find())
     observer = Silent()
     outcome = launch(tmp_path, jobs=4, observer=observer)
     assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
@@ -710,7 +710,7 @@ def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None
         launch(tmp_path, name="photos")
     assert refusal.value.reason == Code.DIRECTORY_IN_USE(directory=tmp_path / "photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
-    with pytest.raises(StoreError, match="no experiment here; there are: small"):
+    with pytest.raises(StoreError, match="no experiment here; available: small"):
         launch(tmp_path, name="typo", resume=True)
     assert not (tmp_path / "typo").exists()
 
@@ -731,8 +731,8 @@ def test_a_launcher_killed_before_its_experiment_was_written_leaves_the_name_fre
 def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(lock, "FIRST_BEAT_S", 0.02)
-    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(lock, "FIRST_REFRESH_S", 0.02)
+    monkeypatch.setattr(lock, "REFRESH_EVERY_S", 0.02)
     behave(step_s=0.05)
 
     def take_over() -> None:
@@ -746,7 +746,7 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     assert reason["owner"] == "process 7 on host elsewhere"
     assert not at_work(tmp_path)
     assert state_of(tmp_path / "small", "baseline/seed-0").status == "interrupted"
-    assert launcher_of(tmp_path / "small") == "process 7 on host elsewhere"
+    assert describe_launcher(tmp_path / "small") == "process 7 on host elsewhere"
     observer = Silent()
     behave()
     assert launch(tmp_path, "steps=400", resume=True, take_over=True, observer=observer).exit_code == 0
@@ -808,7 +808,7 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
     sent: list[int] = []
 
     def tick() -> None:
-        killed = run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).status == "failed"
+        killed = read_run_state(tmp_path / "small", RunName(arm="baseline", seed=0)).status == "failed"
         if not sent and killed and steps(tmp_path, "treatment/seed-0") > 3:
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
@@ -818,7 +818,7 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
     (failed,) = launches_of(tmp_path / "small", "baseline/seed-0")
     assert (failed.exit_code, failed.signal) == (None, "SIGKILL")
     assert state_of(tmp_path / "small", "treatment/seed-0").status == "interrupted"
-    assert read_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
+    assert read_json_lines(tmp_path / "small/treatment/seed-0/events.jsonl")[-1]["event"] == "interrupted"
 
 
 # --- runs of foreign trainers ---
@@ -872,7 +872,7 @@ def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path)
     for rank, cause in enumerate((effect, killed)):
         reason = Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=cause)
         write_ending(run, f"node-{rank:04d}", 0, reason)
-    first, second = endings(run, 0, "")
+    first, second = read_endings(run, 0, "")
     unseen = Code.NODE_WITHOUT_RUN(directory="x", host="n2", seen_on="n0")
     lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(coded(unseen))}\n"
     printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"

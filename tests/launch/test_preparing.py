@@ -10,7 +10,7 @@ from abrun.experiment.plan import Plan, make_plan
 from abrun.launch.prepare import owned_experiment
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, run_dir
-from abrun.runs.lock import launcher_of
+from abrun.runs.lock import describe_launcher
 from abrun.runs.rundir import RunDir
 from tests.runs.faulty import Disk, Faults, PowerLoss
 
@@ -33,7 +33,7 @@ def check(plan: Plan, experiment_dir: Path) -> None:
     assert planned_runs(experiment_dir) == [run.name for run in plan.runs]
     for run in plan.runs:
         assert RunDir(run_dir(experiment_dir, run.name)).record().name == run.name
-    assert not launcher_of(experiment_dir)
+    assert not describe_launcher(experiment_dir)
 
 
 def num_calls(plan: Plan, root: Path) -> int:

@@ -85,7 +85,7 @@ def test_a_command_runs_in_a_folder_of_shadows(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE.replace("trainer.py", "trainer/trainer.py"))
     launch(tmp_path, "r.yaml")
     run = RunDir(tmp_path / "runs" / "shadowed" / "baseline" / "seed-0")
-    assert [row["train/reward"] for row in run.rows().read()] == [0.5] * 3
+    assert [row["train/reward"] for row in run.metrics_reader().read()] == [0.5] * 3
     seen = json.loads((run.path / "out" / "seen.json").read_text())
     assert seen["path"][0] == str(trainer.parent) and not seen["safe"]
     assert "PYTHONSAFEPATH" not in seen["env"]
@@ -102,7 +102,7 @@ def test_the_own_trainer_runs_in_a_folder_of_shadows(tmp_path: Path, jobs: str) 
     settings = ["steps=2", "seeds=[0, 1]", "compare.claims=[]", task]
     launch(tmp_path, str(SMALL), "--jobs", jobs, *(word for text in settings for word in ("--set", text)))
     run = RunDir(tmp_path / "runs" / "small" / "baseline" / "seed-1")
-    assert [row["train/reward"] for row in run.rows().read()] == [0.5] * 2
+    assert [row["train/reward"] for row in run.metrics_reader().read()] == [0.5] * 2
 
 
 def test_every_module_is_started_without_the_working_directory() -> None:

@@ -14,7 +14,7 @@ from abrun.launch.stages import refuse_other_interim, until_decided
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.report.comparing import compare_sources
-from abrun.runs.experiment import planned_runs, run_state, write_experiment
+from abrun.runs.experiment import planned_runs, read_run_state, write_experiment
 from tests.snapshot import Snapshot
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -74,7 +74,7 @@ STAGED = ("--until-decided", "--max-seeds", "5")
 def begun() -> set[int]:
     """The seeds of which a run was begun."""
     experiment_dir = Path("runs/staged")
-    states = [run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
+    states = [read_run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
     return {state.name.seed for state in states if state.status != "pending"}
 
 

@@ -17,7 +17,7 @@ from abrun.launch import git
 from abrun.launch.prepare import write_run
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LAUNCHERS
-from abrun.runs.lines import read_lines
+from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, run_to_end
 
@@ -149,7 +149,7 @@ def test_by_reference_a_secret_reaches_the_command_and_no_file(recipe, tmp_path,
     finally:
         os.umask(before)
     experiment_dir = tmp_path / "runs" / "foreign"
-    rows = read_lines(experiment_dir / "baseline" / "seed-0" / "metrics.jsonl")
+    rows = read_json_lines(experiment_dir / "baseline" / "seed-0" / "metrics.jsonl")
     assert rows[0]["reward"] == len(TOKEN) + len(f"https://me:{TOKEN}@host/0")
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert len(files) > 10

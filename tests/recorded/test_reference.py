@@ -129,7 +129,7 @@ def test_margins_in_its_sigma(tmp_path, simulated):
 
 
 def reference_of(run: str) -> str:
-    head = '"schema_version": 1, "name": "x", "compare": {}, "config": {}, "environment": {}'
+    head = '"schema_version": 2, "name": "x", "compare": {}, "config": {}, "environment": {}'
     return f'{{{head}, "runs": [{{{run}, "config": {{}}, "environment": {{}}}}]}}'
 
 
@@ -137,9 +137,9 @@ def reference_of(run: str) -> str:
     "content",
     [
         "{}",
-        '{"schema_version": 1, "runs": [{}]}',
+        '{"schema_version": 2, "runs": [{}]}',
         "\x00\x01",
-        '{"schema_version": 1, "runs": [], "recipe": {}}',
+        '{"schema_version": 2, "runs": [], "recipe": {}}',
         reference_of('"seed": 0, "rerun": 0, "metrics": []'),
         reference_of('"seed": "0", "rerun": 0, "metrics": {}'),
         reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),

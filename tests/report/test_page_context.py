@@ -18,7 +18,7 @@ from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
 from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
-from abrun.runs.samples import Sample, row_of
+from abrun.runs.samples import Sample, sample_row
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, write_experiment
 
@@ -30,7 +30,7 @@ def sample(prompt: str, text: str = "4", reward: float = 1.0) -> Sample:
 
 
 def keep(run: Path, steps: list[int], *samples: Sample) -> None:
-    rows = [json.dumps(row_of(step, 1, list(samples))) + "\n" for step in steps]
+    rows = [json.dumps(sample_row(step, 1, list(samples))) + "\n" for step in steps]
     (run / "samples.jsonl").write_text("".join(rows))
 
 

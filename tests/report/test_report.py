@@ -109,8 +109,8 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
     """Their address is a run's to say, so what is none is left out."""
     experiment_dir = simulated()
     runs = [RunDir(experiment_dir / "baseline" / f"seed-{seed}") for seed in range(2)]
-    runs[0].note_wandb({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
-    runs[1].note_wandb({"id": "b", "url": "javascript:alert(1)"})
+    runs[0].write_wandb_location({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
+    runs[1].write_wandb_location({"id": "b", "url": "javascript:alert(1)"})
     found = compare(
         load_experiment(experiment_dir), output=tmp_path / "out", formats=["markdown", "json", "html"]
     )

@@ -10,11 +10,11 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import run_state, write_experiment
+from abrun.runs.experiment import read_run_state, write_experiment
 from abrun.runs.files import make_private_folder, write_file, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.lock import LOCK, launcher_lock, launcher_of
-from abrun.runs.records import Node, RunRecord
+from abrun.runs.lock import LOCK, describe_launcher, launcher_lock
+from abrun.runs.records import NodeStatus, RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from tests.snapshot import Snapshot
@@ -54,8 +54,8 @@ def work(run: RunDir, step: int) -> None:
         sample = Sample(prompt="p", text="t", reward=1.0, logprob_error=None, num_tokens=1, truncated=None)
         writer.samples(step, [sample])
         writer.heartbeat(step)
-        run.write_node(Node(attempt=writer.attempt, node=0, host="n"))
-        run.note_wandb({"id": "x"})
+        run.write_node(NodeStatus(attempt=writer.attempt, node=0, host="n"))
+        run.write_wandb_location({"id": "x"})
         writer.final_sketch(b"sketch")
         writer.finish(step)
         run.end_launch("finished", None, exit_code=0)
@@ -209,7 +209,7 @@ def test_a_run_that_may_not_be_read_is_unreadable(
     forbid(run.path / name, monkeypatch)
     if name == "nodes":  # are asked of a run at work
         run.begin_launch(["cpu"], None)
-    state = run_state(tmp_path / "demo", NAME)
+    state = read_run_state(tmp_path / "demo", NAME)
     assert state.status == "unreadable"
     assert state.message and state.message.startswith(
         f"{run.path / name}: cannot be read: Permission denied; "
@@ -240,4 +240,4 @@ def test_a_lock_that_may_not_be_read_is_not_taken_for_none(
 ) -> None:
     with launcher_lock(tmp_path):
         forbid(tmp_path / LOCK, monkeypatch)
-        assert str(launcher_of(tmp_path)).startswith("unknown, launcher.lock ")
+        assert str(describe_launcher(tmp_path)).startswith("unknown, launcher.lock ")

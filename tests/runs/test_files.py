@@ -12,7 +12,7 @@ import pytest
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.runs.files import read_json, write_json
-from abrun.runs.lines import LineReader, LineWriter, read_lines
+from abrun.runs.lines import LineReader, LineWriter, read_json_lines
 from tests.snapshot import Snapshot
 
 
@@ -22,7 +22,7 @@ def test_json_and_lines_keep_nan_and_infinity(tmp_path: Path) -> None:
     writer.write(row)
     writer.close()
     assert '"a": "NaN", "b": "Infinity", "c": "-Infinity"' in (tmp_path / "rows.jsonl").read_text()
-    (read,) = read_lines(tmp_path / "rows.jsonl")
+    (read,) = read_json_lines(tmp_path / "rows.jsonl")
     assert math.isnan(read.pop("a")) and read == {key: row[key] for key in "bcde"} | {"step": 1}
     write_json(tmp_path / "x.json", {"nested": {"list": [math.nan, 1]}})
     assert read_json(tmp_path / "x.json") == {"nested": {"list": ["NaN", 1]}}
@@ -31,7 +31,7 @@ def test_json_and_lines_keep_nan_and_infinity(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_not_read_and_reopening_drops_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "tr')
-    assert [row["step"] for row in read_lines(path)] == [1, 2]
+    assert [row["step"] for row in read_json_lines(path)] == [1, 2]
     writer = LineWriter(path)
     writer.write({"step": 3})
     writer.close()
@@ -50,7 +50,7 @@ def test_two_writers_at_once_lose_no_line(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "write", late)
     older.write({"step": 1, "attempt": 1})
-    assert [row["attempt"] for row in read_lines(path)] == [2, 1]
+    assert [row["attempt"] for row in read_json_lines(path)] == [2, 1]
 
 
 @pytest.mark.parametrize(("content", "left"), [(b"", b""), (b"torn", b""), (b"a\n" + b"x" * 200_000, b"a\n")])
@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     writer.close()
     assert read_json(tmp_path / "kept.json") == {"old": True}
-    assert read_lines(tmp_path / "rows.jsonl") == [{"step": 1}]
+    assert read_json_lines(tmp_path / "rows.jsonl") == [{"step": 1}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "rows.jsonl"]
 
 
@@ -128,4 +128,4 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, snapshot: Snapsh
 def test_text_that_is_none_is_written_so_that_it_reads(tmp_path: Path) -> None:
     """Half a surrogate is how Python holds a byte of a path that is no UTF-8."""
     LineWriter(tmp_path / "rows.jsonl").write({"message": "caf\udce9", "\ud800": "Grüße"})
-    assert read_lines(tmp_path / "rows.jsonl") == [{"message": "caf?", "?": "Grüße"}]
+    assert read_json_lines(tmp_path / "rows.jsonl") == [{"message": "caf?", "?": "Grüße"}]

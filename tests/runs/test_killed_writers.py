@@ -13,14 +13,14 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.runs import owner
-from abrun.runs.files import read_json, remove_leftovers, write_json
+from abrun.runs.files import read_json, remove_partial_files, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from tests.runs.faulty import killed_at
 
 NAME = RunName(arm="baseline", seed=0)
-HERE = owner.this_process()["host"]
+HERE = owner.this_process_fields()["host"]
 
 
 def make_run(path: Path) -> RunDir:
@@ -90,7 +90,7 @@ def test_a_run_whose_launcher_was_killed_before_it_noted_the_process(tmp_path: P
     run.begin_attempt()
     assert run.state(NAME).status == "running"  # its process lives on, to save a checkpoint
     path = run.path / "attempts" / "0001.json"
-    write_json(path, read_json(path) | owner.process(sleep.pid))
+    write_json(path, read_json(path) | owner.process_fields(sleep.pid))
     sleep.kill()
     sleep.wait()
     state = run.state(NAME)
@@ -155,7 +155,7 @@ def test_partial_files_of_dead_writers_are_removed(
         partial = folder / name()
         partial.write_bytes(b"{")
         os.utime(partial, (0, 0) if old else None)
-        remove_leftovers(tmp_path)
+        remove_partial_files(tmp_path)
         assert partial.exists() is not removed
 
 

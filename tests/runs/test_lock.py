@@ -15,8 +15,8 @@ from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.runs import lock
-from abrun.runs.lock import LOCK, Lease, Locked, TakenOverError, launcher_lock, launcher_of
-from abrun.runs.owner import this_process
+from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher, launcher_lock
+from abrun.runs.owner import this_process_fields
 
 HOLD = """
 import sys, time
@@ -31,7 +31,7 @@ ELSEWHERE = {"pid": 1, "host": "elsewhere", "boot_id": "another", "token": "thei
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BEAT_S", "FIRST_BEAT_S"):
+    for name in ("REFRESH_EVERY_S", "FIRST_REFRESH_S"):
         monkeypatch.setattr(lock, name, 0.05)
 
 
@@ -57,22 +57,22 @@ def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernel_locks: bool
 ) -> None:
     if not has_kernel_locks:
-        monkeypatch.setattr(lock, "_kernel_lock", lambda file: None)
+        monkeypatch.setattr(lock, "_try_kernel_lock", lambda file: None)
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         name = f"process {holder.pid} on host {socket.gethostname()}"
         for options in ({}, {"take_over": True}):  # which asks no living neighbour to go
-            with pytest.raises(Locked) as refused:
+            with pytest.raises(LockedError) as refused:
                 taken(tmp_path, **options)
             assert refused.value.reason == Code.LAUNCHED_BY_ANOTHER(
                 path=tmp_path / LOCK, owner=name, pid=holder.pid, may_take_over=False
             )
-        assert launcher_of(tmp_path) == name
+        assert describe_launcher(tmp_path) == name
     finally:
         holder.kill()
         holder.wait()
-    assert launcher_of(tmp_path) is None
+    assert describe_launcher(tmp_path) is None
     assert taken(tmp_path) == [took_over(name, is_gone=True)]
     assert taken(tmp_path) == []
 
@@ -86,7 +86,7 @@ def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(
     ],
 )
 def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path, other: dict[str, Any]) -> None:
-    leave(tmp_path, {**this_process(), "process_started": None, **other})
+    leave(tmp_path, {**this_process_fields(), "process_started": None, **other})
     host = other.get("host", socket.gethostname())
     assert taken(tmp_path) == [took_over(f"process {other['pid']} on host {host}", is_gone=True)]
 
@@ -101,40 +101,44 @@ def test_a_lock_of_another_machine_holds_until_it_is_taken_over_or_no_longer_tou
     tmp_path: Path, snapshot
 ) -> None:
     leave(tmp_path, ELSEWHERE)
-    with pytest.raises(Locked) as refused:
+    with pytest.raises(LockedError) as refused:
         taken(tmp_path)
     reason = refused.value.reason
     assert (reason["pid"], reason["may_take_over"]) == (None, True)
     snapshot(refused.value)
-    assert launcher_of(tmp_path) == "process 1 on host elsewhere"
+    assert describe_launcher(tmp_path) == "process 1 on host elsewhere"
     assert taken(tmp_path, take_over=True) == [took_over("process 1 on host elsewhere", as_asked=True)]
     leave(tmp_path, ELSEWHERE)
-    os.utime(tmp_path / LOCK, (0, time.time() - lock.EXPIRED_S - 1))  # a container back under another name
-    assert launcher_of(tmp_path) is None
+    os.utime(
+        tmp_path / LOCK, (0, time.time() - lock.EXPIRES_AFTER_S - 1)
+    )  # a container back under another name
+    assert describe_launcher(tmp_path) is None
     assert taken(tmp_path) == [took_over("process 1 on host elsewhere")]
 
 
 def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older = Lease(tmp_path)
     with monkeypatch.context() as patch:  # as if on another machine, where the kernel's lock does not reach
-        patch.setattr(lock, "this_process", lambda: {**this_process(), "host": "a", "boot_id": "a"})
+        patch.setattr(
+            lock, "this_process_fields", lambda: {**this_process_fields(), "host": "a", "boot_id": "a"}
+        )
         older.acquire()
-    with pytest.raises(Locked) as refused:
+    with pytest.raises(LockedError) as refused:
         Lease(tmp_path).acquire()
     assert refused.value.reason["may_take_over"]
     newer = Lease(tmp_path)
     note = newer.acquire(take_over=True)
     owner = f"process {os.getpid()} on host a"
     assert note == Code.LOCK_TAKEN_OVER(owner=owner, is_gone=False, as_asked=True)
-    time.sleep(2 * lock.BEAT_S)
+    time.sleep(2 * lock.REFRESH_EVERY_S)
     with pytest.raises(TakenOverError) as taken_over:
         older.refresh()
     owner = f"process {os.getpid()} on host {socket.gethostname()}"
     assert taken_over.value.reason == Code.TAKEN_OVER(path=tmp_path / LOCK, owner=owner)
     older.close()
     newer.refresh()
-    assert launcher_of(tmp_path)  # the older one has not given back what is the newer one's
-    with pytest.raises(Locked):
+    assert describe_launcher(tmp_path)  # the older one has not given back what is the newer one's
+    with pytest.raises(LockedError):
         taken(tmp_path)
     newer.close()
     assert taken(tmp_path) == []
@@ -143,11 +147,11 @@ def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch
 def test_an_owner_touches_its_lock(tmp_path: Path) -> None:
     with launcher_lock(tmp_path) as lease:
         os.utime(tmp_path / LOCK, (0, 0))
-        time.sleep(2 * lock.BEAT_S)
+        time.sleep(2 * lock.REFRESH_EVERY_S)
         lease.refresh()
         assert (tmp_path / LOCK).stat().st_mtime > 1e9
         (tmp_path / LOCK).unlink()  # by hand: nobody has it
-        time.sleep(2 * lock.BEAT_S)
+        time.sleep(2 * lock.REFRESH_EVERY_S)
         lease.refresh()
 
 
@@ -155,16 +159,16 @@ def test_two_at_once_on_a_file_that_is_replaced_do_not_both_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has the file open when another, with a full disk, removes it and a third makes it anew."""
-    third, kernel_lock = Lease(tmp_path), lock._kernel_lock
+    third, kernel_lock = Lease(tmp_path), lock._try_kernel_lock
 
     def late(file: int) -> bool | None:
-        monkeypatch.setattr(lock, "_kernel_lock", kernel_lock)
+        monkeypatch.setattr(lock, "_try_kernel_lock", kernel_lock)
         (tmp_path / LOCK).unlink()
         third.acquire()
         return kernel_lock(file)
 
-    monkeypatch.setattr(lock, "_kernel_lock", late)
-    with pytest.raises(Locked):
+    monkeypatch.setattr(lock, "_try_kernel_lock", late)
+    with pytest.raises(LockedError):
         Lease(tmp_path).acquire()
     third.close()
 
@@ -172,14 +176,14 @@ def test_two_at_once_on_a_file_that_is_replaced_do_not_both_get_it(
 def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), launcher_lock(tmp_path):
         raise ZeroDivisionError
-    with launcher_lock(tmp_path), pytest.raises(Locked), launcher_lock(tmp_path):
+    with launcher_lock(tmp_path), pytest.raises(LockedError), launcher_lock(tmp_path):
         pass
     assert taken(tmp_path) == []
 
 
 def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK)
-    assert launcher_of(tmp_path) is None
+    assert describe_launcher(tmp_path) is None
     with pytest.raises(StoreError) as refusal:
         taken(tmp_path)
     reason = refusal.value.reason

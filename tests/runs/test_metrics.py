@@ -100,7 +100,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, every: int) -> None:
             run.metrics()
         assert caught.value.code in (Code.LINE_INVALID, Code.METRICS_LINE_INVALID)
         assert len(str(caught.value).splitlines()) == 1
-        assert run.missing_steps(3) is not None
+        assert run.describe_missing_steps(3) is not None
 
 
 def test_checksums_are_no_part_of_a_row(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -108,7 +108,7 @@ def test_checksums_are_no_part_of_a_row(tmp_path: Path, snapshot: Snapshot) -> N
     path = tmp_path / "metrics.jsonl"
     assert [list(json.loads(line))[-1] for line in path.open()] == ["crc32"] * 3
     assert set(run.metrics()) == {"x", "Jy*"}
-    assert all("crc32" not in row for row in run.rows().read())
+    assert all("crc32" not in row for row in run.metrics_reader().read())
     assert set(read_logs(f"jsonl:{path}")[0].metrics) == {"attempt", "time_s", "x", "Jy*"}
     frame = pandas.read_json(path, lines=True)
     assert frame["x"].tolist() == pytest.approx([-1 / 7, -2 / 7, -3 / 7])
@@ -126,7 +126,7 @@ def test_a_line_without_a_checksum_is_read_until_there_is_one(tmp_path: Path, sn
     content = path.read_text()
     path.write_text(earlier + content)  # a run of an older version that was resumed
     assert run.metrics()["x"].steps.tolist() == [-1, 1, 2]
-    followed = run.rows()
+    followed = run.metrics_reader()
     assert len(followed.read()) == 3
     with path.open("a") as file:
         file.write(later)
@@ -134,7 +134,7 @@ def test_a_line_without_a_checksum_is_read_until_there_is_one(tmp_path: Path, sn
         with pytest.raises(StoreError) as refusal:
             read()
         snapshot(refusal.value)
-    assert [row["step"] for row in lines.sound_lines(path)] == [-1, 1, 2]
+    assert [row["step"] for row in lines.read_valid_rows(path)] == [-1, 1, 2]
 
 
 # --- validation ---

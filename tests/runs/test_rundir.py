@@ -13,10 +13,10 @@ import pytest
 from abrun.errors import StoreError
 from abrun.reasons import Code, Reason
 from abrun.runs import owner, rundir
-from abrun.runs.experiment import open_experiment, planned_runs, run_dir, run_state
+from abrun.runs.experiment import open_experiment, planned_runs, read_run_state, run_dir
 from abrun.runs.files import read_json, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.records import Node, RunRecord
+from abrun.runs.records import NodeStatus, RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 from tests.snapshot import Snapshot
@@ -48,7 +48,7 @@ def make_run(experiment_dir: Path, name: RunName = NAME, **files: dict) -> Path:
 )
 def test_run_states(tmp_path: Path, files: dict, status: str) -> None:
     make_run(tmp_path, **files)
-    state = run_state(tmp_path, *planned_runs(tmp_path))
+    state = read_run_state(tmp_path, *planned_runs(tmp_path))
     assert (state.status, state.step, state.num_steps) == (status, 0, 60)
     assert state.reason == (Code.FOREIGN_TEXT(text="why") if status == "failed" else None)
 
@@ -73,7 +73,7 @@ def test_an_attempt_under_way_runs_or_stalls(
         patience_s = heartbeat.get("patience_s")
         files["heartbeat"] = {"time_s": now - heartbeat["ago"], "step": 7, "patience_s": patience_s}
     make_run(tmp_path, **files)
-    state = run_state(tmp_path, *planned_runs(tmp_path))
+    state = read_run_state(tmp_path, *planned_runs(tmp_path))
     assert (state.status, state.step) == (status, 7 if heartbeat else 0)
 
 
@@ -128,10 +128,10 @@ def test_only_the_newest_attempt_speaks_for_its_nodes(tmp_path: Path) -> None:
     run.begin_attempt()
     run.begin_attempt()
     for attempt in (1, 2):
-        run.write_node(Node(attempt=attempt, host="here", time_s=1.0))
+        run.write_node(NodeStatus(attempt=attempt, host="here", time_s=1.0))
     assert [node.attempt for node in run.nodes(2)] == [2] and run.nodes(1) == []
     shutil.rmtree(run.path)
-    run.write_node(Node(attempt=2, host="here", time_s=1.0))
+    run.write_node(NodeStatus(attempt=2, host="here", time_s=1.0))
     assert not run.path.exists()
 
 
@@ -326,7 +326,7 @@ def test_a_reason_may_tell_the_exit_code_or_signal_too(
     run = RunDir(make_run(tmp_path))
     run.begin_launch(["cpu"], None)
     run.end_launch("failed", reason, exit_code=exit_code, signal=killed_by)
-    assert (run.state(NAME).reason, run.state(NAME).tells_ending) == (reason, tells)
+    assert (run.state(NAME).reason, run.state(NAME).has_ending_in_reason) == (reason, tells)
 
 
 def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    assert run.step_attempts() == {} and run.printed() == "" and run.state(NAME).status == "pending"
+    assert run.step_attempts() == {} and run.read_log() == "" and run.state(NAME).status == "pending"
     if name in ("metrics.jsonl", "events.jsonl"):
         with pytest.raises(StoreError) as refusal:
             run.begin_attempt()
@@ -491,16 +491,16 @@ def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Pa
     path = run.path / "metrics.jsonl"
     first, _, third, _ = path.read_bytes().split(b"\n")
     path.write_bytes(first + b"\n")
-    follower = run.rows()
+    follower = run.metrics_reader()
     assert len(follower.read()) == 1
     path.write_bytes(b"\n".join([first, bad, third, b""]))
-    assert "lacks 1 of 3 steps, from step 2" in str(run.missing_steps(3))
+    assert "lacks 1 of 3 steps, from step 2" in str(run.describe_missing_steps(3))
     writer = run.begin_attempt()
     writer.metrics(2, {"x": 20.0})
     assert [row["step"] for row in follower.read()] == [3, 2]
-    assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.missing_steps(3) is None
+    assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.describe_missing_steps(3) is None
     (repair,) = (row["message"] for row in run.events() if row["event"] == "repair")
     assert repair.startswith("lines of metrics.jsonl: 1 ") and repair.endswith(" line 2")
     with path.open("ab") as file:
         file.write(bad + b"\n")
-    assert str(run.missing_steps(3)).startswith("metrics.jsonl, line 5: is no row")
+    assert str(run.describe_missing_steps(3)).startswith("metrics.jsonl, line 5 is not a row of metrics")

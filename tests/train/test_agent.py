@@ -19,11 +19,11 @@ import pytest
 from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of, progress
+from abrun.processes import find_run_processes, progress
 from abrun.reasons import Code, Reason
-from abrun.runs.endings import endings
+from abrun.runs.endings import read_endings
 from abrun.runs.layout import RunName
-from abrun.runs.records import Node, RunRecord, recorded_reason
+from abrun.runs.records import NodeStatus, RunRecord, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.train import agent as agents
 from abrun.train.agent import SCRATCH, TIMED_OUT
@@ -66,7 +66,7 @@ def run_in(directory: Path) -> RunDir:
 def ending_of(agent: "subprocess.Popen[str]", run: RunDir) -> Reason:
     """What the agent notes of its end; it prints the same."""
     printed, _ = agent.communicate(timeout=120)
-    (ending,) = endings(run, 0, "")
+    (ending,) = read_endings(run, 0, "")
     assert f"error: {sentence(ending)}\n" in printed
     return ending
 
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert (hanging["doing"], hanging["host"]) == ("generation", None)
     attempt = run.attempt()
     assert (attempt.status, attempt.exit_code) == ("failed", TIMED_OUT)
-    assert not processes_of(tmp_path)
+    assert not find_run_processes(tmp_path)
 
 
 def test_a_rank_that_never_came_to_its_first_line_is_counted(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path:
     (tmp_path / "go-on").unlink()
     for node in nodes:  # one ends both: it is one machine
         node.communicate(timeout=120)
-    ending = endings(run, 0, "")[0]
+    ending = read_endings(run, 0, "")[0]
     assert ending.code == Code.STALL_LIMIT_REACHED
     places = {rank["rank"]: rank["place"] for rank in ending["silence"]["ranks"]}
     assert places[1].startswith("hang (tests/train/rank.py:")
@@ -176,7 +176,7 @@ def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
     monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
     notes.write(0.0, None)
     assert notes.others() == []
-    run.write_node(Node(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
+    run.write_node(NodeStatus(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
     now[0] += 2
     assert [note.host for note in notes.others()] == ["n2"]
     now[0] += 59
@@ -214,7 +214,7 @@ def test_a_run_outlives_its_temporary_files(tmp_path: Path, monkeypatch: pytest.
     assert agent.poll() is None
     (tmp_path / "go-on").unlink()
     silence = ending_of(agent, run)["silence"]
-    assert {rank["place"] for rank in silence["ranks"]} == {str(progress.Place("an unknown place"))}
+    assert {rank["place"] for rank in silence["ranks"]} == {str(progress.CodeLocation("an unknown place"))}
 
 
 def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
     with (tmp_path / "stdout.log").open("w") as log:  # as launchers have it
         agent = start(tmp_path, stdout=log, rank_1="abort")
         agent.wait(timeout=60)
-    (ending,) = endings(run, 0, "")
+    (ending,) = read_endings(run, 0, "")
     cause = Code.COLLECTIVE_TIMED_OUT(waited_s=5.041, work="SeqNum=3, OpType=ALLREDUCE")
     assert ending == Code.RANK_FAILED(rank=1, num_ranks=2, host=None, cause=cause)
-    assert f"error: {sentence(ending)}" in run.printed()
+    assert f"error: {sentence(ending)}" in run.read_log()
 
 
 def test_it_ends_as_the_first_rank_that_failed(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_it_ends_as_the_first_rank_that_failed(tmp_path: Path) -> None:
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
     assert ending_of(agent, run) == rank_failed(1, Code.KILLED(signal="SIGKILL"))
     assert agent.returncode == -signal.SIGKILL
-    assert not processes_of(tmp_path)
+    assert not find_run_processes(tmp_path)
 
 
 def rank_failed(rank: int, cause: Reason, num_ranks: int = 2) -> Reason:
@@ -371,10 +371,14 @@ def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: P
     run.begin_attempt()
     reason = rank_failed(1, Code.KILLED(signal="SIGKILL"))
     conclude(run, 1, 0, -9, reason, None)
-    assert (run.attempt().status, endings(run, 0, ""), endings(run, 1, "")) == ("running", [reason], [])
+    assert (run.attempt().status, read_endings(run, 0, ""), read_endings(run, 1, "")) == (
+        "running",
+        [reason],
+        [],
+    )
     for torn in ("", '{"after": 0, "reas', "[]", '{"after": 0, "reason": {"code": "no_such", "values": {}}}'):
         (tmp_path / "nodes" / "ending-node-0001.json").write_text(torn)
-        assert (endings(run, 0, ""), run.nodes(1)) == ([], [])
+        assert (read_endings(run, 0, ""), run.nodes(1)) == ([], [])
 
 
 def all_children(pid: int) -> list[str]:
@@ -424,11 +428,11 @@ def listening(pid: int) -> list[str]:
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
     agent = start(tmp_path)
-    until(lambda: len(processes_of(tmp_path)) > 1)  # ranks that may not have run a line yet
+    until(lambda: len(find_run_processes(tmp_path)) > 1)  # ranks that may not have run a line yet
     time.sleep(delay_s)
     agent.kill()
     agent.communicate(timeout=60)
-    until(lambda: not processes_of(tmp_path), timeout_s=10)
+    until(lambda: not find_run_processes(tmp_path), timeout_s=10)
 
 
 @pytest.mark.usefixtures("heard_signals")

@@ -84,7 +84,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
         "step": 2,
         "sha256": fingerprint(state)["sha256"],
     }
-    assert RunDir(run).missing_steps(5) is None  # its first is step 3
+    assert RunDir(run).describe_missing_steps(5) is None  # its first is step 3
 
 
 def test_a_stopped_branch_goes_on_from_its_own_checkpoint(

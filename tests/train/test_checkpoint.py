@@ -218,7 +218,7 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "one bit": (lambda path: flip(rank_file(path), -1), "does not have the checksum"),
+    "one bit": (lambda path: flip(rank_file(path), -1), "does not match its recorded checksum"),
     "truncated": (lambda path: os.truncate(rank_file(path), 100), "rank-0.safetensors has 100 bytes"),
     "no file": (lambda path: rank_file(path).unlink(), "rank-0.safetensors is missing"),
     "no state": (lambda path: (path / "state.json").unlink(), "state.json no such file"),
@@ -485,4 +485,4 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert events(directory)[:3] == ["started", "checkpoint_damaged", "resumed"]
     assert metric_values(directory) == metric_values(finished)
     recorded = read_json(finished / "result.json")["final_weights"]
-    assert "model.safetensors" in recorded and RunDir(finished).final_weights_damage() is None
+    assert "model.safetensors" in recorded and RunDir(finished).describe_weights_damage() is None

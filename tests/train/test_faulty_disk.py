@@ -74,7 +74,11 @@ def train(run: RunDir, during: Callable[[int], object] = lambda step: None) -> N
 
 def numbers(run: RunDir) -> tuple[list[str], list[str], bytes]:
     """All that a finished run is compared by."""
-    assert run.finished and run.missing_steps(NUM_STEPS) is None and run.final_weights_damage() is None
+    assert (
+        run.finished
+        and run.describe_missing_steps(NUM_STEPS) is None
+        and run.describe_weights_damage() is None
+    )
     series = run.metrics()["x"]
     assert series.steps.tolist() == list(range(1, NUM_STEPS + 1))
     rewards = [row.rewards[0].hex() for row in run.validations().values()]
@@ -95,7 +99,7 @@ def ends_as(run: RunDir, undisturbed: object, what: object) -> None:
     """Started again, on a disk that works, a run ends as if nothing had been, and can be read meanwhile."""
     state = run.state(RunName(arm="baseline", seed=0))
     assert state.message is None or "\n" not in state.message, what
-    if not (run.finished and run.missing_steps(NUM_STEPS) is None):
+    if not (run.finished and run.describe_missing_steps(NUM_STEPS) is None):
         if run.finished:
             run.reopen("its rows are gone")
         train(run)

@@ -15,7 +15,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.rl.losses import loss_weights
-from abrun.runs.lines import read_lines
+from abrun.runs.lines import read_json_lines
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.policy_objective import PolicyObjective
@@ -621,7 +621,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(
     (tmp_path / "halves" / "result.json").unlink()
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-000004")
     halves = train_here(tmp_path / "halves")
-    steps = [row["step"] for row in read_lines(tmp_path / "halves" / "metrics.jsonl")]
+    steps = [row["step"] for row in read_json_lines(tmp_path / "halves" / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 3, 4]
     assert halves.keys() == whole.keys()
     for step, row in whole.items():

@@ -9,7 +9,7 @@ from abrun.cli import app
 from abrun.errors import StoreError
 from abrun.recorded.samples import side_by_side
 from abrun.runs import layout
-from abrun.runs.lines import LineWriter, read_lines
+from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.train.samples import MOST_CHARACTERS, _shortened
@@ -46,7 +46,7 @@ def test_a_run_keeps_the_first_completions_of_some_steps(
             file.unlink()
         folder.rmdir()
     train_here(run.path)
-    rows = read_lines(run.path / layout.SAMPLES)
+    rows = read_json_lines(run.path / layout.SAMPLES)
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (3, 1), (3, 2)]
     assert run.samples() == kept
 
@@ -87,7 +87,7 @@ def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = RunDir(make_run(tmp_path / "run", run_config()))
     writer = run.begin_attempt()
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)
-    monkeypatch.setattr("abrun.runs.writer.MOST_BYTES", 200)
+    monkeypatch.setattr("abrun.runs.writer.MAX_SAMPLES_BYTES", 200)
     for step in range(1, 9):
         writer.samples(step, [one])
     assert list(run.samples()) == [1, 2]

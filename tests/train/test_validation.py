@@ -11,7 +11,7 @@ from abrun.models import load_network, load_text
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import read_json
-from abrun.runs.lines import read_lines
+from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.tasks import hold_out
 from abrun.train.recorder import prompts_sha256
@@ -56,7 +56,7 @@ def test_rows_and_files_say_the_same(tmp_path: Path, warm_weights: Path, group: 
         assert len(row.rewards) == len(row.lengths) == 8 and set(row.lengths.tolist()) <= {1.0, 2.0}
         assert rows[step]["validation/accuracy"] == row.rewards.mean()
         assert rows[step]["validation/avg_length"] == row.lengths.mean()
-    lines = read_lines(tmp_path / "run" / "validation.jsonl")
+    lines = read_json_lines(tmp_path / "run" / "validation.jsonl")
     assert [(line["step"], line["attempt"]) for line in lines] == [(0, 1), (2, 1), (4, 1), (5, 1)]
 
 
@@ -163,7 +163,7 @@ def test_a_resumed_run_validates_as_one_that_never_stopped(tmp_path: Path, warm_
     run_to_end(directory)
     assert rewards(directory) == rewards(whole) and list(rewards(whole)) == [0, 2, 4, 6, 7]
     assert metric_values(directory) == metric_values(whole)
-    attempts = [row["attempt"] for row in read_lines(directory / "validation.jsonl")]
+    attempts = [row["attempt"] for row in read_json_lines(directory / "validation.jsonl")]
     assert attempts == sorted(attempts) and set(attempts) == {1, 2}
 
 

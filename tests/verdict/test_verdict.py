@@ -5,7 +5,7 @@ import pytest
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
-from abrun.runs.lines import LineWriter, read_lines
+from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.verdict.decide import EXIT_CODES, worst
 from abrun.verdict.validity import Coverage
 from tests.reasons import codes_of, reason_of, refused
@@ -91,7 +91,7 @@ def test_a_failed_baseline_and_a_failed_rerun_say_what_they_cost(simulated, judg
 
 def test_a_value_that_changed_on_the_disk_is_damage(simulated, judged):
     path = simulated() / "baseline/seed-0/metrics.jsonl"
-    rows = read_lines(path)
+    rows = read_json_lines(path)
     path.unlink()
     writer = LineWriter(path)
     for row in rows:

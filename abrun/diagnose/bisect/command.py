@@ -21,7 +21,7 @@ from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, stored_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import is_file
-from abrun.runs.experiment import is_experiment, planned_runs, run_state
+from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.files import read_as, write_json
 from abrun.runs.layout import RunName
 from abrun.verdict.decide import ArmVerdict, judge
@@ -267,14 +267,16 @@ class Bisection:
 
     def _states(self, names: Sequence[RunName]) -> dict[RunName, str]:
         there = set(planned_runs(self._dir)) if is_experiment(self._dir) else set()
-        return {name: run_state(self._dir, name).status if name in there else "missing" for name in names}
+        return {
+            name: read_run_state(self._dir, name).status if name in there else "missing" for name in names
+        }
 
     def _ended_by_itself(self, name: RunName) -> bool:
         """Return True if a failed run was seen to end: a killed launcher's runs failed by no code."""
-        return run_state(self._dir, name).ending is not None
+        return read_run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
-        state = run_state(self._dir, name)
+        state = read_run_state(self._dir, name)
         return f"{name} {state.status}: {state.message or 'no reason is recorded'}"
 
     def _conclusion(self, again: Test, found: Found | None) -> tuple[str, int]:

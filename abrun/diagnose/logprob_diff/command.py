@@ -22,12 +22,12 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.experiment import BASELINE, stored_run
 from abrun.recipe.run import OwnRunConfig, not_built
 from abrun.regular_files import is_directory, is_file
-from abrun.runs.access import PUBLIC
-from abrun.runs.experiment import experiments_in, find_experiment, is_experiment, planned_runs, run_dir
-from abrun.runs.files import decode, explained, readable, write_json
+from abrun.runs.access import PUBLIC_MODE
+from abrun.runs.experiment import find_experiment, is_experiment, list_experiments, planned_runs, run_dir
+from abrun.runs.files import decode_non_finite, wrap_read_errors, wrap_write_errors, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
-from abrun.runs.records import SAVED_STATE, saved_state
+from abrun.runs.records import SAVED_STATE, read_saved_state
 from abrun.runs.rundir import RunDir
 
 MODULE = "abrun.diagnose.logprob_diff.measure"
@@ -78,7 +78,7 @@ def measure_run(
         experiment=chosen.experiment,
         name=chosen.name,
         step=chosen.step,
-        grad_norm=decode(record["grad_norm"]),
+        grad_norm=decode_non_finite(record["grad_norm"]),
         engine=config.rollout.engine,
         dtype=config.policy.dtype,
         spread=chosen.config.cluster.ranks,
@@ -94,7 +94,7 @@ def measure_run(
         prompts=recorded["prompts"][sequences],
         changes=[(change, scored.get(change.key)) for change in changes],
     )
-    write_json(output / FILE, budget.content(), mode=PUBLIC)
+    write_json(output / FILE, budget.content(), mode=PUBLIC_MODE)
     return budget, output
 
 
@@ -105,7 +105,7 @@ def _scratch(output: Path) -> Iterator[Path]:
     Raises StoreError while another measurement works there.
     """
     with folder_lock(output, "abrun mismatch"):
-        with explained(output):
+        with wrap_write_errors(output):
             for stale in output.glob(f"{SCRATCH}*"):
                 shutil.rmtree(stale, ignore_errors=True)
             scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
@@ -165,7 +165,7 @@ def _read(directory: Path, rows: list[dict[str, Any]]) -> dict[str, Scored | str
 
 def _seen(chosen: Chosen, record: Mapping[str, Any]) -> list[dict[str, float]]:
     """Return the metric of the steps repeated here, beside the run's record of it."""
-    with readable(chosen.run.path):
+    with wrap_read_errors(chosen.run.path):
         series = chosen.run.metrics().get(TOKEN_MULT_PROB_ERROR) if chosen.run.has_metrics else None
     of_run = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
     return [
@@ -188,7 +188,7 @@ def choose(run: str, runs_dir: Path, step: int | None) -> Chosen:
             return _chosen(RunDir(path), step)
     experiment = find_experiment(run, runs_dir)
     if not is_experiment(experiment):
-        known = [path.name for path in experiments_in(runs_dir)]
+        known = [path.name for path in list_experiments(runs_dir)]
         there = f"experiments under {runs_dir}: {', '.join(known)}" if known else "launch a recipe first"
         raise StoreError(Code.NO_RUN(run=run, runs_dir=runs_dir, runs=there))
     names = sorted(planned_runs(experiment), key=lambda name: name.arm != BASELINE)
@@ -211,13 +211,13 @@ def _chosen(run: RunDir, step: int | None) -> Chosen:
     there = _checkpoints(run)
     if step is None and not there and run.step_attempts():
         raise StoreError(Code.NO_CHECKPOINT(run=run.path))
-    first = run.first_step
+    first = run.start_step
     at = (max(there) if there else first) if step is None else step
     if at not in there and at != first:
         known = ", ".join(map(str, sorted({first, *there})))
         raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=known))
     checkpoint = there.get(at)
-    if checkpoint is not None and (wrote := saved_state(checkpoint).run) != run.identity():
+    if checkpoint is not None and (wrote := read_saved_state(checkpoint).run) != run.identity():
         raise StoreError(
             Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=wrote, run=run.identity())
         )

@@ -35,7 +35,7 @@ from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import RolloutBatch, Sequences
 from abrun.rollout.torch_engine import TorchEngine
-from abrun.runs.files import explained
+from abrun.runs.files import wrap_write_errors
 from abrun.runs.rundir import RunDir
 from abrun.train.branch import start_from
 from abrun.train.loop import make_algorithm
@@ -49,7 +49,7 @@ METRIC = "train/token_mult_prob_error"
 
 
 def main() -> int:
-    progress.join()
+    progress.report_to_agent()
     directory = Path(sys.argv[1])
     job = read_job(directory)
     try:
@@ -250,7 +250,7 @@ def _top_k(folder: Path) -> int:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    with explained(path), path.open("wb") as file:
+    with wrap_write_errors(path), path.open("wb") as file:
         np.savez(file, allow_pickle=False, **{name: tensor.cpu().numpy() for name, tensor in tensors.items()})
 
 

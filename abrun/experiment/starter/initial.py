@@ -11,7 +11,7 @@ from abrun.experiment.starter.shipped import PACKAGE, folder, recipe_files
 from abrun.reasons import Code
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.regular_files import exists, is_file
-from abrun.runs.layout import NAME
+from abrun.runs.layout import NAME_PATTERN
 
 KINDS = {
     "recipe": "two settings of abrun's own trainer",
@@ -79,7 +79,7 @@ def third_question(kind: str) -> Question:
 
 def check_name(name: str) -> str:
     """Raises RecipeError where no file can be called so."""
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(NAME_PATTERN, name):
         raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
     return name
 

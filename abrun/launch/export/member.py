@@ -18,11 +18,11 @@ from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.prepare import owned_experiment, warm_start_dir, write_run
 from abrun.launch.slurm.jobs import WARM_START
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
 from abrun.runs import experiment
 from abrun.runs.experiment import WARM_STARTS, is_experiment
-from abrun.runs.lock import Locked
+from abrun.runs.lock import LockedError
 from abrun.runs.rundir import RunDir
 
 WAIT_S = 300.0  # for another run that makes the directory, and for the file system to show it
@@ -86,9 +86,9 @@ def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
         try:
             with owned_experiment(plan, experiment_dir, resume=here, say=print):
                 return
-        except (LaunchError, Locked) as error:
+        except (LaunchError, LockedError) as error:
             faster = not here and is_experiment(experiment_dir)
-            if not (faster or isinstance(error, Locked)) or time.monotonic() > until:
+            if not (faster or isinstance(error, LockedError)) or time.monotonic() > until:
                 raise
             time.sleep(POLL_S)
 
@@ -101,5 +101,5 @@ def wait_for(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

@@ -216,7 +216,7 @@ function prospects(one) {
   if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
   const counted = one.paired ? "pairs" : "runs of each arm";
   return [
-    `[${number(one.interval[0], 3)}, ${number(one.interval[1], 3)}]`,
+    outward(one.interval),
     `\u00b1${boundText(one.certified_bound)}`,
     one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
     one.margin === null ? "\u2013" : takesText(one, counted),
@@ -268,7 +268,7 @@ function claimsSection() {
             one.limited_interval
               ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
               : one.interval || one.ci90
-              ? `${confidence(one.interval ? one.alpha : 0.05)} ${interval(one.interval || one.ci90)}`
+              ? `${confidence(one.interval ? one.alpha : 0.05)} ${outward(one.interval || one.ci90)}`
               : "no interval",
           ),
         ],
@@ -437,7 +437,7 @@ function dotPlot(one) {
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
+  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${outward(ends)}, margin ${marginText(one)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },

@@ -23,7 +23,7 @@ from abrun.experiment.plan import Plan
 from abrun.launch.prepare import owned_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
-from abrun.runs.experiment import is_experiment, run_state
+from abrun.runs.experiment import is_experiment, read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.rundir import RunDir
 from tests.snapshot import Snapshot
@@ -220,7 +220,7 @@ def test_a_run_that_was_killed_with_the_launcher_is_run_again(
     inline.killed = {git(repo, "rev-parse", "v6")[:12]}
     with pytest.raises(KeyboardInterrupt):
         run(bisection(repo, tmp_path, "v4", "v8"), inline)
-    killed = run_state(inline.directory, inline.made[-1])
+    killed = read_run_state(inline.directory, inline.made[-1])
     snapshot((killed.status, killed.message))
     outcome = run(bisection(repo, tmp_path, "v4", "v8"), Inline(tmp_path / "tiny-bisect"))
     assert outcome.exit_code == 0 and "change 6 broke it" in outcome.sentence

@@ -127,5 +127,5 @@ def started(job: dict[str, Any]) -> list[subprocess.Popen[str]]:
 def rows_of(run: RunDir) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in row.items() if not key.startswith((*WHATEVER_ELSE, "time_s"))}
-        for row in run.rows().read()
+        for row in run.metrics_reader().read()
     ]

@@ -24,7 +24,7 @@ from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import launcher_settings
-from abrun.runs.experiment import planned_runs, run_state
+from abrun.runs.experiment import planned_runs, read_run_state
 from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
@@ -369,7 +369,7 @@ def test_a_node_that_lacks_something_says_so_in_the_run(tmp_path: Path, node: An
     assert code == 2 and "cluster.gpus_per_node: got 8" in errors
     experiment = tmp_path / "runs" / "small"
     assert len(planned_runs(experiment)) == 4
-    state = run_state(experiment, planned_runs(experiment)[2])
+    state = read_run_state(experiment, planned_runs(experiment)[2])
     assert state.status == "failed" and state.message and state.message in errors
 
 

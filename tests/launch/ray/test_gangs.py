@@ -208,7 +208,7 @@ def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any,
     second.answers["poll"] = (2, b"error: rank 1 of 2 (on n2): killed by SIGKILL\n")
     first.answers["poll"] = (1, b"")
     assert started.poll() is None  # its last words, of which there may be more, then its status
-    assert "rank 1 of 2 (on n2): killed by SIGKILL" in launch.jobs[0].run.printed()
+    assert "rank 1 of 2 (on n2): killed by SIGKILL" in launch.jobs[0].run.read_log()
     assert started.poll() == 1 and started.lost is False
     assert ("killed",) in first.asked and ("killed",) in second.asked
 
@@ -246,7 +246,7 @@ def test_a_lost_node_is_a_new_gang_as_often_as_may_be(cluster: Any, tmp_path: Pa
     while started.poll() is None:
         pass
     assert started.lost is True
-    said = launch.jobs[0].run.printed()
+    said = launch.jobs[0].run.read_log()
     assert "error: node 1 (n2, 10.0.0.2) is lost: Actor died: node gone\n" in said
     launch.jobs[0].begin_again(is_retry=False)
     assert launch.place(0) is None and len(cluster.groups) == 1  # the other arm has not ended

@@ -24,7 +24,7 @@ from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.launcher import launcher_settings, limit_s
-from abrun.runs.experiment import run_state
+from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.lock import launcher_lock
 from abrun.runs.rundir import RunDir
@@ -426,7 +426,7 @@ def test_a_job_that_begins_again_too_often_gives_up(
 ) -> None:
     experiment_dir = submit(planned("launcher={type: slurm, requeues: 2}"), tmp_path)
     assert run_job(experiment_dir, monkeypatch, restarts=3) == 2
-    state = run_state(experiment_dir, RunName(arm="baseline", seed=0))
+    state = read_run_state(experiment_dir, RunName(arm="baseline", seed=0))
     assert state.status == "failed" and "launcher.requeues" in str(state.message)
 
 
