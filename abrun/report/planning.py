@@ -1,4 +1,4 @@
-"""`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
+"""`abrun plan`: power and sample size of the declared claims before launch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,14 +23,14 @@ from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolved_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
-SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
+SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # recipe keys that determine the spread most
 MAX_NAMED_KEYS = 3
 COMPARE_NOTE = "abrun compare takes the sd as measured"
 
 
 @np.errstate(all="ignore")
 def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
-    """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
+    """Measure the spread in an earlier experiment, by pairs or by runs; of several treatments, the widest."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     grid = experiment.steps_of(claim.metric)
     results = [
@@ -50,14 +50,16 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
         correlation=estimate.pair_correlation or 0.0,
         sd_difference=sd,
         num_pairs=count,
-        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}",
+        source=(
+            f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}"
+        ),
         level=estimate.baseline_mean,
         climb=estimate.climb,
     )
 
 
 def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
-    """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
+    """Return a note on settings that differ from the pilot's and may change the spread, if any do."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
@@ -84,13 +86,13 @@ def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
 
 
 def _steps_text(steps: tuple[int, int] | None) -> str:
-    """Its steps: of a pilot that was shorter than the plan the spread is another."""
+    """Return the steps of a pilot: the spread of a shorter one may differ."""
     return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedClaim:
-    """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
+    """A claim, the spread assumed for it, and the resulting power; None if unknown or without a margin."""
 
     claim: Claim
     spread: Spread | None
@@ -111,7 +113,7 @@ def _plan_claims(
 
 
 def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the level of a match at each interim analysis; without any, the whole."""
+    """Return the test level at each interim analysis; without any, [ALPHA]."""
     return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
 
 
@@ -142,7 +144,7 @@ def render_plan(
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> RenderableType:
-    """For each claim: its spread and where that is from, the power by pairs, and the pairs for 80 %.
+    """Return the plan of each claim: its spread and source, the power by pairs, the pairs for 80 % power.
 
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
     the command that plans without it.
@@ -193,7 +195,7 @@ def plan_json(
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
-    """The same for machines; what is not known, or cannot be planned, is None."""
+    """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
     counts = sorted({*COUNTS, num_pairs, *compare.interim})
     claims = []
     for plan in _plan_claims(compare, earlier, sigma, correlation):
@@ -274,7 +276,7 @@ def _pairs_needed_text(power: ClaimPower, unit: str) -> str:
 
 
 def _sigma_margins_table() -> Iterator[RenderableType]:
-    """For want of a sigma: margins in sigmas against correlations."""
+    """Yield a table of power by margin in sigmas and pair correlation, for use without a known sigma."""
     yield Text("P(match) by margin and pair correlation, in sigmas over seeds", style="bold")
     titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at")
     rows = []

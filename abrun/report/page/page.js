@@ -1,11 +1,11 @@
-// The sections of the page, the verdict first, and the bar above them.
+// The sections of the page, beginning with the verdict, and the bar at the top.
 "use strict";
 
 const VERDICTS = {
   MATCH: ["\u2713", "Every claim and every guard pass."],
   MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
   INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
-  INVALID: ["!", "These runs cannot be compared."],
+  INVALID: ["!", "These runs cannot be compared fairly."],
 };
 const RESULTS = {
   equivalent: ["good", "\u2713"],
@@ -47,10 +47,10 @@ function banner() {
   const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
     const meaning = described
     ? content.descriptions.some((one) => one.interval)
-      ? "Nothing is claimed: a description, not a test."
-      : "One run of each arm: a description, not a test."
+      ? "No claim was declared: descriptive statistics, no test."
+      : "One run per arm: descriptive statistics, no test."
     : unread
-      ? `${outcome} Step one was not looked at.`
+      ? `${outcome} Step one was not checked.`
       : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
@@ -64,13 +64,13 @@ function banner() {
               ? `${content.num_pairs} of ${Math.max(...planned)} finished`
               : String(content.num_pairs),
         ],
-    ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
+    ["arms", [withRole(baselineName(), "baseline"), ...treatments.map((arm) => withRole(arm, "treatment"))].join(" \u00b7 ")],
     ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
-  if (context.has_recipe) facts.push(["injected faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (context.has_recipe) facts.push(["injected faults", caughtText()], ["drift relative to one ULP", grownText()]);
   if (context.time_range) facts.push(["runs", context.time_range]);
-  if (context.environment) facts.push(["on", context.environment]);
+  if (context.environment) facts.push(["environment", context.environment]);
   const analyses = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
     (one.interim_analyses || []).map((analysis) => [arm, analysis]),
   );
@@ -111,7 +111,7 @@ function banner() {
               several ? [swatch(arms.indexOf(one.arm)), `${one.arm}, `] : [],
               `${one.where}: `,
               el("b", {}, one.means),
-              levels.length > MOST_DETAILED ? null : muted(`; ${one.details}`),
+              levels.length > MAX_DETAILED ? null : muted(`; ${one.details}`),
             ),
           ),
         )
@@ -136,7 +136,7 @@ function banner() {
   );
 }
 
-// What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
+// Results of the optional controls, for the banner; each links to its table.
 function caughtText() {
   const text = context.injected_faults;
   return content.sensitivity ? el("a", { href: "#sensitivity" }, text) : text;
@@ -144,7 +144,7 @@ function caughtText() {
 
 function grownText() {
   const known = (content.divergence || []).filter((one) => one.ulp && one.ulp.ratio !== null);
-  if (!known.length) return "not measured (controls.ulp_reruns)";
+  if (!known.length) return "not measured (optional: controls.ulp_reruns)";
   const [first] = known;
   const range = first.ulp.ci95 ? ` ${interval(first.ulp.ci95, 2)}` : "";
   return el("a", { href: "#divergence" }, `${first.metric}: ${number(first.ulp.ratio, 2)}\u00d7${range}`);
@@ -156,9 +156,11 @@ const comparedText = () =>
   `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const baselineName = () => content.baseline || arms[0];
 const context = report.context || {};
-const asked = (key) => (context.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
+// The recipe key of a control, if the runs have a recipe.
+const asked = (key) => (context.has_recipe ? ` (${key})` : "");
 const levels = context.levels || [];
-const MOST_DETAILED = 3; // levels in the head
+// With more levels than this, the banner omits their details.
+const MAX_DETAILED = 3;
 
 // --- arms without a claim, or with one run each ---
 
@@ -168,11 +170,11 @@ function description() {
   const two = list.every((one) => one.interval === null);
   const title = two ? "The two runs" : "The arms";
   const intro = two
-    ? "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does."
-    : "Levels over the window, the difference with its 90 % interval, the smallest margin that these runs would certify, and what a margin that follows from the baseline alone would take, with 80 % power, were the arms equal.";
+    ? "Levels over the window, and the distance of the curves over all steps that both runs recorded. With one run per arm, an effect of the treatment cannot be distinguished from seed noise."
+    : "Levels over the window, the difference with its 90 % interval, and the certified bound (the smallest margin that these runs would pass). The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
   const heads = two
     ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
-    : [["90 % interval", "right"], ["smallest margin shown", "right"], ["a margin of", "right"], ["takes, were the arms equal", "right"]];
+    : [["90 % interval", "right"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
   return section(
     "description",
     title,
@@ -208,15 +210,15 @@ const distances = (one) => [
 ];
 
 function takesText(one, counted) {
-  if (one.detected && Math.min(...one.interval.map(Math.abs)) > one.margin) return "the difference is beyond it";
-  return `${one.runs_needed ?? "more than 1000"} ${counted}${one.detected ? `, but it is ${one.detected.direction}` : ""}`;
+  if (one.detected && Math.min(...one.interval.map(Math.abs)) > one.margin) return "the difference exceeds it";
+  return `${one.runs_needed ?? "more than 1000"} ${counted}${one.detected ? `, but a difference was detected: ${one.detected.direction}` : ""}`;
 }
 
 function prospects(one) {
   if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
   const counted = one.paired ? "pairs" : "runs of each arm";
   return [
-    outward(one.interval),
+    outwardInterval(one.interval),
     `\u00b1${boundText(one.certified_bound)}`,
     one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
     one.margin === null ? "\u2013" : takesText(one, counted),
@@ -251,7 +253,7 @@ function claimsSection() {
     el(
       "p",
       { class: "intro" },
-      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
+      `${comparedText()} A claim says that the arms agree on a metric within a margin, or that a limit holds. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
     ),
     forest(claims),
     table(
@@ -266,9 +268,9 @@ function claimsSection() {
           typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
           muted(
             one.limited_interval
-              ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
+              ? `${confidence(one.alpha)} ${interval(one.limited_interval, 4)}`
               : one.interval || one.ci90
-              ? `${confidence(one.interval ? one.alpha : 0.05)} ${outward(one.interval || one.ci90)}`
+              ? `${confidence(one.interval ? one.alpha : 0.05)} ${outwardInterval(one.interval || one.ci90)}`
               : "no interval",
           ),
         ],
@@ -291,7 +293,7 @@ function claimsSection() {
   );
 }
 
-// The bound in the unit of a measured margin, as the other reports give it.
+// The certified bound in the unit of the margin, as in the other reports.
 function certifiedText(claim) {
   if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
   if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
@@ -307,7 +309,7 @@ function testedText(claims) {
   return ` Claims are tested at ${share(1 - level)} confidence: ${share(level)} lie beyond each end of a ${confidence(level)} interval.`;
 }
 
-// What the column of means holds: a limit is of a level or a ratio, and not of a difference.
+// The heading of the column of means: a limit is on a level or a ratio, not on a difference.
 function measured(claims) {
   const tests = new Set(claims.map((one) => one.test));
   const named = [];
@@ -340,12 +342,12 @@ function outlook(one) {
   const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
   if (excludesZero && one.margin_unit !== "sigma")
     return Math.abs(one.mean_difference) >= one.margin
-      ? "interval without zero; no number of runs shows equivalence at the observed difference"
-      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} ${unit} at the observed difference`;
-  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} ${unit}`;
+      ? "difference detected; no sample size shows equivalence at the observed difference"
+      : `difference detected; 80\u00a0% power needs ${many(one.pairs_needed_observed)} ${unit} at the observed difference`;
+  return `power now ${percent(one.power_now)}; 80\u00a0% power needs ${many(one.pairs_needed)}${range} ${unit}`;
 }
 
-// All claims on one scale: how far each interval reaches, in units of its own margin.
+// All claims on one scale: each interval in units of its own margin.
 function forest(claims) {
   const drawn = claims
     .map((one, at) => ({ ...one, levels: levels.find((level) => level.claim === at) }))
@@ -372,7 +374,7 @@ function forest(claims) {
         "div",
         {},
         el("b", {}, several ? `${one.arm}: ${one.metric}` : one.metric),
-        muted((levels.length > MOST_DETAILED && one.levels?.details) || `margin ${marginText(one)}`),
+        muted((levels.length > MAX_DETAILED && one.levels?.details) || `margin ${marginText(one)}`),
       ),
       el(
         "div",
@@ -398,7 +400,7 @@ function forest(claims) {
   return el("figure", { class: "forest" }, el("div", {}), heads, ...rows.flat());
 }
 
-// How sure, at a glance: the margin zone, each pair's difference, and the interval that must lie inside.
+// The margin, the difference of each pair, and the interval, which must lie inside the margin.
 function dotPlot(one) {
   const ends = [one.interval || one.ci90].find((pair) => pair?.every(Number.isFinite));
   const differences = (one.differences || []).filter((value) => typeof value === "number");
@@ -437,7 +439,7 @@ function dotPlot(one) {
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${outward(ends)}, margin ${marginText(one)}`;
+  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${outwardInterval(ends)}, margin ${marginText(one)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
@@ -455,11 +457,11 @@ function guards() {
   return section(
     "guards",
     "Guards",
-    el("p", { class: "intro" }, "One-sided limits that a treatment must keep, at every step."),
+    el("p", { class: "intro" }, "One-sided limits that the treatment must meet at every step."),
     list.length
       ? table(
           "Guards",
-          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["what was found"]]),
+          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["finding"]]),
           list.map((one) => [
             ...armCell(one),
             el("span", { class: "name" }, one.guard.replaceAll("_", " ")),
@@ -469,13 +471,13 @@ function guards() {
             one.text,
           ]),
         )
-      : el("p", {}, "No guard was read."),
+      : el("p", {}, "No guard was checked."),
     report.mismatch
       ? figureOf(report.mismatch, { limit: report.mismatch_limit })
       : el(
           "p",
           { class: "muted" },
-          "Trainer against rollout engine: train/token_mult_prob_error is not recorded.",
+          "Train-inference mismatch: train/token_mult_prob_error was not recorded.",
         ),
   );
 }
@@ -506,9 +508,9 @@ function stepOne() {
     el(
       "p",
       { class: "intro" },
-      "Before any treated update can have had an effect, both arms must agree up to rounding. A deviation is a share of " +
-        "the scale beside it: the metric's size, or that of the terms that cancel in it. It is of the pair that deviates " +
-        "most; what lies within the tolerance is taken for rounding.",
+      "Before the first update can show an effect of the treatment, the arms must agree up to rounding. Each row is the pair " +
+        "with the largest deviation. The deviation is relative to the scale given below it: the metric's size, or the size of " +
+        "the terms that cancel in it.",
     ),
     list.length
       ? table(
@@ -520,7 +522,7 @@ function stepOne() {
             [treatmentName(), "right"],
             ["relative deviation", "right"],
             ["tolerance"],
-            ["of tolerance"],
+            ["share of tolerance"],
             ["A/A deviation", "right"],
             ["seed", "right"],
           ]),
@@ -537,7 +539,7 @@ function stepOne() {
             String(one.seed),
           ]),
         )
-      : el("p", {}, "Step one was not read."),
+      : el("p", {}, "Step one was not checked."),
   );
 }
 
@@ -550,13 +552,13 @@ function finalWeights() {
     el(
       "p",
       { class: "intro" },
-      "Whether the trained weights are equal bit for bit, by a hash of all of them; if not, how far apart they end, estimated from sketches of all weights. This is a diagnosis and decides no verdict, unless a claim limits the distance.",
+      "Bitwise equality of the trained weights, by a hash of all of them; if they differ, their distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
     ),
     table(
       "Final weights",
       withArm([
-        ["pairs equal bit for bit"],
-        ["distance / baseline's norm (from a sketch, within 8 %)", "right"],
+        ["bit-identical pairs"],
+        ["relative distance", "right"],
         ["A/A", "right"],
         ["seed", "right"],
       ]),
@@ -591,11 +593,11 @@ function divergence() {
     el(
       "p",
       { class: "intro" },
-      `How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into${asked("controls.ulp_reruns")}, and against the spread over seeds. This is a diagnosis; no verdict hangs on it.`,
+      `The distance of the arms, averaged over steps, compared with the distance of baseline reruns of the same seed (the A/A noise floor), with the divergence caused by one ULP in the initial weights${asked("controls.ulp_reruns")}, and with the spread over seeds. A diagnostic: it does not affect the verdict.`,
     ),
-    unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
+    unknown ? el("p", {}, `Noise floor unknown: no A/A reruns${asked("controls.aa_reruns")}.`) : null,
     list.some((one) => one.noise_floor === "zero")
-      ? el("p", {}, "No ratio is given where reruns of the baseline repeat it bit for bit: the noise floor is 0.")
+      ? el("p", {}, "No ratio where baseline reruns are bit-identical: the noise floor is 0.")
       : null,
     list.length
       ? table(
@@ -604,10 +606,10 @@ function divergence() {
             ["metric"],
             ["mean |difference|", "right"],
             ["A/A mean |difference|", "right"],
-            ["ratio", "right"],
-            ["against one ULP", "right nowrap"],
-            ["of the spread over seeds", "right"],
-            ["apart from step", "right"],
+            ["ratio to A/A", "right"],
+            ["ratio to one ULP", "right nowrap"],
+            ["share of seed spread", "right"],
+            ["first step that differs", "right"],
           ]),
           list.map((one) => [
             ...armCell(one),
@@ -620,7 +622,7 @@ function divergence() {
             apart(one),
           ]),
         )
-      : el("p", {}, content.paired === false ? "Runs that are not paired have no distance." : "No finished pair."),
+      : el("p", {}, content.paired === false ? "Unpaired runs have no distance." : "No finished pair."),
   );
 }
 
@@ -637,10 +639,10 @@ function sensitivity() {
     el(
       "p",
       { class: "intro" },
-      "Faults injected in the baseline, each judged as a treatment is: " +
+      "Faults injected into the baseline, each judged like a treatment: " +
         (found.num_judged
-          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
-          : "none of them could be judged."),
+          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault with the verdict MATCH would have passed; with INCONCLUSIVE it was left open.`
+          : "none could be judged."),
     ),
     table(
       "Injected faults",
@@ -661,12 +663,12 @@ function sensitivity() {
   );
 }
 
-// --- what the arms said ---
+// --- completions ---
 
 function completions() {
   const found = context.completions;
   if (!found) return null;
-  const intro = "What the arms said to the same prompts at the same steps: of one seed, a few prompts and steps.";
+  const intro = "Completions of the arms for the same prompts at the same steps: a few prompts and steps of one seed.";
   if (found.problem) return section("completions", "Completions side by side", el("p", {}, found.problem));
   const shown = el("div", { class: "said", role: "region", "aria-live": "polite", "aria-label": "Completions" });
   const steps = found.steps.map(([step]) => step);
@@ -685,15 +687,15 @@ function completions() {
       { class: "tools" },
       muted(`seed ${found.seed}, step`),
       buttons,
-      found.num_steps > steps.length ? muted(`of ${found.num_steps} steps that kept some`) : null,
+      found.num_steps > steps.length ? muted(`of ${found.num_steps} steps with recorded completions`) : null,
     ),
     shown,
   );
 }
 
-function exchange({ prompt, said }, of) {
-  const rewards = said.filter(Boolean).map((one) => one.reward);
-  const apart = new Set(said.map((one) => one && one.text)).size > 1;
+function exchange({ prompt, completions: samples }, armIndices) {
+  const rewards = samples.filter(Boolean).map((sample) => sample.reward);
+  const differ = new Set(samples.map((sample) => sample && sample.text)).size > 1;
   const facts = (one) =>
     [
       one.num_tokens === null ? "" : `${one.num_tokens} tokens`,
@@ -706,23 +708,25 @@ function exchange({ prompt, said }, of) {
     "article",
     { class: "exchange" },
     el("pre", { class: "prompt" }, prompt),
-    el("p", { class: "caption" }, apart ? "the texts differ" : "the texts agree"),
+    el("p", { class: "caption" }, differ ? "texts differ" : "texts are identical"),
     el(
       "div",
       { class: "columns" },
-      said.map((one, at) =>
+      samples.map((sample, index) =>
         el(
           "div",
-          { class: `column arm-${of[at] % 6}` },
+          { class: `column arm-${armIndices[index] % 6}` },
           el(
             "p",
             {},
-            swatch(of[at]),
-            ` ${arms[of[at]]} `,
-            one ? el("b", { class: one.reward < Math.max(...rewards) ? "lower" : "" }, `reward ${number(one.reward, 3)}`) : null,
+            swatch(armIndices[index]),
+            ` ${arms[armIndices[index]]} `,
+            sample
+              ? el("b", { class: sample.reward < Math.max(...rewards) ? "lower" : "" }, `reward ${number(sample.reward, 3)}`)
+              : null,
           ),
-          one ? el("pre", {}, one.text) : muted("not kept"),
-          one ? muted(facts(one)) : null,
+          sample ? el("pre", {}, sample.text) : muted("not recorded"),
+          sample ? muted(facts(sample)) : null,
         ),
       ),
     ),
@@ -741,7 +745,7 @@ function savings() {
     el(
       "p",
       { class: "intro" },
-      `What the treatment costs relative to the baseline: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. A ratio is no claim of equivalence.`,
+      `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
     ),
     list.length
       ? table(
@@ -764,7 +768,7 @@ function savings() {
             one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
           ]),
         )
-      : el("p", {}, "Neither step time nor peak memory was recorded by every finished run."),
+      : el("p", {}, "Not every finished run recorded step time or peak memory."),
     report.memory ? memoryBars(report.memory) : null,
   );
 }
@@ -785,7 +789,7 @@ function memoryBars(memory) {
   return el(
     "figure",
     { class: "memory" },
-    el("h3", {}, `Peak memory by phase`, muted(` ${memory.counter}, mean over the seeds of an arm`)),
+    el("h3", {}, `Peak memory by phase`, muted(` ${memory.counter}, mean over seeds`)),
     memory.phases.map((phase, index) =>
       el(
         "div",
@@ -798,11 +802,11 @@ function memoryBars(memory) {
         ),
       ),
     ),
-    el("p", {}, "The peak is in ", joined(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
+    el("p", {}, "Phase of the peak: ", joined(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
   );
 }
 
-// Arms whose peak is in the same phase are named together.
+// Groups arms whose peak is in the same phase.
 function joined(holders) {
   const known = holders.filter(([, phase]) => phase);
   const phases = [...new Set(known.map(([, phase]) => phase))];
@@ -840,10 +844,10 @@ function configuration() {
               el("code", {}, text(now)),
             ]),
           )
-        : el("p", {}, "No difference between the resolved configurations is declared or known."),
+        : el("p", {}, "No difference between the resolved configurations is known."),
     ];
   });
-  return section("configuration", "Resolved configuration: what differs", ...made);
+  return section("configuration", "Configuration differences", ...made);
 }
 
 function flat(value, prefix = "") {
@@ -866,10 +870,10 @@ function versions() {
   }));
   const names = [...new Set(environments.flatMap((one) => [...one.values.keys()]))];
   const differs = (name) => new Set(environments.map((one) => one.values.get(name))).size > 1;
-  const said = (value) => (value === undefined || value === null || value === "null" ? "not there" : value);
+  const valueText = (value) => (value === undefined || value === null || value === "null" ? "not present" : value);
   const head = (one) =>
     environments.length === 1
-      ? "all runs that state it"
+      ? "all runs that recorded it"
       : one.runs.length > 4
         ? `${one.runs.slice(0, 3).join(", ")} and ${one.runs.length - 3} more`
         : one.runs.join(", ");
@@ -879,20 +883,20 @@ function versions() {
     environments.length
       ? table(
           "Versions",
-          [["what"], ...environments.map((one) => [head(one)])],
+          [["item"], ...environments.map((one) => [head(one)])],
           names.map((name) => [
             [el("code", {}, name), differs(name) ? el("span", { class: "chip open" }, "differs") : null],
-            ...environments.map((one) => said(one.values.get(name))),
+            ...environments.map((one) => valueText(one.values.get(name))),
           ]),
         )
-      : el("p", {}, "No run states its versions and devices."),
+      : el("p", {}, "No run recorded its versions and devices."),
     el(
       "details",
       { class: "runs" },
       el("summary", {}, `${count(report.runs.length, "run")}`),
       table(
         "Runs",
-        [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["how it failed"]],
+        [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["failure"]],
         report.runs.map((run) => [
           (content.wandb || {})[run.name]
             ? el("a", { class: "name", href: content.wandb[run.name], rel: "noopener" }, `${run.name} (wandb)`)
@@ -904,7 +908,7 @@ function versions() {
         ]),
       ),
     ),
-    context.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, context.command)) : null,
+    context.command ? el("p", { class: "caption" }, "Command of this report: ", el("code", {}, context.command)) : null,
     (content.notes || []).length
       ? [
           el("h3", {}, "Notes from reading the runs"),
@@ -921,36 +925,36 @@ function versions() {
 const GUIDE = [
   [
     "Verdict",
-    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown; each claim says what is. INVALID: the runs are no fair pair.",
+    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit is shown to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown. INVALID: the runs cannot be compared fairly.",
   ],
   [
     "Certified bound",
-    "The smallest margin that would have passed; for the paired test that is the end of the interval that lies farther from zero. Whoever finds the margin too wide, or too narrow, can compare their own with it.",
+    "The smallest margin that would have passed: the end of the interval that is farther from zero. Compare it with a margin of your own if you find the declared one too wide or too narrow.",
   ],
   [
     "Shaded band",
-    "Mean \u00b1 1 standard deviation over the seeds of an arm, step by step. It is a picture of the spread, not a test: overlapping bands do not show that arms agree.",
+    "Mean \u00b1 1 standard deviation over the seeds of an arm at each step. It shows the spread and is not a test: overlapping bands do not show that arms agree.",
   ],
   [
     "Paired difference",
-    "Treatment minus baseline of one seed, at the same step. \u201cLog ratio\u201d means the difference of logarithms: 0.05 is about 5\u00a0%.",
+    `${treatmentName()} minus ${baselineName()} with the same seed at the same step. \u201cLog ratio\u201d is a difference of logarithms: 0.05 is about 5\u00a0%.`,
   ],
   [
     "Diamond and bar",
-    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one analysis, wider for several). Where the margin is in sigmas of the baseline, a test of its own decides, and zone and interval are for orientation.",
+    "The claim: mean difference over the window, and the interval that must lie inside the margin (90\u00a0%; wider with interim analyses). For a margin in sigmas of the baseline another test decides, and the zone and interval are only a guide.",
   ],
   [
     "Thin bars",
-    "Eight windows over the whole run, Bonferroni-t: together they cover all the true window means with 95\u00a0%.",
+    "Eight windows over the whole run with Bonferroni-t intervals: simultaneous 95\u00a0% coverage of all true window means. They can cross the margin on a MATCH; only the claim is tested.",
   ],
-  ["Gaps", "A line is interrupted where a NaN or an infinity was recorded; each is counted below its chart."],
+  ["Gaps", "A line breaks where a NaN or infinity was recorded; the notes below the chart count them."],
   [
     "Buckets",
-    "Long runs are drawn as buckets of consecutive steps: means and bands by the mean of each, seeds and pairs by its smallest and its largest value, once they are switched on. Every test was computed from all steps.",
+    "Long runs are drawn in buckets of consecutive steps: means and bands as bucket means, seeds and pairs (if switched on) as the smallest and largest value of each bucket. All tests use all steps.",
   ],
   [
     "Controls",
-    "Drag across a chart to zoom, double-click to see everything again. \u201cSmooth\u201d draws means and bands as running means. \u201cCSV\u201d saves the numbers that a chart is drawn from. The arms in the bar at the top are shown or hidden everywhere.",
+    "Drag across a chart to zoom, double-click to reset. \u201cSmooth\u201d draws means and bands as running means. \u201cCSV\u201d saves the numbers of a chart. The buttons in the top bar show or hide an arm in all charts.",
   ],
 ];
 
@@ -1015,7 +1019,7 @@ function others() {
   return section(
     "metrics",
     "All other metrics",
-    el("p", { class: "intro" }, "Recorded, and not tested: no claim was made about them."),
+    el("p", { class: "intro" }, "Recorded but not tested: no claim is about them."),
     el(
       "div",
       { class: "tools" },
@@ -1030,7 +1034,7 @@ function others() {
 
 function leftOut({ count: num, names }) {
   const more = num > names.length ? `, and ${grouped(num - names.length)} more` : "";
-  return `Left out, to keep this page small: the curves of ${names.join(", ")}${more}. They are in the runs\u2019 own logs; a claim on a metric (--claim) draws it here.`;
+  return `Left out to keep this page small: the curves of ${names.join(", ")}${more}. They are in the logs of the runs; a claim on a metric (--claim) draws it here.`;
 }
 
 // --- the bar at the top, theme, print ---
@@ -1094,7 +1098,7 @@ function bar() {
   );
 }
 
-// Paper shows what the page would on being scrolled through, in light colours.
+// Before printing, draw all charts, in light colours.
 let themeBefore;
 addEventListener("beforeprint", () => {
   if (printing) return;
@@ -1130,9 +1134,9 @@ const body = [
   others(),
   bullets(
     "not-tested",
-    "What was not tested",
+    "Not tested",
     content.not_tested,
-    `The report lists nothing here; still, only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
+    `Nothing to list. Only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
   ),
   configuration(),
   versions(),
