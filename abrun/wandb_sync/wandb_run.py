@@ -90,7 +90,9 @@ class WandbRun:
                 last_offline_step(self._directory, run.id) if offline else run.starting_step - 1
             )
             location = {"id": run.id, "project": run.project, "entity": run.entity, "url": run.url}
-            self._directory.write_wandb_location(recorded | {key: text for key, text in location.items() if text})
+            self._directory.write_wandb_location(
+                recorded | {key: text for key, text in location.items() if text}
+            )
             return run
         except Exception as error:
             self._say(Code.MIRROR_NOT_BEGUN(error=error_line(error), offline=not mode))

@@ -40,7 +40,9 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
 
     def is_active() -> bool:
         status = read_state().status
-        return status in ACTIVE_STATUSES or (status == "pending" and describe_launcher(experiment_dir) is not None)
+        return status in ACTIVE_STATUSES or (
+            status == "pending" and describe_launcher(experiment_dir) is not None
+        )
 
     position, partial_line = 0, b""
     while True:

@@ -162,7 +162,7 @@ def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
         progress.report("starting")
         _meet(SECOND)
         signs.append(progress.read_statuses(lines)[0])
-    assert [sign.waits for sign in signs] == [True, False]
+    assert [sign.is_waiting for sign in signs] == [True, False]
     assert signs[0].time_s == signs[1].time_s  # waiting is no sign of life
 
 

@@ -97,7 +97,7 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_came_to_its_first_line_is_counted(tmp_path: Path) -> None:
-    silence = agents.ranks_silent(7.6, [], num_unstarted=2)
+    silence = agents.silent_ranks_reason(7.6, [], num_unstarted=2)
     assert silence == Code.RANKS_SILENT(silent_s=8, ranks=[], num_unstarted=2, num_more=0)
 
 
