@@ -215,8 +215,8 @@ def _final_weights_text(weights: FinalWeights) -> str:
 
 def _saving_text(saving: Saving) -> str:
     ci95 = saving.ci95
-    interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
-    return f"{saving.quantity} {saving.ratio:.3g}{interval}"
+    interval = f" [95 % CI {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    return f"{saving.quantity} {saving.ratio:.3g}x{interval}"
 
 
 # --- levels of the arms in the windows of claims ---

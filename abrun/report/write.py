@@ -216,13 +216,13 @@ def _comparison_note(content: VerdictFile) -> str:
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
     alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
-    text = f"differences are {roles[0]} minus {roles[1]}"
+    text = f"Differences are {roles[0]} minus {roles[1]}."
     if not alphas:
         return text
     level = max(alphas)
     return (
-        f"{text}; claims are tested at {confidence_text(level)} confidence: {100 * level:.3g} % lie beyond "
-        f"each end of a {interval_level_text(level)} interval"
+        f"{text} Claims are tested one-sided at {confidence_text(level)} confidence, which corresponds to "
+        f"{interval_level_text(level)} intervals."
     )
 
 

@@ -300,13 +300,13 @@ function certifiedText(claim) {
   return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
 }
 
-// As the other reports say it: with interim analyses, at the level of the analysis.
+// The test level, as in the other reports; with interim analyses, that of the analysis.
 function testedText(claims) {
   const levels = claims.filter((one) => one.test !== "exact").map((one) => one.alpha ?? 0.05);
   if (!levels.length) return "";
   const level = Math.max(...levels);
   const share = (value) => `${number(100 * value, 3)}\u00a0%`;
-  return ` Claims are tested at ${share(1 - level)} confidence: ${share(level)} lie beyond each end of a ${confidence(level)} interval.`;
+  return ` Claims are tested one-sided at ${share(1 - level)} confidence, which corresponds to ${confidence(level)} intervals.`;
 }
 
 // The heading of the column of means: a limit is on a level or a ratio, not on a difference.
