@@ -90,7 +90,7 @@ def test_margins_in_sigmas_need_no_sigma():
     assert "margin in sigmas" in text and "22 pairs" in text
 
 
-def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
+def test_a_measure_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
     """At the estimate itself, "80 %" of pilots of three and five pairs was .64 to .78 on average."""
     experiment = load_experiment(simulated(seeds=list(range(4))))
     claim = reward_margin(margin="1 sigma")
