@@ -61,7 +61,10 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
 def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None) -> str | None:
     """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
     if sensitivity is None:
-        arm_faults, recipe_key = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_inject
+        arm_faults, recipe_key = (
+            experiment.faults_of_arms(),
+            " (optional: controls.faults)" * experiment.can_inject,
+        )
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
     if not sensitivity.num_judged:

@@ -156,7 +156,7 @@ def add_direct_labels(ax: Axes, panel: Panel) -> None:
         if panel.windows:
             first_step, last_step = panel.windows[-1]
             window_means = curve.mean[(first_step <= curve.steps) & (curve.steps <= last_step)]
-            text += f" {window_means.mean():.3g}" if len(window_means) else ""
+            text += f" {window_means.mean():.4g}" if len(window_means) else ""
         color = COLORS[curve.index % len(COLORS)]
         ax.annotate(text, (1.01, height), xycoords="axes fraction", color=color, va="center", fontsize=8)
     if panel.windows:
@@ -203,7 +203,7 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
     over its own window, and at its end the interval that is compared with the margin.
     """
     color, windows = COLORS[difference.index % len(COLORS)], difference.windows
-    label = f"mean, Bonferroni-t: 95 % over all {len(windows)} windows"
+    label = f"mean, simultaneous 95 % over {len(windows)} windows (Bonferroni-t)"
     span = float(windows[-1].steps[1] - windows[0].steps[0]) if windows else 0.0
     ax.axhline(0, color="black", linewidth=0.8)
     visible_values, interval_ends = [0.0], []
@@ -247,7 +247,7 @@ def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     ax.add_patch(zone)
     if claim.interval is None:
         return [-margin, margin]
-    label = f"claim's window: mean, {100 * claim.level:.3g} % t interval (TOST)"
+    label = f"claim: mean, {100 * claim.level:.3g} % interval (TOST)"
     _draw_interval(ax, right_edge, *claim.interval, "black", 2.2, "D", label)
     return [-margin, margin, *claim.interval]
 

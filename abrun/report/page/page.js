@@ -1019,7 +1019,11 @@ function others() {
   return section(
     "metrics",
     "All other metrics",
-    el("p", { class: "intro" }, "Recorded but not tested: no claim is about them."),
+    el(
+      "p",
+      { class: "intro" },
+      `Recorded but not tested: no claim is about them.${report.mismatch ? ` ${report.mismatch} is drawn under Guards.` : ""}`,
+    ),
     el(
       "div",
       { class: "tools" },
