@@ -62,8 +62,12 @@ def _describe_environments(experiment: Experiment, content: VerdictFile) -> str 
     descriptions = dict.fromkeys(
         _describe_machine(group.environment, packages) for group in content.environments
     )
-    description, *more = [text for text in descriptions if text] or [None]
-    return f"{description}; {len(more)} more environment{'s' * (len(more) > 1)}" if more else description
+    description, *other_texts = [text for text in descriptions if text] or [None]
+    return (
+        f"{description}; {len(other_texts)} more environment{'s' * (len(other_texts) > 1)}"
+        if other_texts
+        else description
+    )
 
 
 def _describe_machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:
