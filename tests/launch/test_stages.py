@@ -155,13 +155,13 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max-seeds", "8"), "--max-seeds: got 8 without --until-decided"),
+        (("--max-seeds", "8"), "--max-seeds: got 8, which requires --until-decided"),
         (("--until-decided", "--max-seeds", "3"), "--max-seeds: got 3 with 3 seeds"),
         (("--until-decided", "--no-compare"), "--until-decided: got --no-compare"),
         (("--until-decided", "--detach"), "--detach: the local launcher"),
         (("--until-decided", "--launcher", "slurm"), "--until-decided: got launcher slurm"),
-        (("--until-decided", "--set", "compare.claims=[]"), "no claim with --until-decided"),
-        ((*STAGED, "--set", "compare.interim=[2, 3]"), "--max-seeds: got 5 with compare.interim [2, 3]"),
+        (("--until-decided", "--set", "compare.claims=[]"), "--until-decided needs a claim"),
+        ((*STAGED, "--set", "compare.interim=[2, 3]"), "--max-seeds: got 5, but compare.interim is [2, 3]"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[str, ...], said: str) -> None:

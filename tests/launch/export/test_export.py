@@ -162,7 +162,7 @@ def test_what_is_written_is_said_to_be_never_launched(
         assert ended.value.code == expected
     said, wrong = capsys.readouterr()
     assert "never launched" in said
-    assert "small-jobset: is here already" in wrong and wrong.count("\n") == 1
+    assert "small-jobset: already exists" in wrong and wrong.count("\n") == 1
     files = list((tmp_path / "small-jobset").iterdir())
     assert len(files) == 4 and all("never launched" in file.read_text() for file in files)
 
@@ -387,7 +387,7 @@ def test_a_run_of_another_recipe_is_refused(node: Any) -> None:
     code, _, errors = node("baseline/seed-0", "cluster.gpus_per_node=8", "steps=4")
     assert code == 2 and "steps is 3 there and 4 in the recipe" in errors
     code, _, errors = node("other/seed-0")
-    assert code == 2 and "other/seed-0: no run" in errors
+    assert code == 2 and "other/seed-0: not a run" in errors
 
 
 def test_a_finished_run_ends_at_once(tmp_path: Path, node: Any) -> None:
