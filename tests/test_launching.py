@@ -143,7 +143,7 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
         assert called[key] == typed[key]
     assert called["arms"]["treatment"]["interim"] == typed["arms"]["treatment"]["interim"]
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
-    with pytest.raises(abrun.errors.RecipeError, match="without --until-decided"):
+    with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
     with pytest.raises(abrun.errors.RecipeError) as refused:
         abrun.launch("curves.yaml", name="third", until_decided=True, max_seeds=10**12)

@@ -148,7 +148,7 @@ def _say_what_was_caught(
     """Judge the injected faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
     from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
-    from abrun.verdict.injected import sensitivity as judge_faults
+    from abrun.verdict.injected import measure_sensitivity as judge_faults
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:

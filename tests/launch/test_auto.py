@@ -245,7 +245,7 @@ def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
     assert resumed["recipe"]["policy"]["activation_checkpointing"] == "full"
 
     code, _, said = command(*words)  # refused before anything is predicted
-    assert code == 2 and "is here already" in said and not asked
+    assert code == 2 and "already exists here" in said and not asked
 
 
 def test_what_a_launch_would_refuse_is_said_before_minutes_of_predictions(
@@ -280,9 +280,9 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
         ),
         (
             ["launch", SMALL, "--device-memory", "h200"],
-            "--device-memory: got it without --dry-run",
+            "--device-memory: requires --dry-run",
         ),
-        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: got it without --dry-run, or"),
+        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: requires --dry-run, or"),
         (
             ["launch", SMALL, *sets(AUTO), "--device-memory", "lots"],
             "--device-memory: got 'lots'; allowed: a",

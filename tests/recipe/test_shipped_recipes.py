@@ -62,9 +62,9 @@ def test_a_dry_run_shows_it_and_names_what_is_not_built(path: Path, monkeypatch:
     monkeypatch.setenv("COLUMNS", "200")
     shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run"], catch_exceptions=False)
     assert shown.exit_code == 0 and shown.output.startswith(f"{path.stem}: ")
-    unbuilt = [line for line in shown.output.splitlines() if "not built yet" in line]
+    unbuilt = [line for line in shown.output.splitlines() if "not supported yet" in line]
     expected = NOT_BUILT.get(path.stem, [])
-    assert [line.removeprefix("- ").split(", not built yet")[0] for line in unbuilt] == expected
+    assert [line.removeprefix("- ").split(", which is not supported yet")[0] for line in unbuilt] == expected
 
 
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
