@@ -36,7 +36,7 @@ class RayCluster(BatchCluster):
         self._driver: Mapping[str, Any] = {}
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("job"))
 
     def find_problems(self, plan: Plan) -> list[Reason]:

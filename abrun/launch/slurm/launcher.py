@@ -43,7 +43,7 @@ class SlurmCluster(BatchCluster):
         self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("jobs") or self._record.get("submitting"))
 
     # --- submission ---
