@@ -198,7 +198,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     (said,) = observer.said
     expected = {
         "removed": "final is missing",
-        "other bits": "the checksum of",
+        "other bits": "its recorded checksum",
         "rows": "metrics.jsonl lacks 1 of 2 steps, the first is 2",
     }
     assert "trained again: " in said and expected[damage] in said
