@@ -309,8 +309,8 @@ def _receive_microbatches(batch: B, exchange: _Exchange) -> Iterator[B]:
         start += len(lengths.lengths)
 
 
-def _set_width(rows: Tensor, max_length: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
+def _set_width(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
     """Truncate rows to `width` positions, or pad them with zeros."""
-    if rows.ndim == 1 or rows.shape[1] == max_length:
+    if rows.ndim == 1 or rows.shape[1] == width:
         return rows
-    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, max_length - rows.shape[1]))
+    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, width - rows.shape[1]))
