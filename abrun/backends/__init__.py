@@ -91,7 +91,7 @@ class Decoder:
     """One decoding step, given the cache of the previous ones."""
 
     step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
-    in_place: bool  # after the prompts, a step also accepts abrun.models.Places and their mask
+    in_place: bool  # after the prompts, a step also accepts abrun.models.InPlaceCache and their mask
     collective: bool  # a step communicates with other ranks
 
     def __call__(

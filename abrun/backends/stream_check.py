@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from abrun.backends.packing import Packing, make_packing
 from abrun.models import Facts
-from abrun.models.checks import agree, logits_of, nested_configs, plain_tokens, undisturbed
+from abrun.models.checks import agree, draw_plain_tokens, logits_of, nested_configs, restored_afterwards
 
 # Fields of modules and configurations that limit how far a token attends; `sliding_window_pattern` does not.
 WINDOWS = re.compile(r"window(_size)?$|attention_chunk_size$")
@@ -50,12 +50,12 @@ def measure_stream_deviation(
     Runs the network on rows, then calls `enable`, which replaces its attention, and runs it on the stream.
     Leaves weights, buffers, modes and the random-number generator as they were.
     """
-    batches = [plain_tokens(network, facts, seed=seed) for seed in SEEDS]  # [B, S] each
+    batches = [draw_plain_tokens(network, facts, seed=seed) for seed in SEEDS]  # [B, S] each
     rows, length = batches[0].shape
     shared = [0, length // 2] if share_prompts else None  # plain_tokens gives both rows the same prompt
     packing = make_packing([length] * rows, length, batches[0].device, shared=shared)
     deviation = None
-    with undisturbed(network), torch.no_grad():
+    with restored_afterwards(network), torch.no_grad():
         network.eval()
         with short_windows(network):
             expected = [_record_outputs(network, facts, hidden_states, tokens, None) for tokens in batches]

@@ -16,7 +16,7 @@ from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.phases import Phases
 from abrun.train.ppo import PpoAlgorithm
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 from abrun.train.sft import SftAlgorithm
 from tests.backends.oracle import Row
 
@@ -61,7 +61,7 @@ def steps_on_ranks(
     phases = Phases(ranks.device)
     learner = Learner(policy, values, config.policy.optimizer, phases, config.steps)
     nothing: Any = None
-    setup = Setup(
+    setup = RunSetup(
         config=config,
         seed=0,
         initial_weights=None,

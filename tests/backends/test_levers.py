@@ -16,7 +16,7 @@ from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import ActorCriticBatch
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
-from abrun.train.ppo import ValueObjective
+from abrun.train.ppo import PpoValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, plain_logprobs, tiny
 from tests.backends.test_dtensor import assert_same
 from tests.backends.test_packing import of_prompts
@@ -236,7 +236,7 @@ def test_a_step_reads_one_number_back_when_it_is_done(
     matrices and one for vectors, and at last the gradient's norm. So with the value model."""
     batch, of_policy = policy_step()
     backend, critic = make_critic(policy=policy)
-    of_values = ValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
+    of_values = PpoValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
 
     def update() -> None:
         critic.forward_backward(batch, of_values)

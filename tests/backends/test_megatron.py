@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen3_moe",
         {},
         {"tensor_parallel": 2, "sequence_parallel": True},
-        r"expert_parallel: got 1 with tensor_parallel 2 and a model of experts",
+        r"expert_parallel: got 1 with tensor_parallel 2, but experts",
     ),
     "bias": (
         "llama",

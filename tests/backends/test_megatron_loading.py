@@ -14,7 +14,7 @@ from abrun.models import open_network
 from abrun.models.parts import Checkpoint
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Model, Policy
-from abrun.train.recorder import policy_hash
+from abrun.train.recorder import hash_policy
 from tests.backends.megatron_policies import make_backend, network, weights_of
 from tests.backends.policies import CPU, some_batch
 from tests.spawn import run_ranks
@@ -79,7 +79,7 @@ def on_a_rank(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) 
         assert of_parts.keys() == of_whole.keys()
         found[case] = {
             "share": total[0] / sum(p.numel() for p in network(kind).parameters()),
-            "hash": policy_hash(backend),
+            "hash": hash_policy(backend),
             "weights": {name: weight.clone() for name, weight in backend.gather_weights()},
             "different": [key for key, tensor in of_whole.items() if not torch.equal(of_parts[key], tensor)],
         }
@@ -95,7 +95,7 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(
     for kind in {kind for kind, *_ in cases.values()}:
         network(kind).save_pretrained(tmp_path / kind)
         load = partial(open_network, Model(path=str(tmp_path / kind)), weights=None, seed=0, decodes=False)
-        hashes[kind] = policy_hash(DtensorBackend(load, Policy(), make_ranks(CPU, {})))
+        hashes[kind] = hash_policy(DtensorBackend(load, Policy(), make_ranks(CPU, {})))
     ranks = run_ranks(on_a_rank, 2, tmp_path, cases, timeout_s=200)
     for case, (kind, _, _, most) in cases.items():
         expected = weights_of(network(kind))

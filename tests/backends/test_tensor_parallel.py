@@ -31,7 +31,7 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Filters, Model, Policy, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
-from abrun.train.recorder import policy_hash
+from abrun.train.recorder import hash_policy
 from tests.backends.policies import CPU, TINY, WeightedLoss, gradients, some_batch, tiny, whole_gradients
 from tests.backends.test_value_model import SquaredError
 from tests.spawn import run_ranks
@@ -345,7 +345,7 @@ def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     """Completions, before and after a step; log-probs; and whether a restored backend goes on alike."""
     backend, batch = make_backend(case, layout), some_batch()
     share, loss = batch[backend.ranks.data_slice(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
-    found: dict[str, Any] = {"logprobs": backend.compute_logprobs(share), "hash": policy_hash(backend)}
+    found: dict[str, Any] = {"logprobs": backend.compute_logprobs(share), "hash": hash_policy(backend)}
     found["completions"] = [completions(backend, case.top_p)]
     backend.forward_backward(share, loss)
     backend.optimizer_step(0.01)
@@ -445,7 +445,7 @@ def loaded(folder: str, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     batch = some_batch()
     share = backend.ranks.data_slice(len(batch))
     return {
-        "hash": policy_hash(backend),
+        "hash": hash_policy(backend),
         "critic": weights_hash(content_of(name, weight) for name, weight in whole.items()),
         "logprobs": backend.compute_logprobs(batch[share]),
         "values": critic.compute_values(batch[share])[batch.token_mask[share]],

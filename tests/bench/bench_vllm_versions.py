@@ -160,7 +160,7 @@ class Bench:
         from abrun.backends.dtensor import DtensorBackend
         from abrun.backends.ranks import make_ranks
         from abrun.models import Text, character_tokenizer, load_network
-        from abrun.rollout.vllm.colocated import Colocated
+        from abrun.rollout.vllm.colocated import ColocatedEngine
 
         self.shapes, self.device = SHAPES[device], torch.device(device)
         config = make_config(device, folder, **rollout)
@@ -173,7 +173,7 @@ class Bench:
         )
         self.text = Text(tokenizer=character_tokenizer(), end_ids=frozenset(), max_positions=None)
         start = time.perf_counter()
-        self.engine = Colocated(config, self.backend, self.text)
+        self.engine = ColocatedEngine(config, self.backend, self.text)
         self.start_s = time.perf_counter() - start
         self.engine.sync(self.backend.gather_weights())
 

@@ -95,7 +95,7 @@ def test_a_cache_gets_more_places_as_completions_need_them(
 ) -> None:
     rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
     _, expected = generate(make_model(), rollout)
-    monkeypatch.setattr(torch_engine, "FIRST_ROOM", first_room)
+    monkeypatch.setattr(torch_engine, "INITIAL_PLACES", first_room)
     monkeypatch.setattr(in_place, "MULTIPLE", 1)
     _, found = generate(make_model(), rollout)
     for one, other in zip(found, expected, strict=True):

@@ -157,4 +157,4 @@ def test_weights_that_do_not_arrive_are_an_error(sampling: Sampling) -> None:
     ]
     with pytest.raises(LaunchError, match=r"policy's weights: .*layers\.1\.mlp\.down_proj"):
         sampling.engine.sync(iter(weights))
-    sampling.engine._vllm._tail.not_loaded = ""
+    sampling.engine._vllm._tail.missing_weights = ""

@@ -46,4 +46,4 @@ def test_experts_that_do_not_arrive_are_an_error(lost: str, started: Sampling) -
     weights = [weight for weight in started.backend.gather_weights() if lost not in weight[0]]
     with pytest.raises(LaunchError, match=r"policy's weights: .*([Ee]xperts: )"):
         started.engine.sync(iter(weights))
-    started.engine._vllm._tail.not_loaded = ""
+    started.engine._vllm._tail.missing_weights = ""

@@ -18,7 +18,7 @@ from abrun.models.presets import preset_config
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.rollout.vllm import transfer
-from abrun.rollout.vllm.starting import cache_bytes
+from abrun.rollout.vllm.startup import cache_bytes
 from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import (
     PATIENCE_S,
@@ -178,7 +178,7 @@ def test_a_run_samples_what_it_trains(name: str, tmp_path: Path) -> None:
 
 @needs_two_gpus
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGSTOP, "said nothing for"), (signal.SIGKILL, "killed by SIGKILL")]
+    ("number", "expected"), [(signal.SIGSTOP, "was silent for"), (signal.SIGKILL, "killed by SIGKILL")]
 )
 def test_an_engine_that_hangs_or_dies_in_a_sync_leaves_the_trainers_gpu_usable(
     number: int, expected: str, started: Sampling, monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,7 @@ def test_after_each_sync_the_weights_are_the_newest(
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (signal.SIGSTOP, r"policy's weights: said nothing for \d+ s"),
+        (signal.SIGSTOP, r"was silent for \d+ s after the request to take the policy's weights"),
         (signal.SIGKILL, r"policy's weights: killed by SIGKILL; .* log: \S"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_process_that_dies_as_it_samples_is_one_line(monkeypatch: pytest.Monke
         # Called as it is heard, which is in its first step.
         monkeypatch.setattr(progress, "report", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
         began_s = time.monotonic()
-        with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; .* log: \S"):
+        with pytest.raises(LaunchError, match=r"failed to generate: killed by SIGKILL; .* log: \S"):
             sampling.generate()
         assert time.monotonic() - began_s < PATIENCE_S
 

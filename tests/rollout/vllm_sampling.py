@@ -76,9 +76,9 @@ class Sampling:
         self.engine = self._make(config)
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.rollout.vllm.colocated import Colocated
+        from abrun.rollout.vllm.colocated import ColocatedEngine
 
-        return Colocated(config, self.backend, TEXT)
+        return ColocatedEngine(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
@@ -99,9 +99,9 @@ class SamplingApart(Sampling):
     """With an engine in processes of its own."""
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.rollout.vllm.separate import Separate
+        from abrun.rollout.vllm.separate import SeparateEngine
 
-        return Separate(config, self.backend, TEXT)
+        return SeparateEngine(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)

@@ -20,7 +20,7 @@ from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.rollouts import Rollouts
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 from tests.train import runs
 from tests.train.runs import Rows, make_run, run_config, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
@@ -460,7 +460,7 @@ def test_metrics_levels(trained: Callable[..., Rows], group: None) -> None:
 # --- which rollouts a step has ---
 
 
-def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
+def collector(weights: Path, *overrides: str) -> tuple[RunSetup, Rollouts]:
     setup = make_setup(run_config(*overrides), 0, weights, torch.device("cpu"))
     assert isinstance(setup.config.algorithm, Grpo)
     return setup, Rollouts(setup, setup.config.algorithm)

@@ -15,7 +15,7 @@ from torch import Tensor
 from abrun.backends.megatron.groups import expert_group, tensor_group
 from abrun.backends.megatron.network import head_dim
 from abrun.backends.shards import Piece, ShardSpec
-from abrun.models import part_of
+from abrun.models import read_slice
 
 VALUE_HEAD = "value_head"  # module of a value model, without a counterpart in Hugging Face's networks
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
@@ -50,7 +50,7 @@ class WeightNames:
             spec = self.shard_spec(name)
             assign(
                 name,
-                spec.assemble([part_of(network, hf_name, piece.slices) for hf_name, piece in spec.pieces]),
+                spec.assemble([read_slice(network, hf_name, piece.slices) for hf_name, piece in spec.pieces]),
             )
 
     def shard_spec(self, name: str) -> ShardSpec:
