@@ -112,7 +112,10 @@ class _RowLengths:
         return sum(self.lengths) - sum(self.shared_lengths)
 
     def select(self, rows: Sequence[int]) -> "_RowLengths":
-        """Return the lengths of some rows, given in ascending order."""
+        """Return the lengths of some rows, given in ascending order.
+
+        A row shares its prompt only if a row selected before it has the same one.
+        """
         prompts = [self._prompts[row] for row in rows]
         previous_prompts = accumulate([0, *prompts[:-1]], max)
         shared_lengths = [
@@ -245,7 +248,7 @@ def _assign_rows(
 def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
     """Group rows into samples, which are never split over microbatches.
 
-    A sample is `rows_together` consecutive rows and, up to `max_tokens` tokens, the following rows that share
+    A sample is `rows_per_sample` consecutive rows and, up to `max_tokens` tokens, the following rows that share
     their prompt. Rows without a completion form samples of their own.
     """
     samples: list[list[int]] = []
