@@ -248,8 +248,8 @@ def _assign_rows(
 def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
     """Group rows into samples, which are never split over microbatches.
 
-    A sample is `rows_per_sample` consecutive rows and, up to `max_tokens` tokens, the following rows that share
-    their prompt. Rows without a completion form samples of their own.
+    A sample is `rows_per_sample` consecutive rows and, up to `max_tokens` tokens, the following rows that
+    share their prompt. Rows without a completion form samples of their own.
     """
     samples: list[list[int]] = []
     last_with_prompt, num_tokens = 0, 0  # of the last sample with a prompt
