@@ -65,7 +65,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
         ),
         (
             {"controls": {"ulp_reruns": 1}, "injected_fault": "misgrouped"},
-            "controls.ulp_reruns: got 'one_ulp' ",
+            "controls.ulp_reruns: got 'one_ulp', but",
         ),
     ],
 )
