@@ -250,7 +250,7 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
         "- arms baseline, treatment: cluster.nodes",
     ]
     assert ": 2 reasons" in lines[-1]
-    assert lines[-4].startswith("What this machine (") and lines[-4].endswith(") lacks")
+    assert lines[-4].startswith("Problems on this machine (") and lines[-4].endswith(")")
     assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.notes import notes
+from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.preview import precision_differences
 from abrun.recipe.experiment import Recipe, load_recipe, stored_recipe, stored_run
 from abrun.recipe.reading import Loader, dotted
@@ -44,7 +44,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
-    assert notes(plan) == []  # a setting without effect
+    assert find_ineffective_settings(plan) == []  # a setting without effect
     controls = recipe.controls
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns

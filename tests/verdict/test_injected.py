@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan, pairs
-from abrun.launch.controls import with_faults_alone
+from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recorded.stored import load_experiment
 from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
-from abrun.verdict.injected import sensitivity
+from abrun.verdict.injected import measure_sensitivity
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import RECIPE, edit_rows
@@ -186,18 +186,18 @@ def test_controls_change_nothing_of_the_verdict(
 
 def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
     recipe = recipe_with(compare={**RECIPE["compare"], "interim": [3, 5]})
-    alone, lacks = with_faults_alone(recipe, None)
+    alone, lacks = make_sensitivity_recipe(recipe, None)
     assert list(alone.arms) == ["baseline"] and alone.name == "simulated-sensitivity"
     injected = {one.name for one in alone.controls.faults}
     assert {"flipped_advantages", "late_half_batch"} <= injected and not injected & set(lacks)
     assert lacks["value_unshifted"] == "needs algorithm.type: ppo"
-    few, _ = with_faults_alone(recipe, "misgrouped, late_half_batch:0.25")
+    few, _ = make_sensitivity_recipe(recipe, "misgrouped, late_half_batch:0.25")
     assert list(few.control_arms) == ["fault-misgrouped", LATE]
     for names, said in {"misgrouped:x": "NAME:SIZE", "nonsense": "abrun faults"}.items():
         with pytest.raises(RecipeError, match=said):
-            with_faults_alone(recipe, names)
+            make_sensitivity_recipe(recipe, names)
     with refused(Code.FAULT_NEEDS, fault="value_unshifted", needs="needs algorithm.type: ppo"):
-        with_faults_alone(recipe, "value_unshifted")
+        make_sensitivity_recipe(recipe, "value_unshifted")
 
 
 def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
@@ -206,7 +206,7 @@ def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
     directory = simulated(policy={"dtype": "bfloat16"}, controls={"faults": ["misgrouped"]})
     for path in directory.glob("fault-misgrouped/*"):
         edit_rows(path, lambda row: row.update({"train/token_mult_prob_error": 1.04}))
-    found = sensitivity(load_experiment(directory))
+    found = measure_sensitivity(load_experiment(directory))
     assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
     advice = found.faults[0].advice
     assert advice is not None and advice["rounded_metric"] == "train/token_mult_prob_error"
