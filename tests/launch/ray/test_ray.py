@@ -284,7 +284,7 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
     monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path / "gone"), "job-a1"])
     assert driver.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, ")
+    assert said.startswith(f"error: {tmp_path}/gone: does not exist on {socket.gethostname()}, ")
 
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
