@@ -295,19 +295,14 @@ class _NodeNotes:
     """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
     def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
-        self._run, self._previous_attempt, self._node, self._num_nodes = (
-            run,
-            previous_attempt,
-            node,
-            num_nodes,
-        )
+        self._run, self._previous_attempt = run, previous_attempt
+        self._node, self._num_nodes = node, num_nodes
         self._attempt = 0
         self._written_s = -math.inf
         self._silent_ranks: list[SilentRank] | None = None
         self._last_read_s = -math.inf
-        self._notes_by_node: dict[
-            int, tuple[NodeStatus, float]
-        ] = {}  # with the time of reading, by this node's clock
+        # Each with the time of reading, by this node's clock
+        self._notes_by_node: dict[int, tuple[NodeStatus, float]] = {}
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """Write this node's note if it is due; call this often.
