@@ -22,7 +22,7 @@ from abrun.memory.account import Account
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.measure import random_batch
 from abrun.memory.sweep import microbatch_size, of_size
-from abrun.models import config_of, load_text, positions_of
+from abrun.models import config_of, load_text, max_positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.run import OwnRunConfig
@@ -69,7 +69,7 @@ def trace(
     `vllm`, the bytes of weights and cache of an engine on the same devices. `num_sequences`: of a rank's
     microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
     """
-    most = positions_of(config_of(config.model))
+    most = max_positions_of(config_of(config.model))
     if most and max(lengths) > most:
         raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=most))
     run, config = config, of_size(config, num_sequences)
@@ -77,7 +77,7 @@ def trace(
         setup, phases = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
         # A resumed run has the optimizer's state before its first step
-        setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
+        setup.learner.load_local_state(dict.fromkeys(setup.learner.shard_specs(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
         reference = getattr(algorithm, "reference", None)
@@ -147,7 +147,7 @@ def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
         return num_sequences, longest(config)
     # A sequence that is longer than the budget has a microbatch of its own
     length = max(budget // num_sequences, longest(config))
-    cuts = math.ceil(length / (positions_of(config_of(config.model)) or length))
+    cuts = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
     return num_sequences * cuts, math.ceil(length / cuts)
 
 

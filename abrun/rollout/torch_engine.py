@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends import Backend, Decoder
-from abrun.models import Places, Text, has_all_tokens
+from abrun.models import InPlaceCache, Text, holds_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
@@ -133,7 +133,7 @@ class TorchEngine:
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
         sequences.draw(logits)
-        if decoder.in_place and has_all_tokens(cache):
+        if decoder.in_place and holds_all_tokens(cache):
             self._decode_in_place(decoder, sequences, cache, attention_mask.bool())
         else:
             self._decode_growing(decoder, sequences, cache, attention_mask)
@@ -159,7 +159,7 @@ class TorchEngine:
         while num_drawn < max_new_tokens and not sequences.all_ended():
             num_places = min(max(num_drawn, INITIAL_PLACES), max_new_tokens - num_drawn)
             cache = (
-                cache.grown(num_places) if isinstance(cache, Places) else Places(cache, is_token, num_places)
+                cache.grown(num_places) if isinstance(cache, InPlaceCache) else InPlaceCache(cache, is_token, num_places)
             )
             with self._make_step(decoder, sequences, cache) as step:
                 for _ in range(num_places):
@@ -170,7 +170,7 @@ class TorchEngine:
                         return
 
     def _make_step(
-        self, decoder: Decoder, sequences: "_DecodingBatch", places: Places
+        self, decoder: Decoder, sequences: "_DecodingBatch", places: InPlaceCache
     ) -> contextlib.AbstractContextManager[Step]:
         def step() -> None:
             places.take()

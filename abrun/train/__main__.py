@@ -38,7 +38,7 @@ def main() -> int:
 def _train(directory: Path, driver: threading.Thread) -> int:
     import torch.distributed as dist
 
-    from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
+    from abrun.backends.ranks import COLLECTIVE_TIMEOUT, explain_lost_ranks, join_ranks
     from abrun.errors import AbrunError, LaunchError
     from abrun.runs.rundir import RunDir
     from abrun.runs.writer import RunWriter
@@ -58,7 +58,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         except (RuntimeError, MemoryError) as error:
             reason = out_of_memory_reason(error)
             if reason is None and isinstance(error, RuntimeError):
-                reason = lost_ranks(error, timeout)
+                reason = explain_lost_ranks(error, timeout)
             if reason is None:
                 raise
             raise LaunchError(reason) from error

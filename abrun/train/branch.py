@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import Piece, ShardSpec, specs_from_metadata
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.runs.files import find_damage, fingerprint
@@ -48,7 +48,7 @@ def start_from(
     Raises RecipeError on all ranks if the checkpoint is missing or does not fit.
     """
     path, problem, tensors = Path(folder).expanduser(), None, None
-    wanted_shards = trained.pieces()
+    wanted_shards = trained.shard_specs()
     shapes = ranks.all_gather_world(
         {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
     )
@@ -86,7 +86,7 @@ def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedSta
 
 
 def _read_tensors(
-    saved: "_SavedTensors", wanted_shards: Mapping[str, Held], current: Mapping[str, Tensor]
+    saved: "_SavedTensors", wanted_shards: Mapping[str, ShardSpec], current: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors for `load_local_state`. Raises ValueError."""
     return {
@@ -105,15 +105,15 @@ class _SavedTensors:
         assembled: dict[str, _AssembledTensor] = {}
         last_split: dict[str, list[Tensor]] = {}
         for file in files:
-            for name, held in held_in(file.metadata()).items():
-                if not held.is_piece:
+            for name, held in specs_from_metadata(file.metadata()).items():
+                if not held.is_single_piece:
                     assembled_tensor = assembled.setdefault(
                         repr(held.pieces), _AssembledTensor(held, last_split)
                     )
-                    assembled_tensor.spans[held.span] = partial(file.get_tensor, name)
+                    assembled_tensor.spans[held.flat_range] = partial(file.get_tensor, name)
                 for index, (full_name, shard) in enumerate(held.pieces):
                     read = partial(_read_slice, file, name)
-                    if not held.is_piece:
+                    if not held.is_single_piece:
                         read = partial(assembled[repr(held.pieces)].read, index)
                     self._sources.setdefault(full_name, {}).setdefault(repr(shard.slices), (shard, read))
 
@@ -123,10 +123,10 @@ class _SavedTensors:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: next(iter(sources.values()))[0].shape for name, sources in self._sources.items()}
 
-    def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
+    def read_held(self, held: ShardSpec, dtype: torch.dtype | None) -> Tensor:
         """Read a local tensor as `dtype`; None keeps the saved dtype. Raises ValueError on another dtype."""
-        required_dtype = None if held.rounded else dtype
-        tensor = held.joined([self._read(name, shard, required_dtype) for name, shard in held.pieces])
+        required_dtype = None if held.is_rounded_copy else dtype
+        tensor = held.assemble([self._read(name, shard, required_dtype) for name, shard in held.pieces])
         return tensor if dtype is None else tensor.to(dtype)
 
     def _read(self, name: str, wanted_shard: Piece, dtype: torch.dtype | None) -> Tensor:
@@ -134,17 +134,17 @@ class _SavedTensors:
         tensor: Tensor | None = None
         num_read = 0
         for shard, read in self._sources[name].values():
-            overlap = shard.common(wanted_shard)
+            overlap = shard.intersect(wanted_shard)
             if overlap is None:
                 continue
-            values = read(shard.inside(overlap))
+            values = read(shard.relative_to(overlap))
             if dtype is not None and values.dtype != dtype:
                 raise ValueError(f"{name} is {values.dtype}, but {dtype} in this run")
-            tensor = torch.zeros(wanted_shard.size, dtype=values.dtype) if tensor is None else tensor
-            tensor[wanted_shard.inside(overlap)] = values
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=values.dtype) if tensor is None else tensor
+            tensor[wanted_shard.relative_to(overlap)] = values
             num_read += values.numel()
         if tensor is None:
-            tensor = torch.zeros(wanted_shard.size, dtype=dtype or torch.float32)
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=dtype or torch.float32)
         if num_read != tensor.numel():
             raise ValueError(f"{name} is incomplete")
         return tensor
@@ -157,7 +157,7 @@ class _AssembledTensor:
     mostly read in succession.
     """
 
-    def __init__(self, held: Held, last_split: dict[str, list[Tensor]]) -> None:
+    def __init__(self, held: ShardSpec, last_split: dict[str, list[Tensor]]) -> None:
         self._held, self._last_split = held, last_split
         self.spans: dict[tuple[int, int] | None, Callable[[], Tensor]] = {}
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import ShardSpec, specs_to_metadata
 from abrun.errors import AbrunError, StoreError
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import share_new_folder
@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None: ...
 
-    def pieces(self) -> Mapping[str, Held]: ...
+    def shard_specs(self) -> Mapping[str, ShardSpec]: ...
 
 
 class _DamagedCheckpoint(Exception):
@@ -91,7 +91,7 @@ def _save_into(
             name: tensor.contiguous() for name, tensor in (trained.local_state() | _get_rng_state()).items()
         }
         path = partial / f"rank-{ranks.rank}.safetensors"
-        save_file(state, path, as_metadata(trained.pieces(), state))
+        save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
         shared.local = {path.name: _sync_and_fingerprint(path)}
     with _collective_section(ranks, partial):
         if writer:

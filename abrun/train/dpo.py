@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, preference_metrics, spread_over_tokens
@@ -50,7 +50,7 @@ class DpoAlgorithm:
         ranks = self._setup.ranks
         batch = self._setup.data.encode(_to_texts(examples[ranks.data_slice(len(examples))]))
         pairs = self._with_reference(replace(batch, rows_per_sample=2))
-        logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
+        logprobs, objective = self._setup.policy.compute_logprobs(pairs), self._objective(pairs)
         (loss,) = ranks.all_reduce_sum_data(float(objective.losses(pairs, logprobs, None).shares.sum()))
         margins = ranks.all_gather_data(objective.preference_loss(pairs, logprobs).margins.tolist())
         lengths = ranks.all_gather_data(pairs.token_mask[::2].sum(dim=1).tolist())
@@ -59,7 +59,7 @@ class DpoAlgorithm:
         return Evaluation(rewards=margins, lengths=lengths, metrics=metrics)
 
     def _with_reference(self, batch: Sequences) -> Pairs:
-        return batch.with_fields(Pairs, reference_logprobs=self.reference.logprobs(batch))
+        return batch.with_fields(Pairs, reference_logprobs=self.reference.compute_logprobs(batch))
 
     def _objective(self, batch: Pairs) -> "PreferenceObjective":
         """Return the objective with the counts of the global batch. Collective."""
@@ -97,7 +97,7 @@ class PreferenceObjective:
     num_chosen_tokens: float
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return "none"
 
     def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> PreferenceLosses:

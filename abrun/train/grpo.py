@@ -108,12 +108,12 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         if self._needs_old_logprobs:
             with phases("logprobs"):
                 if self.setup.config.policy.replay_routing:
-                    old, routes = policy.routed_logprobs(batch)
+                    old, routes = policy.compute_logprobs_and_routes(batch)
                 else:
-                    old = policy.logprobs(batch)
+                    old = policy.compute_logprobs(batch)
         if self.reference is not None:
             with phases("reference_logprobs"):
-                reference = self.reference.logprobs(batch)
+                reference = self.reference.compute_logprobs(batch)
         weights = torch.zeros(batch.token_mask.shape, dtype=torch.float64, device=batch.token_mask.device)
         for minibatch in minibatches:
             weights[minibatch.rows] = loss_weights(batch.token_mask[minibatch.rows], **minibatch.reduction)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from abrun.backends import B, Backend, Objective, ValueModel
-from abrun.backends.pieces import Held
+from abrun.backends.shards import ShardSpec
 from abrun.recipe.policy import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
@@ -68,12 +68,12 @@ class Learner:
             state |= {f"{VALUE_MODEL_PREFIX}{name}": tensor for name, tensor in value_state.items()}
         return state
 
-    def pieces(self) -> Mapping[str, Held]:
-        """See abrun.backends.Trained."""
-        specs = dict(self._policy.pieces())
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        """See abrun.backends.Trainable."""
+        specs = dict(self._policy.shard_specs())
         if self._value_model is not None:
-            for name, held in self._value_model.pieces().items():
-                specs[f"{VALUE_MODEL_PREFIX}{name}"] = held.under(VALUE_MODEL_PREFIX)
+            for name, held in self._value_model.shard_specs().items():
+                specs[f"{VALUE_MODEL_PREFIX}{name}"] = held.with_prefix(VALUE_MODEL_PREFIX)
         return specs
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:

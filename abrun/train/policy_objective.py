@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.batch import ScoredBatch, TrainBatch
 from abrun.rl.importance import importance_weights
@@ -49,7 +49,7 @@ class PolicyObjective:
     gradient_factor: float = 1.0  # scales the gradient of the loss, for the recipe's grad_divisor
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         if self.settings.entropy_coefficient:
             return "gradient"
         return "none" if self.settings.metrics == "none" else "value"

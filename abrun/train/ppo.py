@@ -37,7 +37,7 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         """Add GAE advantages, whiten over the tokens of the global batch, old values and returns."""
         ppo, mask, all_reduce_sum = self._settings, batch.token_mask, self.setup.ranks.all_reduce_sum_data
         with self.setup.phases("values"):
-            values = self._value_model.values(batch)
+            values = self._value_model.compute_values(batch)
         penalties, metrics = self._kl_in_reward(batch)
         advantages, returns = generalized_advantages(
             token_rewards(batch.rewards, mask, penalties),

@@ -128,7 +128,7 @@ def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str
     """
     ranks, local_sum = policy.ranks, 0
     sketches: dict[str, Tensor] = {}
-    for number, (name, weight) in enumerate(policy.weights()):
+    for number, (name, weight) in enumerate(policy.gather_weights()):
         if number % ranks.size == ranks.rank:
             local_sum += content_of(name, weight)
             if sketch is not None:

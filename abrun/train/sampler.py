@@ -26,7 +26,7 @@ class Sampler:
         with self._phases("weight_sync", memory=False):
             self._phases.absent_bytes = 0
             if engine.wake() or self._num_updates_synced != self._learner.num_updates:
-                engine.sync(self._policy.weights())
+                engine.sync(self._policy.gather_weights())
                 self._num_updates_synced = self._learner.num_updates
         yield engine
         with self._phases("engine_sleep", memory=False):

@@ -29,7 +29,7 @@ def collect_samples(setup: RunSetup, batch: RolloutBatch, group_size: int) -> li
     rows = torch.arange(0, len(batch), group_size, device=batch.token_ids.device)[: settings.prompts]
     chosen = batch[rows]
     with torch.compiler.set_stance("force_eager"):
-        logprobs = setup.policy.logprobs(chosen)
+        logprobs = setup.policy.compute_logprobs(chosen)
     error = (logprobs - chosen.inference_logprobs).abs()
     return [
         _make_sample(setup, *row)

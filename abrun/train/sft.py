@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.batch import Sequences
 from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts
@@ -44,7 +44,7 @@ class SftAlgorithm:
         """Return the loss on these examples; the reward of a prompt is minus its loss. Collective."""
         ranks = self._setup.ranks
         batch = self._setup.data.encode(_to_texts(examples[ranks.data_slice(len(examples))]))
-        logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
+        logprobs = self._setup.policy.compute_logprobs(batch).double()  # 0 outside of the mask
         lengths = ranks.all_gather_data(batch.token_mask.sum(dim=1).tolist())
         sums = ranks.all_gather_data(logprobs.sum(dim=1).tolist())
         return Evaluation(
@@ -65,7 +65,7 @@ class SupervisedObjective:
     num_tokens: float  # of the global batch
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return "none"
 
     def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:

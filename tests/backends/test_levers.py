@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatches
 from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import ActorCriticBatch
@@ -89,7 +89,7 @@ class Watched:
     told: Tensor  # [2, all tokens]
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return self.objective.entropies
 
     def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
@@ -116,7 +116,7 @@ def found_with(policy: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients(backend),
         "tokens": watched.told,
         "rows": rows,
-        "logprobs": backend.logprobs(share),
+        "logprobs": backend.compute_logprobs(share),
         "metrics": all_reduce(parts, backend.ranks.data),
     }
 

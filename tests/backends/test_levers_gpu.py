@@ -73,12 +73,12 @@ def test_levers_are_no_worse_than_none(name: str, gpu: torch.device, patched: No
     batch = of_prompts(GROUPS)
     exact, loss = make_backend(), WeightedLoss(float(batch.token_mask.sum()))
     expected_loss = float(exact.forward_backward(batch, loss).sums["loss"])
-    expected, logprobs = gradients(exact), exact.logprobs(batch)
+    expected, logprobs = gradients(exact), exact.compute_logprobs(batch)
 
     def errors(**policy: Any) -> tuple[float, float, float]:
         """Absolute for log-probs and loss; relative, the worst, for gradients."""
         backend = backend_of(gpu, **policy)
-        found = backend.logprobs(batch.to(gpu)).cpu()
+        found = backend.compute_logprobs(batch.to(gpu)).cpu()
         found_loss = float(backend.forward_backward(batch.to(gpu), loss).sums["loss"])
         of_weights = [
             float((gradient.cpu() - expected[key]).norm() / expected[key].norm())

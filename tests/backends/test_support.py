@@ -63,7 +63,7 @@ def plainly(backend: str, batch: Sequences) -> Tensor:
 def judged(backend: str, settings: dict[str, Any]) -> tuple[Tensor, float]:
     """Log-probs, and the norm of a loss's gradient."""
     made, batch = make(backend, settings), with_support()
-    logprobs = made.logprobs(batch)
+    logprobs = made.compute_logprobs(batch)
     made.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     return logprobs, made.optimizer_step(0.0)
 
@@ -74,7 +74,7 @@ def test_the_kept_sets_are_the_samplers(case: str, group: None) -> None:
     logprobs, norm = judged(backend, settings)
     torch.testing.assert_close(logprobs, plainly(backend, with_support()), atol=2e-5, rtol=1e-5)
     assert norm == pytest.approx(judged(backend, {})[1], rel=1e-4)
-    own = make(backend, settings).logprobs(replace(with_support(), support=None))
+    own = make(backend, settings).compute_logprobs(replace(with_support(), support=None))
     assert float((own - logprobs).abs().max()) > 0.1  # the trainer's own sets should be others
 
 

@@ -85,7 +85,7 @@ def test_a_process_that_hangs_or_dies_in_a_sync_is_one_line(
     with to_break(config_of("rollout.devices=1")) as sampling:
         began_s = time.monotonic()
         with pytest.raises(LaunchError, match=expected) as raised:
-            sampling.engine.sync(stopping(sampling.backend.weights(), sampling.pids[0], number))
+            sampling.engine.sync(stopping(sampling.backend.gather_weights(), sampling.pids[0], number))
         assert time.monotonic() - began_s < 5 * PATIENCE_S
         print(raised.value)
         assert "\n" not in str(raised.value) and "engine-0.log" in str(raised.value)
@@ -113,7 +113,9 @@ def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
 def test_weights_that_it_lacks_are_one_line_however_quiet_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     with to_break(config_of("rollout.devices=1")) as sampling:
-        weights = [weight for weight in sampling.backend.weights() if "layers.1.mlp.down" not in weight[0]]
+        weights = [
+            weight for weight in sampling.backend.gather_weights() if "layers.1.mlp.down" not in weight[0]
+        ]
         with pytest.raises(LaunchError, match=r"policy's weights: .*mlp\.down_proj"):
             sampling.engine.sync(iter(weights))
 
@@ -130,6 +132,6 @@ def test_what_vllm_cannot_do_is_one_line(override: str, expected: str) -> None:
         pytest.raises(LaunchError, match=expected) as raised,
         to_break(config_of("rollout.devices=1", override)) as sampling,
     ):
-        sampling.engine.sync(sampling.backend.weights())
+        sampling.engine.sync(sampling.backend.gather_weights())
         sampling.generate()
     assert "\n" not in str(raised.value)

@@ -32,7 +32,7 @@ def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completi
     """Count the sets that equal numpy's, that differ, and of which rounding may decide."""
     network: Any = load_network(config.model, weights=None, seed=0).double().eval()
     network.load_state_dict(
-        {name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False
+        {name: tensor.double() for name, tensor in sampling.backend.gather_weights()}, strict=False
     )
     network.tie_weights()
     counts = {"equal": 0, "different": 0, "undecided": 0, "sizes": list[int]()}
@@ -59,7 +59,10 @@ def errors_of(sampling: Sampling, completions: list[Completion]) -> dict[str, fl
     exact = replace(without, support=scatter_support(sets, without.token_mask))
     return {
         name: float(
-            (sampling.backend.logprobs(batch) - batch.inference_logprobs).abs().exp()[batch.token_mask].mean()
+            (sampling.backend.compute_logprobs(batch) - batch.inference_logprobs)
+            .abs()
+            .exp()[batch.token_mask]
+            .mean()
         )
         for name, batch in (("with", exact), ("without", without))
     }

@@ -245,7 +245,7 @@ def test_a_verifier_that_is_not_there(
     with pytest.raises(RecipeError) as raised:
         verified_by(tmp_path, name, monkeypatch)
     message = str(raised.value)
-    assert message.startswith(f"task.verifier: got {name!r}; ")
+    assert message.startswith(f"task.verifier: got {name!r}")
     snapshot(message)
     assert "\n" not in message
 

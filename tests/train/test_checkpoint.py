@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
+from abrun.backends.shards import ShardSpec
 from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
 from abrun.runs.files import fingerprint, read_json, write_json
@@ -48,7 +48,7 @@ class OneTensor:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"weights/x": self.weights}
 
-    def pieces(self) -> dict[str, Held]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:

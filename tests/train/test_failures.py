@@ -23,7 +23,7 @@ OTHERS = {
     ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
-    "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
+    "too few ranks": (["cluster.cpu_ranks=2"], "needs 2 ranks, but 1 were started"),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
 
 def test_more_ranks_than_the_cluster_says(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config())
-    message = expect_failure(directory, "asks for 1 ranks and 2 were started", ranks=2)
+    message = expect_failure(directory, "needs 1 ranks, but 2 were started", ranks=2)
     expect_failed_event(directory, message)
     assert events(directory) == ["failed"]  # rank 0 alone writes
 

@@ -61,18 +61,18 @@ def test_offline_mode_writes_an_offline_run(tmp_path: Path) -> None:
 
 def test_without_a_key_it_says_so_once_and_logs_offline(tmp_path: Path) -> None:
     (message,) = train(tmp_path / "run", {})
-    assert "API key" in message and "logs to wandb offline" in message and "\n" not in message
+    assert "API key" in message and "to wandb offline" in message and "\n" not in message
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [
-        ({"init": "raise OSError('no network')"}, ["logs to wandb offline", "continues without wandb"]),
+        ({"init": "raise OSError('no network')"}, ["to wandb offline", "without wandb"]),
         ({"log": "raise RuntimeError('gone')"}, ["wandb stopped: gone"]),
         pytest.param(
             {"define": "raise OSError('no')"},
-            ["logs to wandb offline", "continues without wandb"],
+            ["to wandb offline", "without wandb"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -80,7 +80,7 @@ def test_without_a_key_it_says_so_once_and_logs_offline(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"init": "import nonexistent_module_of_wandb"},
-            ["logs to wandb offline", "continues without wandb"],
+            ["to wandb offline", "without wandb"],
             marks=pytest.mark.slow,
         ),
     ],

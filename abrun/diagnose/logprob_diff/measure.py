@@ -225,7 +225,7 @@ class Recorded:
         engine = VllmInstance(config, self.batch.token_ids.device, 1, text.end_ids)
         prompts, completions = self._parts()
         try:
-            engine.load(policy.weights())
+            engine.load(policy.gather_weights())
             scored = engine.score(
                 [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
             )
@@ -237,8 +237,8 @@ class Recorded:
 def _with_routes(policy: Backend, batch: Sequences, top_k: int) -> dict[str, Tensor]:
     """Log-probs [N] of the completion tokens; of a mixture of experts also their routes [N, L, K]."""
     if not top_k:
-        return {"logprobs": policy.logprobs(batch)[batch.token_mask]}
-    logprobs, routes = policy.routed_logprobs(batch)
+        return {"logprobs": policy.compute_logprobs(batch)[batch.token_mask]}
+    logprobs, routes = policy.compute_logprobs_and_routes(batch)
     routes = routes[batch.token_mask]
     return {"logprobs": logprobs[batch.token_mask], "routes": routes.view(len(routes), -1, top_k)}
 

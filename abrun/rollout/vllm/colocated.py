@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from abrun.backends import Backend
-from abrun.backends.ranks import gathered
+from abrun.backends.ranks import all_gather_lists
 from abrun.models import Text
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
@@ -48,7 +48,7 @@ class ColocatedEngine:
         group = self._vllm.group
         if group is None:
             return self._vllm.generate(requests, temperature)
-        requests_by_rank = gathered([requests], group)
+        requests_by_rank = all_gather_lists([requests], group)
         completions = self._vllm.generate(
             [request for rank_requests in requests_by_rank for request in rank_requests], temperature
         )

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 
 from abrun.errors import LaunchError
 from abrun.models import config_of
-from abrun.models.families import positions_of
+from abrun.models.families import max_positions_of
 from abrun.processes import progress
 from abrun.recipe.packages import ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
@@ -289,7 +289,7 @@ def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int | Non
         rollout.batch_size or num_sequences, math.ceil(num_sequences * rollout.tensor_parallel / num_ranks)
     )
     length = rollout.max_new_tokens + max(rollout.max_new_tokens, MIN_PROMPT_TOKENS) + BLOCK
-    tokens = max(num_concurrent * length, (positions_of(network) or 0) + BLOCK)
+    tokens = max(num_concurrent * length, (max_positions_of(network) or 0) + BLOCK)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     heads = math.ceil(heads / rollout.tensor_parallel)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

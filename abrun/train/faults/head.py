@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from abrun.backends.context import Span, spans_of
+from abrun.backends.context import Span, make_spans
 from abrun.rl.batch import TrainBatch
 from abrun.train.faults.site import FaultSite, partly_detached, wrap_method
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
@@ -59,7 +59,7 @@ def attention_across_packed(site: FaultSite) -> None:
     def attend_across(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *tokens, packing, support = args
         full_span = Span(0, packing.starts[-1], 0, packing.starts[-1])
-        return *tokens, replace(packing, spans=spans_of([full_span], tokens[0].device)), support
+        return *tokens, replace(packing, spans=make_spans([full_span], tokens[0].device)), support
 
     _module(site.setup.policy).register_forward_pre_hook(attend_across)
 
@@ -74,7 +74,7 @@ def labels_off_by_one(site: FaultSite) -> None:
     def logprobs(inner, hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Any, ...]:
         return inner(hidden, weight, target.roll(1, -1), *rest)
 
-    wrap_method(_module(site.setup.policy).head, "logprobs", logprobs)
+    wrap_method(_module(site.setup.policy).head, "compute_logprobs", logprobs)
 
 
 def rope_bf16(site: FaultSite) -> None:

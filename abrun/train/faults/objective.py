@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.batch import TrainBatch
 from abrun.rl.losses import PolicyLoss, TokenLosses
 from abrun.rl.metrics import MetricParts
@@ -26,7 +26,7 @@ def microbatch_mean(site: FaultSite) -> None:
             microbatch.loss_weights * factor
             for (microbatch, _), factor in zip(microbatches, factors, strict=True)
         ]
-        return inner(replace(batch, loss_weights=microbatches.in_rows(scaled)), objective)
+        return inner(replace(batch, loss_weights=microbatches.gather_rows(scaled)), objective)
 
     wrap_method(site.setup.policy, "forward_backward", forward_backward)
 
@@ -64,7 +64,7 @@ class _LastMicrobatchOnly:
         self._inner, self._left, self._share = inner, num_microbatches, share
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return self._inner.entropies
 
     def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> "_Scaled":

@@ -12,7 +12,7 @@ from abrun.train.faults.site import FaultSite, wrap_method
 def adam_step_ahead(site: FaultSite) -> None:
     policy = site.setup.policy
     state = policy.local_state()
-    for name in policy.pieces():
+    for name in policy.shard_specs():
         kind, _, tensor = name.removeprefix("optimizer/").partition("/")
         if name.startswith("optimizer/") and name not in state:
             like = state[f"weights/{tensor}"]

@@ -22,7 +22,7 @@ def critic_mask_of_other_rows(site: FaultSite) -> None:
     def values(inner, batch: Sequences) -> Tensor:  # [B, S]
         return inner(batch) * batch.token_mask.roll(int(site.size), 0)
 
-    wrap_method(site.setup.value_model, "values", values)
+    wrap_method(site.setup.value_model, "compute_values", values)
 
 
 def dropout_on(site: FaultSite) -> None:
@@ -47,7 +47,7 @@ def one_ulp(site: FaultSite) -> None:
     Each shard of a weight has its own signs, the same on every rank that holds the shard.
     """
     setup = site.setup
-    shard_specs, state = setup.policy.pieces(), setup.policy.local_state()
+    shard_specs, state = setup.policy.shard_specs(), setup.policy.local_state()
     bits = MANTISSA_BITS[setup.config.policy.dtype]
     for name, weight in list(state.items()):
         if name.startswith("weights/"):
