@@ -95,7 +95,7 @@ def bisect(
     directory = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")
     bisection = Bisection(loaded, candidates, environments, design, directory)
     if dry_run:
-        console().print(report.planned(bisection))
+        console().print(report.render_plan(bisection))
         return
     raise typer.Exit(_searched(bisection, directory, jobs, keep))
 
@@ -115,7 +115,7 @@ def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: b
         if not keep:
             bisection.clean_up()
         raise
-    screen.print(report.shown(bisection, outcome))
+    screen.print(report.render_outcome(bisection, outcome))
     if not keep:
         bisection.clean_up()
     screen.say(f"All of it is in {directory / FILE}")

@@ -581,9 +581,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     behave(step_s=0.05)
     launcher = start(tmp_path, set=["steps=400"])
     until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
-    with pytest.raises(
-        StoreError, match=f"process {launcher.pid} on .* is already launching this; wait"
-    ):
+    with pytest.raises(StoreError, match=f"process {launcher.pid} on .* is already launching this; wait"):
         launch(tmp_path, "steps=400", resume=True)
     launcher.kill()
     launcher.communicate()

@@ -481,9 +481,7 @@ def test_a_node_that_lacks_gpus_says_so(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, said = on_node(tmp_path / "small" / "baseline" / "seed-0", monkeypatch, capfd)
     assert code == 2
-    assert said.startswith(
-        f"error: {socket.gethostname()}: cluster.gpus_per_node: got 8, but this machine"
-    )
+    assert said.startswith(f"error: {socket.gethostname()}: cluster.gpus_per_node: got 8, but this machine")
 
 
 # --- what a recipe, a profile and the command line say ---
