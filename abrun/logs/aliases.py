@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import listed, printable
+from abrun.logs.log import list_names, printable
 from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
@@ -162,7 +162,7 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
     "transformers": {"train/lr": "train/learning_rate", "validation/loss": "eval/loss"},
 }
 # What only runs of that framework log, all of it; the first that fits. (TRL's are transformers' too.)
-TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
+FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("trl", ("train/completions/mean_length",)),
     ("trl", ("train/rewards/margins",)),
     ("verl", ("critic/score/mean",)),
@@ -194,7 +194,7 @@ _PLAIN_NAMES = {
     "validation/accuracy": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?(accuracy|acc){_AVERAGED}",
     "validation/loss": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?loss{_AVERAGED}",
 }
-_OF_EVALUATION = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
+_EVALUATION_NAME = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,37 +205,41 @@ class Aliases:
     presets: Mapping[str, str]
 
 
-def recognised(metrics: Iterable[str]) -> tuple[str | None, dict[str, str]]:
+def recognise_metrics(metrics: Iterable[str]) -> tuple[str | None, dict[str, str]]:
     """The framework that logged a run, and which of its metrics are ours by another name, ours -> theirs.
 
     By what only that framework logs; else, and for what its table lacks, by what anybody calls a reward, a
     loss, a gradient norm, an entropy or a learning rate: of several such names the shortest. Nothing is
     guessed for a name of ours that the run has.
     """
-    there = dict.fromkeys(metrics)
-    framework = next((name for name, tells in TOLD_BY if all(tell in there for tell in tells)), None)
-    table = FRAMEWORKS[framework] if framework else {}
-    found = {ours: theirs for ours, theirs in table.items() if theirs in there and ours not in there}
-    free = [name for name in there if name not in found.values()]
-    for ours, plain in _PLAIN_NAMES.items():
-        if ours not in there and ours not in found:
-            fitting = sorted((name for name in free if _is_called(name, plain)), key=lambda name: len(name))
-            if fitting and [len(one) for one in fitting].count(len(fitting[0])) == 1:
-                found[ours] = fitting[0]
-    return framework, found
-
-
-def _is_called(name: str, plain: str) -> bool:
-    known = name.lower().replace("-", "_").replace(" ", "_")
-    folders = "" if plain.startswith("(eval") else "(.*/)?"
-    aside = not plain.startswith("(eval") and (
-        re.fullmatch(_OF_EVALUATION, known) or re.search("critic|value|aux|std|ref_", known)
+    recorded = dict.fromkeys(metrics)
+    framework = next(
+        (name for name, markers in FRAMEWORK_MARKERS if all(marker in recorded for marker in markers)), None
     )
-    return not aside and re.fullmatch(folders + plain, known) is not None
+    table = FRAMEWORKS[framework] if framework else {}
+    renames = {ours: theirs for ours, theirs in table.items() if theirs in recorded and ours not in recorded}
+    unassigned = [name for name in recorded if name not in renames.values()]
+    for ours, pattern in _PLAIN_NAMES.items():
+        if ours not in recorded and ours not in renames:
+            candidates = sorted(
+                (name for name in unassigned if _has_plain_name(name, pattern)), key=lambda name: len(name)
+            )
+            if candidates and [len(candidate) for candidate in candidates].count(len(candidates[0])) == 1:
+                renames[ours] = candidates[0]
+    return framework, renames
+
+
+def _has_plain_name(name: str, pattern: str) -> bool:
+    normalized = name.lower().replace("-", "_").replace(" ", "_")
+    folders = "" if pattern.startswith("(eval") else "(.*/)?"
+    is_other_metric = not pattern.startswith("(eval") and (
+        re.fullmatch(_EVALUATION_NAME, normalized) or re.search("critic|value|aux|std|ref_", normalized)
+    )
+    return not is_other_metric and re.fullmatch(folders + pattern, normalized) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renamed:
+class RenamedRuns:
     """Runs whose metrics have our names."""
 
     metrics: list[dict[str, Series]]  # of every run
@@ -243,7 +247,7 @@ class Renamed:
     guessed: list[str]  # a sentence on each framework that was recognised
 
 
-def parse(texts: Iterable[str]) -> Aliases:
+def parse_aliases(texts: Iterable[str]) -> Aliases:
     """Aliases of `--alias` options: names of presets and OURS=THEIRS. Raises ComparisonError."""
     explicit: dict[str, str] = {}
     presets: dict[str, str] = {}
@@ -263,46 +267,48 @@ def parse(texts: Iterable[str]) -> Aliases:
     return Aliases(explicit=explicit, presets=presets)
 
 
-def apply(metrics: Mapping[str, Series], aliases: Mapping[str, str]) -> dict[str, Series]:
+def rename_metrics(metrics: Mapping[str, Series], aliases: Mapping[str, str]) -> dict[str, Series]:
     """Metrics with theirs renamed to ours; an alias whose metric is not there is left aside.
 
     One metric may get several of our names. A metric that already has the name gives way.
     """
-    named = {ours: metrics[theirs] for ours, theirs in aliases.items() if theirs in metrics}
-    renamed = {theirs for theirs in aliases.values() if theirs in metrics}
-    return {**{name: one for name, one in metrics.items() if name not in renamed}, **named}
+    renamed = {ours: metrics[theirs] for ours, theirs in aliases.items() if theirs in metrics}
+    replaced = {theirs for theirs in aliases.values() if theirs in metrics}
+    return {**{name: series for name, series in metrics.items() if name not in replaced}, **renamed}
 
 
-def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Renamed:
+def rename_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> RenamedRuns:
     """The metrics of every run with theirs renamed to ours.
 
     What was given goes for all runs alike, and a preset does not replace a metric that some run recorded
     under our name. Without any, each run's names are those that `recognised` knows. Raises ComparisonError
     for a name given by hand that no run has.
     """
-    known = {name for metrics in runs for name in metrics}
+    recorded = {name for metrics in runs for name in metrics}
     for ours, theirs in aliases.explicit.items():
-        if known and theirs not in known:
-            close = difflib.get_close_matches(theirs, known, n=1)
-            hint = f"; did you mean {printable(close[0])!r}?" if close else ""
+        if recorded and theirs not in recorded:
+            close_matches = difflib.get_close_matches(theirs, recorded, n=1)
+            hint = f"; did you mean {printable(close_matches[0])!r}?" if close_matches else ""
             raise ComparisonError(
                 f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; recorded are "
-                f"{listed(sorted(known), 8)}{hint}"
+                f"{list_names(sorted(recorded), 8)}{hint}"
             )
-    presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in known}
-    renamed, names, said = [], {}, {}
+    presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in recorded}
+    renamed, names, guesses = [], {}, {}
     for metrics in runs:
-        framework, found = (None, {}) if presets else recognised(metrics)
-        found = {ours: theirs for ours, theirs in found.items() if theirs not in aliases.explicit.values()}
-        chosen = {**found, **presets, **aliases.explicit}
-        renamed.append(apply(metrics, chosen))
-        names.update((theirs, ours) for ours, theirs in chosen.items() if theirs in metrics)
-        if found:
-            said[_sentence(framework, found)] = None
-    return Renamed(metrics=renamed, names=names, guessed=list(said))
+        framework, recognised = (None, {}) if presets else recognise_metrics(metrics)
+        recognised = {
+            ours: theirs for ours, theirs in recognised.items() if theirs not in aliases.explicit.values()
+        }
+        renames = {**recognised, **presets, **aliases.explicit}
+        renamed.append(rename_metrics(metrics, renames))
+        names.update((theirs, ours) for ours, theirs in renames.items() if theirs in metrics)
+        if recognised:
+            guesses[_describe_renames(framework, recognised)] = None
+    return RenamedRuns(metrics=renamed, names=names, guessed=list(guesses))
 
 
-def _sentence(framework: str | None, found: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(found.items())[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return f"names{f' of {framework}' if framework else ''}: {shown}{more}"
+def _describe_renames(framework: str | None, renames: Mapping[str, str]) -> str:
+    examples = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(renames.items())[:4])
+    remainder = f" and {len(renames) - 4} more" if len(renames) > 4 else ""
+    return f"names{f' of {framework}' if framework else ''}: {examples}{remainder}"

@@ -9,11 +9,11 @@ SPACE = "[ '\u00a0\u2009\u202f\u2019]"  # between thousands, which no decimal ma
 SPACE_GROUPED = re.compile(rf"[-+]?[1-9][0-9]{{0,2}}({SPACE}[0-9]{{3}})+(\.[0-9]+)?")
 DECIMAL_POINT = re.compile(r"[-+]?[0-9]*\.[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
-OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
+STEP_OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
 MINUS = "\u2212"
 
 
-def as_number(text: str) -> float:
+def parse_number(text: str) -> float:
     """Return the number that a text is. Raises ValueError for what only Python reads, such as 1_000."""
     if "_" in text or not text.isascii():
         raise ValueError
@@ -46,7 +46,7 @@ class NumberFormat:
             )
         )
 
-    def value(self, text: str) -> float:
+    def parse_number(self, text: str) -> float:
         """Return the number that a text is. Raises ValueError where it is none, or could be two."""
         text = text.strip().replace(MINUS, "-")
         if self.decimal_comma and DOT_GROUPED.fullmatch(text):
@@ -55,19 +55,19 @@ class NumberFormat:
             return float(text.replace(",", ""))
         if SPACE_GROUPED.fullmatch(text):
             return float(re.sub(SPACE, "", text))
-        return as_number(text)
+        return parse_number(text)
 
-    def step(self, text: str, *, has_plain_steps: bool) -> float:
+    def parse_step(self, text: str, *, has_plain_steps: bool) -> float:
         """Return the step that a text is, which is a whole number: "1,000" can be nothing but a thousand.
 
         `has_plain_steps`: other steps of the column have no point, so that "1.000" among them may be a
         thousand. Raises ValueError.
         """
         text = text.strip()
-        of_total = OF_TOTAL.fullmatch(text)
-        text = of_total[1] if of_total else text
+        fraction = STEP_OF_TOTAL.fullmatch(text)
+        text = fraction[1] if fraction else text
         if COMMA_GROUPED.fullmatch(text) and not self.decimal_comma:
             return float(text.replace(",", ""))
         if has_plain_steps and DOT_GROUPED.fullmatch(text):
             raise ValueError
-        return self.value(text)
+        return self.parse_number(text)

@@ -14,11 +14,11 @@ from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 
 LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
-EMPTY = "nothing is recorded in it yet"
+NOTHING_RECORDED = "nothing is recorded in it yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
+class RunRecording:
     """What any source says of a run."""
 
     place: str  # where it was read, for people
@@ -30,13 +30,13 @@ class Recording:
     unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
 
-    def recording(self) -> dict[str, Any]:
+    def recording_fields(self) -> dict[str, Any]:
         """Return these fields of a run by name."""
-        return {known.name: getattr(self, known.name) for known in fields(Recording)}
+        return {field_.name: getattr(self, field_.name) for field_ in fields(RunRecording)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Log(Recording):
+class Log(RunRecording):
     """One run as some framework logged it."""
 
     name: str  # what naming rules match: the path relative to its source, or wandb's run name
@@ -47,11 +47,11 @@ class Log(Recording):
     identity: RunName | None = None  # as its own files state it: a run directory of abrun
     guesses: tuple[str, ...] = ()  # what its file was taken for, where it does not say
     left_out: tuple[Reason, ...] = ()  # each start of the run that does not count
-    part: bool = False  # of a run that several files of a folder hold, by its name
+    is_part: bool = False  # of a run that several files of a folder hold, by its name
     notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
 
 
-def cleaned(log: Log) -> Log:
+def sanitize_log(log: Log) -> Log:
     """A log whose names came from files, made safe to print."""
     return replace(
         log,
@@ -71,22 +71,22 @@ def cleaned(log: Log) -> Log:
     )
 
 
-def left_out(num_replaced: int) -> list[str]:
+def replaced_notes(num_replaced: int) -> list[str]:
     """The note on points that a later one replaced."""
     if not num_replaced:
         return []
-    points, were = ("point", "was") if num_replaced == 1 else ("points", "were")
-    return [f"{num_replaced} {points} {were} recorded again at the same step; the last counts"]
+    points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")
+    return [f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"]
 
 
-def listed(names: list[str], most: int = 5) -> str:
+def list_names(names: list[str], max_names: int = 5) -> str:
     """Some names for an error message, in quotes and on one line."""
-    shown = ", ".join(f"'{printable(name[:80])}'" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:max_names])
+    return text + (f" and {len(names) - max_names} more" if len(names) > max_names else "")
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def wrap_read_errors(path: Path) -> Iterator[None]:
     """Turns an operating-system error about `path` into one StoreError line."""
     try:
         yield
@@ -96,7 +96,7 @@ def readable(path: Path) -> Iterator[None]:
         raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
 
 
-def needs_package(path: Path | str, package: str, to_install: str) -> StoreError:
+def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:
     return StoreError(
         f"{printable(str(path))}: reading it needs the package {package}, which is not installed; "
         f"run: pip install {to_install}"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import Log, listed, printable
-from abrun.logs.starts import join_starts, without_moments
+from abrun.logs.log import Log, list_names, printable
+from abrun.logs.starts import merge_starts, without_times
 from abrun.runs.layout import RunName
 
 SUFFIXES = {  # of files that hold runs, and their formats
@@ -26,10 +26,10 @@ DEFAULT_PATTERNS = (
 )
 # Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
-LARGEST_SEED = 2**31
+SEED_LIMIT = 2**31
 
 
-class Match(NamedTuple):
+class NameMatch(NamedTuple):
     """What a pattern found in a name."""
 
     arm: str | None
@@ -38,11 +38,11 @@ class Match(NamedTuple):
     folders: int  # how many of the name's leading folders it took
 
 
-Matcher = Callable[[str], Match | None]
-Selects = Callable[[RunName], bool]  # True for a run that is compared
+Matcher = Callable[[str], NameMatch | None]
+RunFilter = Callable[[RunName], bool]  # True for a run that is compared
 
 
-def every_run(_: RunName) -> bool:
+def select_all(_: RunName) -> bool:
     return True
 
 
@@ -51,7 +51,7 @@ def name_runs(
     pattern: str | None = None,
     *,
     unpaired: bool = False,
-    selects: Selects = every_run,
+    run_filter: RunFilter = select_all,
 ) -> list[RunName]:
     """Return which run each log is, by the first rule that names all of them.
 
@@ -61,25 +61,29 @@ def name_runs(
     `selects` takes are the same run.
     """
     if pattern is not None:
-        needs_seed = not unpaired or "seed" in _fields(pattern)
-        matcher = _matcher(pattern, needs_arm=True, needs_seed=needs_seed)
-        names = [_required(log, matcher, pattern) for log in logs]
-        return _distinct(logs, names, selects) if needs_seed else _numbered([name.arm for name in names])
+        needs_seed = not unpaired or "seed" in _pattern_fields(pattern)
+        matcher = _make_matcher(pattern, needs_arm=True, needs_seed=needs_seed)
+        names = [_match_or_raise(log, matcher, pattern) for log in logs]
+        return (
+            _check_distinct(logs, names, run_filter)
+            if needs_seed
+            else _number_runs([name.arm for name in names])
+        )
     if logs and all(log.identity for log in logs):
-        return _distinct(logs, [log.identity for log in logs if log.identity], selects)
+        return _check_distinct(logs, [log.identity for log in logs if log.identity], run_filter)
     job_types = [log.job_type for log in logs if log.job_type]
     if len(job_types) == len(logs) and len(set(job_types)) > 1:
-        names = _by_seeds(logs, job_types, unpaired=unpaired)
+        names = _name_by_seeds(logs, job_types, unpaired=unpaired)
         if names:
-            return _distinct(logs, names, selects)
+            return _check_distinct(logs, names, run_filter)
     collision = None
-    for names in _by_defaults(logs):
+    for names in _name_by_default_patterns(logs):
         try:
-            return _distinct(logs, names, selects)
+            return _check_distinct(logs, names, run_filter)
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
-        f"arms and seeds: got runs named {listed([log.name for log in logs])}, which no usual pattern "
+        f"arms and seeds: got runs named {list_names([log.name for log in logs])}, which no usual pattern "
         "matches (dates and times name no arm and no seed); say how their names are made, such as --pattern "
         "'{arm}-s{seed}', or give each arm's folder"
     )
@@ -91,50 +95,52 @@ def name_seeds(
     pattern: str | None = None,
     *,
     unpaired: bool = False,
-    selects: Selects = every_run,
+    run_filter: RunFilter = select_all,
 ) -> list[RunName]:
     """Return which run of a known arm each log is; a single one that names no seed is seed 0.
 
     Unpaired runs that have no seeds, or all the same one, are numbered. `selects` as in `name_runs`.
     """
     if pattern is not None:
-        matcher = _matcher(pattern, needs_arm=False)
-        return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs], selects)
-    names = _by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
+        matcher = _make_matcher(pattern, needs_arm=False)
+        return _check_distinct(
+            logs, [_match_or_raise(log, matcher, pattern, arm) for log in logs], run_filter
+        )
+    names = _name_by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
     if names is None:
-        unnamed = [log.name for log in logs if _seed_of(log) is None]
+        unnamed = [log.name for log in logs if _find_seed(log) is None]
         raise ComparisonError(
-            f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
+            f"seeds: got runs of {arm} named {list_names(unnamed)}, whose seed is not in the name or the config; "
             "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
         )
-    return _distinct(logs, names, selects)
+    return _check_distinct(logs, names, run_filter)
 
 
-def _by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
+def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
     """Return the runs of known arms by the seeds that they name; None where one names none.
 
     Unpaired runs are then numbered, and so are those that share a seed.
     """
-    seeds = [_seed_of(log) for log in logs]
-    known = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
-    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in known]
+    seeds = [_find_seed(log) for log in logs]
+    seeded_runs = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
+    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in seeded_runs]
     is_complete = len(names) == len(logs)
     if unpaired and not (is_complete and len(set(names)) == len(names)):
-        return _numbered(arms)
+        return _number_runs(arms)
     return names if is_complete else None
 
 
-def _numbered(arms: Sequence[str]) -> list[RunName]:
+def _number_runs(arms: Sequence[str]) -> list[RunName]:
     """In the order of the logs, from 0 in each arm."""
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
-def names_both(pattern: str) -> bool:
+def has_arm_field(pattern: str) -> bool:
     """Whether a pattern says the arm as well."""
-    return "arm" in _fields(pattern)
+    return "arm" in _pattern_fields(pattern)
 
 
-def stem(name: str) -> str:
+def strip_suffix(name: str) -> str:
     """A name without the suffix of a file format, and of its compression."""
     unpacked = name[: -len(".gz")] if name.lower().endswith(".gz") else name
     return next((unpacked[: -len(end)] for end in SUFFIXES if unpacked.lower().endswith(end)), name)
@@ -143,53 +149,57 @@ def stem(name: str) -> str:
 # --- one run ---
 
 
-def _by_defaults(logs: Sequence[Log]) -> list[list[RunName]]:
+def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
     """The names by each default pattern that matches every log, those first that need the fewest folders."""
-    fitting = []
+    candidates = []
     for pattern in DEFAULT_PATTERNS:
-        matcher = _matcher(pattern, needs_arm=True, reruns=True)
-        found = [matcher(without_moments(stem(log.name))) for log in logs]
-        if logs and all(one or log.identity for one, log in zip(found, logs, strict=True)):
-            named = [log.identity or _run_name(one) for one, log in zip(found, logs, strict=True)]
-            fitting.append((sum(one.folders for one in found if one), [name for name in named if name]))
-    return [named for _, named in sorted(fitting, key=lambda one: one[0])]
+        matcher = _make_matcher(pattern, needs_arm=True, allows_reruns=True)
+        matches = [matcher(without_times(strip_suffix(log.name))) for log in logs]
+        if logs and all(match or log.identity for match, log in zip(matches, logs, strict=True)):
+            names = [log.identity or _to_run_name(match) for match, log in zip(matches, logs, strict=True)]
+            candidates.append(
+                (sum(match.folders for match in matches if match), [name for name in names if name])
+            )
+    return [names for _, names in sorted(candidates, key=lambda match: match[0])]
 
 
-def _seed_of(log: Log) -> tuple[int, int] | None:
+def _find_seed(log: Log) -> tuple[int, int] | None:
     """Seed and rerun: as its files state them, from its name, or from the one `seed` of its configuration."""
     if log.identity:
         return log.identity.seed, log.identity.rerun
-    if found := _named_seed(log, SEED_PATTERNS[:-1]):
-        return found
+    if seed_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
+        return seed_and_rerun
     values = {
         key: value
         for key, value in (log.config or {}).items()
-        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < LARGEST_SEED
+        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < SEED_LIMIT
     }
     if "seed" in values:
         return values["seed"], 0
     if len(set(values.values())) == 1:
         return next(iter(values.values())), 0
-    return _named_seed(log, SEED_PATTERNS[-1:])  # a bare number may count starts
+    return _seed_in_name(log, SEED_PATTERNS[-1:])  # a bare number may count starts
 
 
-def _named_seed(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
+def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
     for pattern in patterns:
-        for start in ("", "*/", "*-", "*_", "*."):
-            found = _matcher(start + pattern, needs_arm=False, reruns=True)(without_moments(stem(log.name)))
-            if found:
-                return found.seed, found.rerun
+        for prefix in ("", "*/", "*-", "*_", "*."):
+            match = _make_matcher(prefix + pattern, needs_arm=False, allows_reruns=True)(
+                without_times(strip_suffix(log.name))
+            )
+            if match:
+                return match.seed, match.rerun
     return None
 
 
-def _run_name(found: Match | None, arm: str | None = None) -> RunName | None:
-    if found is None:
+def _to_run_name(match: NameMatch | None, arm: str | None = None) -> RunName | None:
+    if match is None:
         return None
-    return RunName(arm=arm if arm is not None else found.arm or "", seed=found.seed, rerun=found.rerun)
+    return RunName(arm=arm if arm is not None else match.arm or "", seed=match.seed, rerun=match.rerun)
 
 
-def _required(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) -> RunName:
-    name = _run_name(matcher(log.name), arm)
+def _match_or_raise(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) -> RunName:
+    name = _to_run_name(matcher(log.name), arm)
     if name is None:
         raise ComparisonError(
             f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
@@ -198,15 +208,15 @@ def _required(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) 
     return name
 
 
-def _distinct(logs: Sequence[Log], names: Sequence[RunName], selects: Selects) -> list[RunName]:
+def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: RunFilter) -> list[RunName]:
     logs_of: dict[RunName, list[Log]] = {}
     for name, log in zip(names, logs, strict=True):
-        if selects(name):
+        if run_filter(name):
             logs_of.setdefault(name, []).append(log)
-    for name, of in logs_of.items():
-        if len(of) > 1 and join_starts(of, str(name)) is None:
+    for name, same_name in logs_of.items():
+        if len(same_name) > 1 and merge_starts(same_name, str(name)) is None:
             raise ComparisonError(
-                f"{printable(str(name))}: got two runs of that name, {of[0].place} and {of[1].place}; leave "
+                f"{printable(str(name))}: got two runs of that name, {same_name[0].place} and {same_name[1].place}; leave "
                 "one out with --exclude, say how names are made, such as --pattern '{arm}-s{seed}', or name "
                 "the folder of each arm: ARM=FOLDER"
             )
@@ -216,16 +226,16 @@ def _distinct(logs: Sequence[Log], names: Sequence[RunName], selects: Selects) -
 # --- patterns ---
 
 
-def _fields(pattern: str) -> list[str]:
+def _pattern_fields(pattern: str) -> list[str]:
     try:
-        parts = list(string.Formatter().parse(pattern))
+        segments = list(string.Formatter().parse(pattern))
     except ValueError as error:
         raise ComparisonError(
             f"--pattern: got {pattern!r}: {error}; write such as '{{arm}}-s{{seed}}', literal braces doubled"
         ) from None
-    fields = [name for _, name, form, conversion in parts if name is not None]
-    odd = [name for _, name, form, conversion in parts if name is not None and (form or conversion)]
-    unknown = [name for name in fields if name not in ("arm", "seed", "rerun")] + odd
+    fields = [name for _, name, form, conversion in segments if name is not None]
+    formatted = [name for _, name, form, conversion in segments if name is not None and (form or conversion)]
+    unknown = [name for name in fields if name not in ("arm", "seed", "rerun")] + formatted
     if unknown or len(set(fields)) < len(fields):
         raise ComparisonError(
             f"--pattern: got {pattern!r}; allowed: {{arm}}, {{seed}} and {{rerun}}, each once, "
@@ -234,9 +244,11 @@ def _fields(pattern: str) -> list[str]:
     return fields
 
 
-def _matcher(pattern: str, *, needs_arm: bool, needs_seed: bool = True, reruns: bool = False) -> Matcher:
+def _make_matcher(
+    pattern: str, *, needs_arm: bool, needs_seed: bool = True, allows_reruns: bool = False
+) -> Matcher:
     """Matches a name, or the leading folders of one, against a pattern: the fewest folders that fit."""
-    fields = _fields(pattern)
+    fields = _pattern_fields(pattern)
     needed = {"arm": needs_arm, "seed": needs_seed}
     missing = [name for name, needs in needed.items() if needs and name not in fields]
     if missing:
@@ -248,21 +260,23 @@ def _matcher(pattern: str, *, needs_arm: bool, needs_seed: bool = True, reruns: 
         "seed": r"(?P<seed>\d{1,10})",
         "rerun": r"(?P<rerun>\d{1,9})",
     }
-    text = ""
+    regex = ""
     for literal, name, _, _ in string.Formatter().parse(pattern):
-        text += ".*".join(re.escape(part) for part in literal.split("*")) + (groups[name] if name else "")
-    if reruns and "rerun" not in fields:
-        text += r"(?:-aa(?P<rerun>\d{1,9}))?"
-    compiled = re.compile(text, re.DOTALL | re.ASCII)
+        regex += ".*".join(re.escape(fragment) for fragment in literal.split("*")) + (
+            groups[name] if name else ""
+        )
+    if allows_reruns and "rerun" not in fields:
+        regex += r"(?:-aa(?P<rerun>\d{1,9}))?"
+    compiled = re.compile(regex, re.DOTALL | re.ASCII)
 
-    def match(name: str) -> Match | None:
-        folders = stem(name).split("/")
+    def match(name: str) -> NameMatch | None:
+        folders = strip_suffix(name).split("/")
         for count in range(1, len(folders) + 1):
-            found = compiled.fullmatch("/".join(folders[:count]))
-            parts = found.groupdict() if found else {}
-            seed = int(parts.get("seed") or 0)
-            if found and seed < LARGEST_SEED:
-                return Match(parts.get("arm"), seed, int(parts.get("rerun") or 0), count)
+            regex_match = compiled.fullmatch("/".join(folders[:count]))
+            values = regex_match.groupdict() if regex_match else {}
+            seed = int(values.get("seed") or 0)
+            if regex_match and seed < SEED_LIMIT:
+                return NameMatch(values.get("arm"), seed, int(values.get("rerun") or 0), count)
         return None
 
     return match

@@ -18,7 +18,7 @@ def is_run_dir(folder: Path) -> bool:
 def read_run_dir(folder: Path, name: str) -> Log:
     run = RunDir(folder)
     record = run.record()
-    status, failure = _status(run, record.name)
+    status, failure = _read_status(run, record.name)
     return Log(
         name=name,
         place=printable(str(folder)),
@@ -34,7 +34,7 @@ def read_run_dir(folder: Path, name: str) -> Log:
     )
 
 
-def _status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
+def _read_status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
     if run.finished:
         return "finished", ""
     folder = run.path.resolve()

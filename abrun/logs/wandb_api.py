@@ -13,14 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
-from abrun.logs.log import Log, LogStatus, needs_package, printable
-from abrun.logs.rows import flat_cells, series_of
-from abrun.logs.wandb_files import environment_of
+from abrun.logs.log import Log, LogStatus, missing_package_error, printable
+from abrun.logs.rows import build_series, flat_cells
+from abrun.logs.wandb_files import parse_environment
 from abrun.recipe.reading import dotted
 
-TIMEOUT_S = 60
-REACHED_WITHIN_S = 10
-STATUS: dict[str, LogStatus] = {
+API_TIMEOUT_S = 60
+CONNECT_TIMEOUT_S = 10
+STATUS_BY_STATE: dict[str, LogStatus] = {
     "finished": "finished",
     "failed": "failed",
     "crashed": "failed",
@@ -38,8 +38,8 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
     Raises StoreError, one line, without a key, without a network, or where nothing is there.
     """
     entity, project, *run_id = path.strip("/").split("/")
-    with _explained(path):
-        api = _api(path)
+    with _wrap_errors(path):
+        api = _connect(path)
         if run_id:
             runs = [api.run(f"{entity}/{project}/{run_id[0]}")]
         else:
@@ -48,16 +48,16 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
         if not runs:
             where = f"{path}, group {group!r}" if group is not None else path
             raise StoreError(f"wandb:{printable(where)}: no runs there; check the names")
-        return [_log(run, f"{entity}/{project}", step_column) for run in runs]
+        return [_read_run(run, f"{entity}/{project}", step_column) for run in runs]
 
 
-def _log(run: Any, project: str, step_column: str | None) -> Log:
+def _read_run(run: Any, project: str, step_column: str | None) -> Log:
     place = printable(f"wandb:{project}/{run.id}")
     scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails on a run that logged nothing
-    recorded = series_of([dict(flat_cells(row)) for row in scanned], place, step_column)
-    status = STATUS.get(run.state, "unknown")
+    recorded = build_series([dict(flat_cells(row)) for row in scanned], place, step_column)
+    status = STATUS_BY_STATE.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
-    environment = environment_of(run.metadata or {}, _requirements(run))
+    environment = parse_environment(run.metadata or {}, _download_requirements(run))
     return recorded.as_log(
         name=run.name or run.id,
         place=place,
@@ -71,7 +71,7 @@ def _log(run: Any, project: str, step_column: str | None) -> Log:
     )
 
 
-def _requirements(run: Any) -> str:
+def _download_requirements(run: Any) -> str:
     files = [file for file in run.files(["requirements.txt"]) if file.size]
     if not files:
         return ""
@@ -80,22 +80,22 @@ def _requirements(run: Any) -> str:
         return Path(folder, "requirements.txt").read_text(errors="replace")
 
 
-def _api(path: str) -> Any:
+def _connect(path: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise needs_package(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
+        raise missing_package_error(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
     base_url = wandb.setup().settings.base_url
     if not _has_key(base_url):  # wandb.Api would ask for one, and wait
         raise StoreError(f"wandb:{printable(path)}: got no API key; set WANDB_API_KEY, or run: wandb login")
-    _refuse_unreachable(base_url, path)
-    return wandb.Api(timeout=TIMEOUT_S)
+    _check_reachable(base_url, path)
+    return wandb.Api(timeout=API_TIMEOUT_S)
 
 
-def _refuse_unreachable(base_url: str, path: str) -> None:
+def _check_reachable(base_url: str, path: str) -> None:
     """wandb.Api tries for half a minute, and then does not say what was wrong."""
     try:
-        urllib.request.urlopen(base_url, timeout=REACHED_WITHIN_S).close()
+        urllib.request.urlopen(base_url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         return  # it answers
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -120,7 +120,7 @@ def _has_key(base_url: str) -> bool:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def _wrap_errors(path: str) -> Iterator[None]:
     """Turns what wandb and its HTTP clients raise into one StoreError line."""
     try:
         yield

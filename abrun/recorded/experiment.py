@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import Recording, listed
+from abrun.logs.log import RunRecording, list_names
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
@@ -22,7 +22,7 @@ from abrun.stats.series import NO_SERIES, Array, Series, Steps, shared_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedRun(Recording):
+class RecordedRun(RunRecording):
     """One run as its source holds it."""
 
     name: RunName
@@ -344,7 +344,7 @@ def claims_on_recorded(experiment: Experiment, claims: Sequence[Claim]) -> list[
                 Code.CLAIM_NOT_RECORDED(
                     metric=claim.metric,
                     close=close[0] if close else None,
-                    recorded=listed(list(known), 12),
+                    recorded=list_names(list(known), 12),
                 )
             )
     return found

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log, read_logs
-from abrun.logs.aliases import Aliases, Renamed, apply_to_all, parse, recognised
-from abrun.logs.guessing import Guess, guess_baseline, guess_runs, told_by_numbers
-from abrun.logs.log import listed, printable
-from abrun.logs.naming import Selects, name_runs, name_seeds, names_both, stem
+from abrun.logs.aliases import Aliases, RenamedRuns, parse_aliases, recognise_metrics, rename_all
+from abrun.logs.guessing import Guess, differ_only_by_numbers, guess_baseline, guess_runs
+from abrun.logs.log import list_names, printable
+from abrun.logs.naming import RunFilter, has_arm_field, name_runs, name_seeds, strip_suffix
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
@@ -48,13 +48,13 @@ class Sources:
         return self.reading.pattern
 
     @property
-    def selects(self) -> Selects:
+    def selects(self) -> RunFilter:
         return self.reading.selection.selects
 
 
 def read_foreign(sources: Sequence[str], reading: Reading) -> Sources:
     """Read what sources hold. Raises ComparisonError or StoreError, one line, where that cannot be done."""
-    aliases = parse(reading.aliases)
+    aliases = parse_aliases(reading.aliases)
     named = [_named_source(source) for source in sources]
     logs_of = [read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named]
     _refuse_twice(sources, logs_of)
@@ -83,7 +83,7 @@ def foreign_experiment(sources: Sources, reading: Reading) -> Experiment:
     paired = paired and guess.paired
     named = list(zip(guess.names, sources.logs, strict=True))
     selected, left_out = selection.apply(named, excluded, paired=paired and not alone)
-    renamed = apply_to_all([log.metrics for log in selected.values()], sources.aliases)
+    renamed = rename_all([log.metrics for log in selected.values()], sources.aliases)
     by_name = _by_our_names(selected, renamed)
     arms, of_baseline = _arms(by_name, reading, several=len(sources.named) > 1)
     _refuse_without_numbers(by_name, arms)
@@ -108,7 +108,7 @@ def foreign_experiment(sources: Sources, reading: Reading) -> Experiment:
     )
 
 
-def _by_our_names(logs: Mapping[RunName, Log], renamed: Renamed) -> dict[RunName, Log]:
+def _by_our_names(logs: Mapping[RunName, Log], renamed: RenamedRuns) -> dict[RunName, Log]:
     return {
         run: replace(
             log,
@@ -122,7 +122,7 @@ def _by_our_names(logs: Mapping[RunName, Log], renamed: Renamed) -> dict[RunName
 
 def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
     """Return values by our names too: those that other runs gave them or, without numbers, would have."""
-    _, found = recognised(unread)
+    _, found = recognise_metrics(unread)
     ours = {**{theirs: name for name, theirs in found.items()}, **names}
     return {**unread, **{ours[name]: where for name, where in unread.items() if name in ours}}
 
@@ -130,7 +130,7 @@ def _renamed(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
 def _run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
     identity = log.identity if log.identity == name else None  # else it was given another name by hand
     return RecordedRun(
-        **log.recording(),
+        **log.recording_fields(),
         name=name,
         status=log.status,
         identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
@@ -188,8 +188,8 @@ def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     if _unless_refused(name_runs, logs, **options) or not _unless_refused(name_seeds, logs, "any", **options):
         return named
     (folder,) = folders
-    if len(logs) > 1 and not told_by_numbers(logs):
-        names = listed([log.name for log in logs])
+    if len(logs) > 1 and not differ_only_by_numbers(logs):
+        names = list_names([log.name for log in logs])
         raise ComparisonError(
             Code.MORE_THAN_SEEDS_DIFFERS(folder=printable(folder), num_runs=len(logs), names=names)
         )
@@ -211,9 +211,9 @@ def _refuse_one_arm(sources: Sources) -> None:
 def _guessed(sources: Sources) -> Guess | None:
     logs, num_sources = sources.logs, len(sources.named)
     if num_sources == 1:
-        return guess_runs(logs, selects=sources.selects)
+        return guess_runs(logs, run_filter=sources.selects)
     if len(logs) == num_sources > 2 and not sources.has_arms:
-        guess = guess_runs(_named_from_common_folder(sources), selects=sources.selects)
+        guess = guess_runs(_named_from_common_folder(sources), run_filter=sources.selects)
         if guess is not None and guess.seeds_known:  # a run each, as `runs/*.csv` is
             return guess
     _refuse_several_arms(sources)
@@ -238,15 +238,15 @@ def _unless_refused(
 def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list[RunName]:
     """The run that each log is, in the order of the sources and their logs."""
     logs, pattern, selects = sources.logs, sources.pattern, sources.selects
-    says_both = pattern is not None and names_both(pattern)
+    says_both = pattern is not None and has_arm_field(pattern)
     if says_both and sources.has_arms:
         raise ComparisonError(Code.ARM_NAMED_TWICE(pattern=pattern))
     by_runs = all(log.identity for log in logs) or says_both or len(sources.named) == 1
     if by_runs and not sources.has_arms:
-        return name_runs(logs, pattern, unpaired=unpaired, selects=selects)
+        return name_runs(logs, pattern, unpaired=unpaired, run_filter=selects)
     if pattern is None and not sources.has_arms and all(len(of) == 1 for of in sources.logs_of):
         try:  # as `runs/*.csv` is: a run each
-            return name_runs(_named_from_common_folder(sources), selects=selects)
+            return name_runs(_named_from_common_folder(sources), run_filter=selects)
         except ComparisonError:
             if may_guess and len(logs) > 2:
                 raise
@@ -257,7 +257,9 @@ def _names(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list
     found = {
         id(log): run
         for arm, of in of_arm.items()
-        for log, run in zip(of, name_seeds(of, arm, pattern, unpaired=unpaired, selects=selects), strict=True)
+        for log, run in zip(
+            of, name_seeds(of, arm, pattern, unpaired=unpaired, run_filter=selects), strict=True
+        )
     }
     return [found[id(log)] for log in logs]
 
@@ -289,11 +291,13 @@ def _arms_of(sources: Sources) -> list[str]:
     if not sources.has_arms and all(exists(Path(source)) for _, source in sources.named):
         while len({of[-1] for of in parts}) == 1:
             parts = [of[:-1] for of in parts]
-        apart = [printable(stem(of[-1])) for of in parts]
+        apart = [printable(strip_suffix(of[-1])) for of in parts]
         if len(set(apart)) == len(apart):
             return apart
     both = [source for arm, (_, source) in zip(arms, sources.named, strict=True) if arm == twice]
-    raise ComparisonError(Code.SOURCES_OF_ONE_NAME(sources=listed(both), arm=twice, first=printable(both[0])))
+    raise ComparisonError(
+        Code.SOURCES_OF_ONE_NAME(sources=list_names(both), arm=twice, first=printable(both[0]))
+    )
 
 
 def _arm_of(source: str) -> str:
@@ -302,7 +306,7 @@ def _arm_of(source: str) -> str:
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
-    return printable(stem(name.rpartition("\\")[2]))
+    return printable(strip_suffix(name.rpartition("\\")[2]))
 
 
 def _arms(
@@ -312,12 +316,12 @@ def _arms(
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not reading.alone:
-        raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=listed(arms), num_runs=len(runs)))
+        raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=list_names(arms), num_runs=len(runs)))
     guessed = []
     if baseline is not None:
         if baseline not in arms:
             raise ComparisonError(
-                Code.NOT_ALLOWED(field="--baseline", got=f"'{printable(baseline)}'", allowed=listed(arms))
+                Code.NOT_ALLOWED(field="--baseline", got=f"'{printable(baseline)}'", allowed=list_names(arms))
             )
         first = baseline
     elif BASELINE in arms:
@@ -326,7 +330,7 @@ def _arms(
         first = arms[0]
     else:
         first = guess_baseline(arms)
-        others = listed([arm for arm in arms if arm != first])
+        others = list_names([arm for arm in arms if arm != first])
         guessed = [Code.BASELINE_GUESSED(baseline=first, others=others)]
     return (first, *(arm for arm in arms if arm != first)), guessed
 
@@ -341,7 +345,7 @@ def _refuse_twice(sources: Sequence[str], logs_of: Sequence[Sequence[Log]]) -> N
                 if first == number:
                     places = f"{printable(place)} and {printable(log.place)}"
                     raise ComparisonError(Code.RUN_GIVEN_TWICE(places=places))
-                both = listed([sources[first], source])
+                both = list_names([sources[first], source])
                 raise ComparisonError(Code.RUN_IN_TWO_SOURCES(sources=both, place=printable(log.place)))
 
 
@@ -358,7 +362,7 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
             one = f"the folder of one, such as {folder}" if is_directory(Path(source)) else "the runs of one"
             raise ComparisonError(
                 Code.SOURCE_OF_SEVERAL_ARMS(
-                    source=printable(source), arms=listed(arms), example=printable(one)
+                    source=printable(source), arms=list_names(arms), example=printable(one)
                 )
             )
 
@@ -381,7 +385,7 @@ def _refuse_several_arms(sources: Sources) -> None:
             raise ComparisonError(
                 Code.SOURCE_OF_ARMS_AND_SEEDS(
                     source=printable(source),
-                    arms=listed(list(names_of)),
+                    arms=list_names(list(names_of)),
                     pattern=shlex.quote(f"{first[:shared]}*"),
                 )
             )

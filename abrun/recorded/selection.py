@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.log import listed, printable
-from abrun.logs.starts import join_starts
+from abrun.logs.log import list_names, printable
+from abrun.logs.starts import merge_starts
 from abrun.metric_names import STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import repeated_steps
@@ -123,7 +123,7 @@ class Selection:
     def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
         """Raise ComparisonError: the options leave no run of these."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
-            raise ComparisonError(Code.ALL_EXCLUDED(patterns=listed(list(self.exclude))))
+            raise ComparisonError(Code.ALL_EXCLUDED(patterns=list_names(list(self.exclude))))
         seeds = sorted({run.seed for run in runs})[:MAX_SEEDS_LISTED]
         raise ComparisonError(Code.SEEDS_NOT_RECORDED(seeds=self.seeds, recorded=seeds))
 
@@ -145,7 +145,7 @@ class Selection:
         for pattern in self.exclude:
             one = Selection(exclude=(pattern,))
             if not any(map(one.excludes, excluded)) and all(map(one.selects, runs)):
-                names = listed(list(dict.fromkeys(map(str, runs))), 8)
+                names = list_names(list(dict.fromkeys(map(str, runs))), 8)
                 raise ComparisonError(Code.EXCLUDES_NOTHING(pattern=printable(pattern), runs=names))
 
 
@@ -165,7 +165,7 @@ def _called(log: Log) -> str:
 
 
 def _whole(run: RunName, logs: Sequence[Log]) -> Log:
-    return join_starts(logs, str(run)) or logs[-1]
+    return merge_starts(logs, str(run)) or logs[-1]
 
 
 def last_step(log: Log) -> int:

@@ -108,12 +108,12 @@ def new_id(record: RunRecord, directory: Path) -> str:
 
 def last_offline_step(run: RunDir, run_id: str) -> int:
     """The last step that earlier starts of this run have recorded offline; -1 without any."""
-    from abrun.logs.wandb_files import read_run_files
+    from abrun.logs.wandb_files import read_wandb_files
 
     last = -1
     for path in sorted((run.path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
         try:
-            metrics = read_run_files([path], run_id).metrics
+            metrics = read_wandb_files([path], run_id).metrics
         except StoreError:
             continue
         last = max([last, *(int(series.steps[-1]) for series in metrics.values() if len(series))])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import AbrunError, ComparisonError, StoreError
-from abrun.logs.log import EMPTY
+from abrun.logs.log import NOTHING_RECORDED
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
@@ -116,11 +116,11 @@ def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
     (tmp_path / "b-s0.csv").touch()
     experiment = load(tmp_path)
     empty = experiment.runs[RunName(arm="b", seed=0)]
-    assert empty.metrics == {} and empty.notes == (EMPTY,)
+    assert empty.metrics == {} and empty.notes == (NOTHING_RECORDED,)
     (tmp_path / "b-s1.csv").write_text("step,loss\n")
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         load(tmp_path)
-    assert error.value.reason["why"]["note"] == EMPTY
+    assert error.value.reason["why"]["note"] == NOTHING_RECORDED
     snapshot(error.value)
     (tmp_path / "b-s0.csv").unlink()
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=1) as error:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.starts import join_starts, without_moments
+from abrun.logs.starts import merge_starts, without_times
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare, parse_claim
@@ -61,7 +61,9 @@ def log(name: str, first: int, last: int, **fields: object) -> Log:
 
 
 def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
-    run = join_starts([log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2")
+    run = merge_starts(
+        [log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2"
+    )
     assert run is not None and run.status == "finished" and run.left_out == ()
     series = run.metrics["train/reward"]
     assert series.steps.tolist() == list(range(1, 61)) and series.recounted == 0
@@ -72,7 +74,7 @@ def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
 
 def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -> None:
     first, whole = log("s2", 1, 33, status="failed"), log("s2", 1, 60, status="finished")
-    run = join_starts([first, whole], "new/seed-2")
+    run = merge_starts([first, whole], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60
     (left_out,) = run.left_out
     assert left_out == Code.START_LEFT_OUT(
@@ -80,7 +82,7 @@ def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -
     )
     snapshot(sentence(left_out))
     third = log("s2", 1, 20, status="failed")
-    run = join_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
+    run = merge_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60 and len(run.left_out) == 1
 
 
@@ -96,7 +98,7 @@ def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -
 )
 def test_runs_that_may_be_different_are_not_joined(other: Log) -> None:
     last = 60 if other.status == "finished" else 33
-    assert join_starts([log("s2", 1, last, status="finished"), other], "x") is None
+    assert merge_starts([log("s2", 1, last, status="finished"), other], "x") is None
 
 
 def test_where_a_job_is_started_again_its_times_and_checkpoint_differ() -> None:
@@ -105,7 +107,7 @@ def test_where_a_job_is_started_again_its_times_and_checkpoint_differ() -> None:
         for time, checkpoint in (("Nov24_23-59-00_vm", None), ("Nov25_04-00-00_node7", "checkpoint-30"))
     ]
     starts = [log("s2", 1, 33, config=configs[0]), log("s2", 31, 60, config=configs[1])]
-    assert join_starts(starts, "x") is not None
+    assert merge_starts(starts, "x") is not None
 
 
 def test_a_run_that_was_begun_over_in_another_folder(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> 
     ],
 )
 def test_moments_in_names(name: str, expected: str) -> None:
-    assert without_moments(name) == expected
+    assert without_times(name) == expected
 
 
 @pytest.mark.parametrize(

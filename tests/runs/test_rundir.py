@@ -494,7 +494,7 @@ def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Pa
     follower = run.metrics_reader()
     assert len(follower.read()) == 1
     path.write_bytes(b"\n".join([first, bad, third, b""]))
-    assert "lacks 1 of 3 steps, from step 2" in str(run.describe_missing_steps(3))
+    assert "lacks 1 of 3 steps, the first is 2" in str(run.describe_missing_steps(3))
     writer = run.begin_attempt()
     writer.metrics(2, {"x": 20.0})
     assert [row["step"] for row in follower.read()] == [3, 2]

@@ -87,7 +87,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def message(name: str) -> Any:
+def message_class(name: str) -> Any:
     """The class of one of MESSAGES, for its `FromString`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
