@@ -184,7 +184,7 @@ def _as_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     folders = {source if len(named) == 1 else str(Path(source).parent) for _, source in named}
     if sources.has_arms or len(folders) > 1 or len(named) not in (1, len(logs)):
         return named
-    options = {"pattern": sources.pattern, "selects": sources.selects}
+    options = {"pattern": sources.pattern, "run_filter": sources.selects}
     if _unless_refused(name_runs, logs, **options) or not _unless_refused(name_seeds, logs, "any", **options):
         return named
     (folder,) = folders
@@ -200,7 +200,7 @@ def _refuse_one_arm(sources: Sources) -> None:
     """Raise ComparisonError where the runs of the only source say their seeds, and no arms."""
     if len(sources.named) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
-    names = _unless_refused(name_seeds, sources.logs, "any", selects=sources.selects)
+    names = _unless_refused(name_seeds, sources.logs, "any", run_filter=sources.selects)
     if names is None:
         return
     runs = {run for run in names if sources.selects(run) and not run.rerun}
@@ -370,7 +370,7 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
 def _refuse_several_arms(sources: Sources) -> None:
     """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
     for (_, source), logs in zip(sources.named, sources.logs_of, strict=True):
-        names = _unless_refused(name_runs, logs, selects=sources.selects)
+        names = _unless_refused(name_runs, logs, run_filter=sources.selects)
         if names is None:
             continue
         names_of: dict[str, list[str]] = {}
