@@ -47,9 +47,9 @@ class RecordedRun(RunRecording):
         return self.status in ("finished", "unknown")
 
     @property
-    def begins_anew(self) -> bool:
+    def has_restarted_counter(self) -> bool:
         """True where the step counter begins anew, so that its first step may be a later one."""
-        return repeated_steps(self.metrics) > 0
+        return count_repeated_steps(self.metrics) > 0
 
     @property
     def steps(self) -> Steps:
@@ -58,16 +58,16 @@ class RecordedRun(RunRecording):
         Monitors, validations and counters of samples may have steps of their own. Without a metric of step
         one, the steps that most of its metrics share.
         """
-        trained = [self.metrics[metric].steps for metric in STEP_ONE if metric in self.metrics]
-        if any(map(len, trained)):
-            return union(trained)
+        training_steps = [self.metrics[metric].steps for metric in STEP_ONE if metric in self.metrics]
+        if any(map(len, training_steps)):
+            return union_steps(training_steps)
         by_axis: dict[bytes, list[Steps]] = {}
         for series in self.metrics.values():
             by_axis.setdefault(series.steps.tobytes(), []).append(series.steps)
         largest = max(by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[NO_SERIES.steps])
         return largest[0]
 
-    def imports(self, package: str) -> bool:
+    def uses_package(self, package: str) -> bool:
         """False where abrun's trainer did without it: it may be installed, in whatever version."""
         config = self.config or {}
         return config.get("trainer.type") != "abrun" or is_imported(package, config)
@@ -76,13 +76,13 @@ class RecordedRun(RunRecording):
         """Empty where the metric was never recorded."""
         return self.metrics.get(metric, NO_SERIES)
 
-    def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
+    def first_non_finite(self, metric: str, start: int = 0, end: int | None = None) -> int | None:
         """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
         series = self.series(metric)
-        inside = (series.steps >= first) & ~np.isfinite(series.values)
-        if last is not None:
-            inside &= series.steps <= last
-        return int(series.steps[inside][0]) if inside.any() else None
+        matches = (series.steps >= start) & ~np.isfinite(series.values)
+        if end is not None:
+            matches &= series.steps <= end
+        return int(series.steps[matches][0]) if matches.any() else None
 
     def __str__(self) -> str:
         return str(self.name)
@@ -103,8 +103,8 @@ class Pair:
         return self.baseline.finished and self.treatment.finished
 
     @property
-    def begins_anew(self) -> bool:
-        return self.baseline.begins_anew or self.treatment.begins_anew
+    def has_restarted_counter(self) -> bool:
+        return self.baseline.has_restarted_counter or self.treatment.has_restarted_counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,15 +126,24 @@ class Sides:
     @property
     def finished(self) -> "Sides":
         """The pairs of which both runs finished; of independent arms each run that did."""
-        return self.of([run.finished for run in self.baselines], [run.finished for run in self.treatments])
+        return self.select(
+            [run.finished for run in self.baselines], [run.finished for run in self.treatments]
+        )
 
-    def of(self, left: Sequence[bool], right: Sequence[bool]) -> "Sides":
+    def select(self, baseline_mask: Sequence[bool], treatment_mask: Sequence[bool]) -> "Sides":
         """Those marked in both arms; where they are paired, a pair needs both marks."""
         if self.paired:
-            left = right = [one and other for one, other in zip(left, right, strict=True)]
+            baseline_mask = treatment_mask = [
+                baseline_ok and treatment_ok
+                for baseline_ok, treatment_ok in zip(baseline_mask, treatment_mask, strict=True)
+            ]
         return Sides(
-            baselines=tuple(run for run, kept in zip(self.baselines, left, strict=True) if kept),
-            treatments=tuple(run for run, kept in zip(self.treatments, right, strict=True) if kept),
+            baselines=tuple(
+                run for run, is_selected in zip(self.baselines, baseline_mask, strict=True) if is_selected
+            ),
+            treatments=tuple(
+                run for run, is_selected in zip(self.treatments, treatment_mask, strict=True) if is_selected
+            ),
             paired=self.paired,
         )
 
@@ -153,7 +162,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Experiment:
+class RecordedExperiment:
     """Arms to compare, and what was declared about them before they ran, if anything was."""
 
     name: str
@@ -177,7 +186,7 @@ class Experiment:
         Reason, ...
     ] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
-    asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
+    request_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
     left_out: tuple[Reason, ...] = ()  # each run, or part of one, that does not count
     versions_differ: bool = False  # declared: the treatment is other versions of Python and packages
     regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
@@ -222,7 +231,7 @@ class Experiment:
             if seed in treatments
         ]
 
-    def steps_of(self, metric: str) -> Steps:
+    def metric_steps(self, metric: str) -> Steps:
         """Every step at which a finished run recorded a metric, of a reference up to its end.
 
         Windows of claims on it are read on these steps. A reference has left out steps before its claims'
@@ -233,22 +242,22 @@ class Experiment:
         grids = [(run.thinned, run.series(metric).steps) for run in finished]
         if not any(len(steps) for _, steps in grids):
             grids = [(run.thinned, run.steps) for run in finished]
-        steps = union(steps for _, steps in grids)
-        ends = [int(its[-1]) for thinned, its in grids if thinned and len(its)]
+        steps = union_steps(steps for _, steps in grids)
+        ends = [int(grid[-1]) for thinned, grid in grids if thinned and len(grid)]
         return steps[steps <= max(ends)] if self.regression and ends else steps
 
     def all_steps(self) -> Steps:
         """Every step of the training of any finished run."""
-        return union(run.steps for run in self.runs.values() if run.finished)
+        return union_steps(run.steps for run in self.runs.values() if run.finished)
 
-    def faults_of_arms(self) -> list[str]:
+    def describe_arm_faults(self) -> list[str]:
         """The faults that arms have as part of them, each with its arms: `misgrouped in treatment`."""
-        found: dict[str, dict[str, None]] = {}
+        arms_by_fault: dict[str, dict[str, None]] = {}
         for run in self.runs.values():
             fault = (run.config or {}).get("injected_fault.name")
             if fault not in (None, ONE_ULP):
-                found.setdefault(str(fault), {})[run.name.arm] = None
-        return [f"{fault} in {' and '.join(arms)}" for fault, arms in found.items()]
+                arms_by_fault.setdefault(str(fault), {})[run.name.arm] = None
+        return [f"{fault} in {' and '.join(arms)}" for fault, arms in arms_by_fault.items()]
 
     @property
     def has_recipe(self) -> bool:
@@ -260,8 +269,8 @@ class Experiment:
         """Whether `abrun sensitivity` can inject faults in the baseline."""
         configs = [run.config or {} for run in self.arm(self.baseline).values()]
         refused = any(
-            one.get("trainer.type") == "command" or one.get("injected_fault.name") is not None
-            for one in configs
+            config.get("trainer.type") == "command" or config.get("injected_fault.name") is not None
+            for config in configs
         )
         return self.has_recipe and not (self.regression or refused)
 
@@ -270,81 +279,85 @@ class Experiment:
         return sorted({metric for run in self.runs.values() for metric in run.metrics})
 
 
-def repeated_steps(metrics: Mapping[str, Series]) -> int:
+def count_repeated_steps(metrics: Mapping[str, Series]) -> int:
     """Return how many steps a counter that begins anew gave twice, by the metrics of step one or else any."""
-    of_step_one = [metrics[metric] for metric in STEP_ONE if metric in metrics]
-    return max((series.recounted for series in of_step_one or metrics.values()), default=0)
+    step_one_metrics = [metrics[metric] for metric in STEP_ONE if metric in metrics]
+    return max((series.recounted for series in step_one_metrics or metrics.values()), default=0)
 
 
-def union(grids: Iterable[Steps]) -> Steps:
+def union_steps(grids: Iterable[Steps]) -> Steps:
     distinct = {id(grid): grid for grid in grids if len(grid)}  # the metrics of a run often share their steps
-    first, *others = distinct.values() or [np.empty(0, np.int64)]
-    differing = [grid for grid in others if not np.array_equal(grid, first)]
-    if not differing:
-        return first
-    steps = np.sort(np.concatenate([first, *differing]), kind="stable")  # np.unique is slow on whole numbers
+    first_grid, *other_grids = distinct.values() or [np.empty(0, np.int64)]
+    differing_grids = [grid for grid in other_grids if not np.array_equal(grid, first_grid)]
+    if not differing_grids:
+        return first_grid
+    steps = np.sort(
+        np.concatenate([first_grid, *differing_grids]), kind="stable"
+    )  # np.unique is slow on whole numbers
     return steps[np.append(True, np.diff(steps) > 0)]
 
 
-def no_shared_step(runs: Sequence[RecordedRun]) -> Reason | None:
+def no_shared_step_reason(runs: Sequence[RecordedRun]) -> Reason | None:
     """Return that no step is in all of the runs; None where one is, or a run has none at all."""
     steps = [run.steps for run in runs]
-    grids = {its.tobytes(): its for its in steps}.values()  # most often one
+    grids = {run_steps.tobytes(): run_steps for run_steps in steps}.values()  # most often one
     if not (grids and all(map(len, grids))) or len(shared_steps(*grids)):
         return None
     runs_of: dict[tuple[int, int, int], list[str]] = {}
-    for run, its in zip(runs, steps, strict=True):
-        runs_of.setdefault((len(its), int(its[0]), int(its[-1])), []).append(str(run))
+    for run, run_steps in zip(runs, steps, strict=True):
+        runs_of.setdefault((len(run_steps), int(run_steps[0]), int(run_steps[-1])), []).append(str(run))
     return Code.NO_SHARED_STEP(
         grids=[
-            {"runs": of_grid, "num_steps": num_steps, "first": first, "last": last}
-            for (num_steps, first, last), of_grid in runs_of.items()
+            {"runs": grid_runs, "num_steps": num_steps, "first": first_step, "last": last_step}
+            for (num_steps, first_step, last_step), grid_runs in runs_of.items()
         ]
     )
 
 
-def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
+def stack_runs(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     """The shared steps [S] of a metric and its values [R, S]: inner join, never interpolated."""
     series = [run.series(metric) for run in runs]
     if not series:
         return NO_SERIES.steps, np.empty((0, 0))
-    shared = shared_steps(*(one.steps for one in series))
-    rows = [one.values_at(shared) for one in series]
+    shared = shared_steps(*(run_series.steps for run_series in series))
+    rows = [run_series.values_at(shared) for run_series in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 
 
 def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array]:
     """Shared steps [S], baseline [P, S] and treatment [P, S] of a metric."""
-    steps, values = stack([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
+    steps, values = stack_runs([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
     return steps, values[: len(pairs)], values[len(pairs) :]
 
 
-def claims_on_recorded(experiment: Experiment, claims: Sequence[Claim]) -> list[Claim]:
+def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> list[Claim]:
     """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
 
     Raises ComparisonError for any other, and for one given twice: by hand, that is a typing error.
     """
-    known = experiment.metrics()
-    found: list[Claim] = []
+    recorded_metrics = experiment.metrics()
+    resolved: list[Claim] = []
     for claim in claims:
         metric = experiment.renamed.get(claim.metric, claim.metric)
-        ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
-        if metric not in known and len(ending) == 1:
-            metric = ending[0]
-        recorded = claim.model_copy(update={"metric": metric}) if metric in known else claim
-        if recorded in found:
+        matching_metrics = [
+            name for name in recorded_metrics if f"/{name}".lower().endswith(f"/{metric}".lower())
+        ]
+        if metric not in recorded_metrics and len(matching_metrics) == 1:
+            metric = matching_metrics[0]
+        resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
+        if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
-        found.append(recorded)
-        if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
+        resolved.append(resolved_claim)
+        if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
                 raise ComparisonError(Code.CLAIM_ON_TEXT(metric=claim.metric, unread=unread[0]))
-            close = difflib.get_close_matches(claim.metric, known, n=1)
+            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
             raise ComparisonError(
                 Code.CLAIM_NOT_RECORDED(
                     metric=claim.metric,
-                    close=close[0] if close else None,
-                    recorded=list_names(list(known), 12),
+                    close=close_matches[0] if close_matches else None,
+                    recorded=list_names(list(recorded_metrics), 12),
                 )
             )
-    return found
+    return resolved

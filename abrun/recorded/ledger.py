@@ -21,11 +21,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rule = Literal["smaller", "chain"]  # what counts: the smaller of chain and direct bound, or the chain's alone
 
 
-class _Part(BaseModel):
+class _LedgerModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Entry(_Part):
+class Entry(_LedgerModel):
     """One accepted change: a treatment that matched the link before it."""
 
     date: str  # UTC, ISO 8601
@@ -59,7 +59,7 @@ class Entry(_Part):
         return self
 
 
-class Ledger(_Part):
+class Ledger(_LedgerModel):
     """What a reference's file holds under `ledger`."""
 
     metric: str
@@ -82,45 +82,47 @@ class Ledger(_Part):
         return math.prod(float(entry.tried) for entry in self.entries)
 
 
-def ledger_in(content: Mapping[str, Any], path: str) -> Ledger | None:
+def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
     """The ledger of a reference's file; None: it has none. Raises ComparisonError where it was edited."""
     if "ledger" not in content:
         return None
     try:
         ledger = Ledger.model_validate(content["ledger"])
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ComparisonError(Code.LEDGER_NOT_READ(path=path, where=where, problem=first["msg"])) from None
-    previous = anchor_sha256(content)
+        first_error = error.errors()[0]
+        field = ".".join(map(str, first_error["loc"]))
+        raise ComparisonError(
+            Code.LEDGER_NOT_READ(path=path, where=field, problem=first_error["msg"])
+        ) from None
+    previous = hash_anchor(content)
     for number, (entry, raw) in enumerate(
         zip(ledger.entries, content["ledger"].get("entries", ()), strict=True), 1
     ):
         if entry.previous != previous:
             raise ComparisonError(Code.LEDGER_LINK_EDITED(path=path, entry=number))
-        if entry.sha256 != entry_sha256(raw):
+        if entry.sha256 != hash_entry(raw):
             raise ComparisonError(Code.LEDGER_ENTRY_EDITED(path=path, entry=number))
         previous = entry.sha256
     return ledger
 
 
-def anchor_sha256(content: Mapping[str, Any]) -> str:
+def hash_anchor(content: Mapping[str, Any]) -> str:
     """Of everything in a reference's file but the entries."""
     ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
     return _sha256({**content, "ledger": ledger})
 
 
-def entry_sha256(entry: Mapping[str, Any]) -> str:
+def hash_entry(entry: Mapping[str, Any]) -> str:
     """Of an entry with what it was added to."""
     return _sha256({key: value for key, value in entry.items() if key != "sha256"})
 
 
-def appended(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def append_entry(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """A reference's file with one more entry, hashed with the last."""
     entries: Sequence[Mapping[str, Any]] = content["ledger"].get("entries", ())
-    previous = entries[-1]["sha256"] if entries else anchor_sha256(content)
+    previous = entries[-1]["sha256"] if entries else hash_anchor(content)
     linked = json.loads(json.dumps({**entry, "previous": previous}))
-    linked["sha256"] = entry_sha256(linked)
+    linked["sha256"] = hash_entry(linked)
     return {**content, "ledger": {**content["ledger"], "entries": [*entries, linked]}}
 
 

@@ -9,11 +9,11 @@ from abrun.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 
-Kept = Mapping[int, tuple[Sample, ...]]  # of one run, by step
+SamplesByStep = Mapping[int, tuple[Sample, ...]]  # of one run, by step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideBySide:
+class SamplePair:
     """What two runs said to one prompt; None: that run has kept none of it."""
 
     step: int
@@ -22,27 +22,30 @@ class SideBySide:
     right: Sample | None
 
 
-def samples_in(place: Path) -> Kept:
+def read_run_samples(place: Path) -> SamplesByStep:
     """Of a run's folder: abrun's own, or as another trainer has kept them there; none of a single file."""
     if not is_directory(place):
         return {}
     return RunDir(place).samples() or read_completions(place)
 
 
-def side_by_side(left: Kept, right: Kept, step: int | None = None) -> list[SideBySide]:
+def pair_samples(left: SamplesByStep, right: SamplesByStep, step: int | None = None) -> list[SamplePair]:
     """In the order of steps and of the left run's prompts, then what the right run alone has.
 
     `step`: of this one alone. Raises StoreError where a file is corrupt.
     """
     both = left, right
     steps = sorted(both[0].keys() | both[1].keys()) if step is None else [step]
-    found = []
-    for each in steps:
-        of_prompt = [{one.prompt: one for one in of.get(each, ())} for of in both]
-        found += [
-            SideBySide(
-                step=each, prompt=prompt, left=of_prompt[0].get(prompt), right=of_prompt[1].get(prompt)
+    sample_pairs = []
+    for current_step in steps:
+        by_prompt = [{sample.prompt: sample for sample in samples.get(current_step, ())} for samples in both]
+        sample_pairs += [
+            SamplePair(
+                step=current_step,
+                prompt=prompt,
+                left=by_prompt[0].get(prompt),
+                right=by_prompt[1].get(prompt),
             )
-            for prompt in dict.fromkeys([*of_prompt[0], *of_prompt[1]])
+            for prompt in dict.fromkeys([*by_prompt[0], *by_prompt[1]])
         ]
-    return found
+    return sample_pairs

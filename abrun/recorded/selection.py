@@ -12,14 +12,14 @@ from abrun.logs.log import list_names, printable
 from abrun.logs.starts import merge_starts
 from abrun.metric_names import STEP_ONE
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import repeated_steps
+from abrun.recorded.experiment import count_repeated_steps
 from abrun.runs.layout import RunName
 
 MAX_SEEDS_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReadingOptions:
     """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
 
     runs_dir: Path = Path("runs")
@@ -34,14 +34,14 @@ class Reading:
     unpaired: bool = False  # runs are independent, whatever their seeds
     may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
     interim: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
-    alone: bool = False  # one arm is enough: its counterpart is a reference
+    allows_one_arm: bool = False  # one arm is enough: its counterpart is a reference
 
     @property
     def selection(self) -> "Selection":
         return Selection(seeds=self.seeds, exclude=self.exclude)
 
     @property
-    def given(self) -> dict[str, str]:
+    def given_options(self) -> dict[str, str]:
         """Return the options that were given on how runs are to be found, with their values."""
         options = {
             "--baseline": self.baseline,
@@ -58,7 +58,7 @@ class Reading:
 
     def refuse_for_stored(self, directory: Path) -> None:
         """An experiment of the store says all this itself: an option would be without effect."""
-        for option, value in self.given.items():
+        for option, value in self.given_options.items():
             raise ComparisonError(
                 Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
             )
@@ -71,7 +71,7 @@ class Selection:
     seeds: Sequence[int] | None = None
     exclude: Sequence[str] = ()
 
-    def selects(self, run: RunName) -> bool:
+    def includes(self, run: RunName) -> bool:
         in_seeds = self.seeds is None or run.seed in self.seeds
         return in_seeds and not any(fnmatchcase(str(run), pattern) for pattern in self.exclude)
 
@@ -85,10 +85,10 @@ class Selection:
         excluded = [log for logs in logs_of for log in logs if self.excludes(log)]
         rest = [[log for log in logs if not self.excludes(log)] for logs in logs_of]
         if not any(rest):
-            self.refuse_nothing([])
+            self.refuse_empty_selection([])
         return rest, excluded
 
-    def apply(
+    def select(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
     ) -> tuple[dict[RunName, Log], list[Reason]]:
         """Return the selected runs, each of all its starts, and each thing left out.
@@ -100,27 +100,29 @@ class Selection:
         logs_of: dict[RunName, list[Log]] = {}
         for run, log in named:
             logs_of.setdefault(run, []).append(log)
-        selected = {run: logs for run, logs in logs_of.items() if self.selects(run)}
-        by_name = [run for run in logs_of if not self.selects(run) and self._in_seeds(run)]
+        selected = {run: logs for run, logs in logs_of.items() if self.includes(run)}
+        excluded_names = [run for run in logs_of if not self.includes(run) and self._in_seeds(run)]
         partners: list[RunName] = []
         if paired:
             arms = {run.arm for run in selected}
-            seeds = {run.seed for run in by_name if run.arm in arms and not run.rerun}
+            seeds = {run.seed for run in excluded_names if run.arm in arms and not run.rerun}
             partners = [run for run in selected if run.seed in seeds]
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
-            self.refuse_nothing(logs_of.keys())
-        runs = {run: _whole(run, logs) for run, logs in selected.items()}
+            self.refuse_empty_selection(logs_of.keys())
+        runs = {run: _merge_run_starts(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         left_out = self._left_out_by_seeds(logs_of, end)
-        out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
-        out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
-        if out:
-            left_out.append(Code.EXCLUDED(runs=out, partners=[str(run) for run in partners]))
+        excluded_runs = [f"{_display_name(log)}{_describe_ending(log, end)}" for log in excluded]
+        excluded_runs += [
+            f"{run}{_describe_ending(_merge_run_starts(run, logs_of[run]), end)}" for run in excluded_names
+        ]
+        if excluded_runs:
+            left_out.append(Code.EXCLUDED(runs=excluded_runs, partners=[str(run) for run in partners]))
         left_out += [reason for log in runs.values() for reason in log.left_out]
         return runs, left_out
 
-    def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
+    def refuse_empty_selection(self, runs: Collection[RunName]) -> NoReturn:
         """Raise ComparisonError: the options leave no run of these."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
             raise ComparisonError(Code.ALL_EXCLUDED(patterns=list_names(list(self.exclude))))
@@ -137,34 +139,36 @@ class Selection:
         broken = [
             f"{run}{text}"
             for run, logs in logs_of.items()
-            if not self._in_seeds(run) and (text := _ending(_whole(run, logs), end))
+            if not self._in_seeds(run) and (text := _describe_ending(_merge_run_starts(run, logs), end))
         ]
         return [Code.SEEDS_LEFT_OUT(seeds=seeds, broken=broken)]
 
     def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
         for pattern in self.exclude:
-            one = Selection(exclude=(pattern,))
-            if not any(map(one.excludes, excluded)) and all(map(one.selects, runs)):
+            single = Selection(exclude=(pattern,))
+            if not any(map(single.excludes, excluded)) and all(map(single.includes, runs)):
                 names = list_names(list(dict.fromkeys(map(str, runs))), 8)
                 raise ComparisonError(Code.EXCLUDES_NOTHING(pattern=printable(pattern), runs=names))
 
 
-def restarted(runs: Mapping[RunName, Log]) -> list[Reason]:
+def restarted_counter_reasons(runs: Mapping[RunName, Log]) -> list[Reason]:
     """Return a reason on the runs whose step counter begins anew, or none."""
-    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
-    if not found:
+    restarted = [
+        (run, log, count) for run, log in runs.items() if (count := count_repeated_steps(log.metrics))
+    ]
+    if not restarted:
         return []
-    _, log, count = found[0]
+    _, log, count = restarted[0]
     steps = max(len(series) for series in log.metrics.values() if series.recounted == count)
-    runs_anew = [str(run) for run, _, _ in found]
-    return [Code.COUNTER_RESTARTED(runs=runs_anew, num_repeated=count, num_steps=steps)]
+    run_names = [str(run) for run, _, _ in restarted]
+    return [Code.COUNTER_RESTARTED(runs=run_names, num_repeated=count, num_steps=steps)]
 
 
-def _called(log: Log) -> str:
+def _display_name(log: Log) -> str:
     return printable(f"{log.name} ({log.run_id})" if log.run_id else log.name)
 
 
-def _whole(run: RunName, logs: Sequence[Log]) -> Log:
+def _merge_run_starts(run: RunName, logs: Sequence[Log]) -> Log:
     return merge_starts(logs, str(run)) or logs[-1]
 
 
@@ -175,9 +179,9 @@ def last_step(log: Log) -> int:
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 
-def _ending(log: Log, end: int) -> str:
+def _describe_ending(log: Log, end: int) -> str:
     """Return how a run ended, where it did not reach the last step or failed."""
-    last = last_step(log)
-    early = f" ends at step {last} of {end}" if last < end else ""
+    run_end = last_step(log)
+    early = f" ends at step {run_end} of {end}" if run_end < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""
     return printable(f"{early},{failed}" if early and failed else f"{early}{failed}")

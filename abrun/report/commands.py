@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.facts import ENGINE_ERRORS, Facts
 from abrun.report.pasted import AGAIN, UNPAIRED, folder_of, name_of
 from abrun.verdict.description import claim_on
@@ -23,7 +23,7 @@ class FreshRuns:
     with_origin: Callable[[Reason], Reason] | None = None
 
 
-def fresh_runs(experiment: Experiment, num_pairs: int | None = None) -> FreshRuns:
+def fresh_runs(experiment: RecordedExperiment, num_pairs: int | None = None) -> FreshRuns:
     """Seeds that no interim analysis has used, as many as there were unless more are needed."""
     first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
@@ -42,22 +42,22 @@ def fresh_runs(experiment: Experiment, num_pairs: int | None = None) -> FreshRun
     return FreshRuns(command, lambda step: Code.FRESH_SEEDS(step=step, first=first, last=last))
 
 
-def folder_name(experiment: Experiment, suffix: str = "") -> str:
+def folder_name(experiment: RecordedExperiment, suffix: str = "") -> str:
     assert experiment.directory
     return shlex.quote(experiment.directory.name + suffix)
 
 
-def claiming(experiment: Experiment, claims: Sequence[Claim]) -> Experiment:
+def claiming(experiment: RecordedExperiment, claims: Sequence[Claim]) -> RecordedExperiment:
     """Return the experiment with other claims."""
     return replace(experiment, compare=experiment.compare.model_copy(update={"claims": [*claims]}))
 
 
-def claim_options(experiment: Experiment) -> str:
+def claim_options(experiment: RecordedExperiment) -> str:
     """Return the claims as options of a command."""
     return "".join(f" --claim {shlex.quote(claim_option(one))}" for one in experiment.compare.claims)
 
 
-def declared_options(experiment: Experiment, num_pairs: int | None = None) -> str:
+def declared_options(experiment: RecordedExperiment, num_pairs: int | None = None) -> str:
     """Return the option that sets the comparison, unless it is the launched one and its analyses fit."""
     compare = experiment.compare
     interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
@@ -191,12 +191,12 @@ def _first_run(facts: Facts) -> str:
     return f"{name_of(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
 
 
-def _with_claim(facts: Facts) -> Experiment:
+def _with_claim(facts: Facts) -> RecordedExperiment:
     assert facts.claimable
     return claiming(facts.experiment, [claim_on(facts.claimable)])
 
 
-def _plan(experiment: Experiment) -> str:
+def _plan(experiment: RecordedExperiment) -> str:
     return f"abrun plan RECIPE{declared_options(experiment)} --from {name_of(experiment)}"
 
 

@@ -20,11 +20,11 @@ from abrun.extras import lacking
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
-from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
+from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
+from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
-from abrun.recorded.reference import against_reference, freeze, load_reference
-from abrun.recorded.sources import Reading, SourceContents, read_sources
+from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FIGURES, FORMATS, drawable, report_folder, terminal_summary, write_report
@@ -80,7 +80,7 @@ class CompareOptions(TypedDict, total=False):
 
 
 def compare_sources(
-    sources: Sequence[str], reading: Reading, **options: Unpack[CompareOptions]
+    sources: Sequence[str], reading: ReadingOptions, **options: Unpack[CompareOptions]
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
     return compare_contents(read_sources(sources, reading), **options)
@@ -106,7 +106,7 @@ def compare_contents(
     StoreError or ComparisonError for what cannot be read.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(alone=reference is not None, may_unpair=claims is None)
+    experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
@@ -116,7 +116,7 @@ def compare_contents(
         several = len(experiment.arms) > 1
         if arm is None and several:
             raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
-        experiment = against_reference(experiment, frozen, arm or experiment.baseline)
+        experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
         folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
@@ -126,8 +126,8 @@ def compare_contents(
     of_any_order = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
     if directory is None:
         named = [*contents.sources, *([str(reference)] if reference else [])]
-        how = [*map(str, reading.given.items()), str(arm), of_any_order]
-        experiment = replace(experiment, asked_sha256=_sha256([*map(os.path.abspath, named), *how]))
+        how = [*map(str, reading.given_options.items()), str(arm), of_any_order]
+        experiment = replace(experiment, request_sha256=_sha256([*map(os.path.abspath, named), *how]))
     default = directory / folder if directory else report_folder(experiment)
     of_declared = None
     if directory and _changed(experiment.compare, declared):
@@ -156,7 +156,7 @@ def verdict_in(experiment_dir: Path) -> Verdict | None:
 
 @np.errstate(all="ignore")  # what overflows is judged as infinite
 def compare(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     *,
     output: Path,
     declared: Compare | None = None,
@@ -180,20 +180,20 @@ def compare(
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
     late = post_hoc(experiment, declared or experiment.compare)
-    content = verdict_file(experiment, arms, late, earlier_claim_tests(output))
-    readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
+    content = verdict_file(experiment, arms, late, find_earlier_claim_tests(output))
+    readings = [make_claim_test(experiment, arm.arm) for arm in tested(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps)
 
 
 def with_options(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     claims: Sequence[Claim] | None = None,
     *,
     step_one: bool = True,
     unpaired: bool = False,
-) -> Experiment:
+) -> RecordedExperiment:
     """Return the experiment with its comparison as options change it.
 
     `claims` replace the declared claims, which in another order are the same. Other claims than those
@@ -202,7 +202,7 @@ def with_options(
     """
     changed: dict[str, Any] = {}
     if claims is not None:
-        claims = claims_on_recorded(experiment, claims)
+        claims = resolve_claims(experiment, claims)
         if _claimed(claims) != _claimed(experiment.compare.claims):
             changed["claims"] = claims
     if not step_one:
@@ -214,7 +214,11 @@ def with_options(
 
 @np.errstate(all="ignore")
 def freeze_arm(
-    experiment: Experiment, arm: str, path: Path, *, begin_ledger: Callable[[Compare], Ledger] | None = None
+    experiment: RecordedExperiment,
+    arm: str,
+    path: Path,
+    *,
+    begin_ledger: Callable[[Compare], Ledger] | None = None,
 ) -> Reference | None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
@@ -226,7 +230,7 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
-def post_hoc(experiment: Experiment, declared: Compare) -> Reason | None:
+def post_hoc(experiment: RecordedExperiment, declared: Compare) -> Reason | None:
     """Return why the comparison is not the one hashed at launch; None: it is.
 
     Planning assumptions are no claim.

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.recorded.experiment import Experiment
-from abrun.recorded.samples import Kept, samples_in
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.recorded.samples import SamplesByStep, read_run_samples
 from abrun.redaction import shown
 from abrun.runs.samples import Sample
 
@@ -37,7 +37,7 @@ class Completions:
     problem: str | None = None
 
 
-def completions(experiment: Experiment) -> Completions | None:
+def completions(experiment: RecordedExperiment) -> Completions | None:
     """None where no seed has any in two arms, as of runs that another framework logged."""
     try:
         for seed in experiment.arm(experiment.baseline):
@@ -49,12 +49,14 @@ def completions(experiment: Experiment) -> Completions | None:
     return None
 
 
-def _kept(experiment: Experiment, arm: str, seed: int) -> Kept:
+def _kept(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
     run = experiment.arm(arm).get(seed)
-    return samples_in(Path(run.place)) if run and not run.thinned else {}
+    return read_run_samples(Path(run.place)) if run and not run.thinned else {}
 
 
-def _of_seed(experiment: Experiment, seed: int, kept: Mapping[str, Kept]) -> Completions | None:
+def _of_seed(
+    experiment: RecordedExperiment, seed: int, kept: Mapping[str, SamplesByStep]
+) -> Completions | None:
     shared = sorted(set.intersection(*(set(samples) for samples in kept.values())))
     if not shared:
         return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shown
 from abrun.report.completions import Completions, completions
 from abrun.report.evidence import Levels, levels
@@ -30,7 +30,7 @@ class Context:
     injected_faults: str | None  # in a few words; None: without a recipe there can be none
 
 
-def context(experiment: Experiment, content: VerdictFile, command: str | None) -> Context:
+def context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=shown(command or f"abrun compare {experiment.name}"),
         ran=_ran(experiment),
@@ -43,7 +43,7 @@ def context(experiment: Experiment, content: VerdictFile, command: str | None) -
     )
 
 
-def _ran(experiment: Experiment) -> str | None:
+def _ran(experiment: RecordedExperiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
@@ -54,10 +54,10 @@ def _ran(experiment: Experiment) -> str | None:
     return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _environment(experiment: Experiment, content: VerdictFile) -> str | None:
+def _environment(experiment: RecordedExperiment, content: VerdictFile) -> str | None:
     """Of the first runs that say it, and how many others read differently; the report has them all."""
     runs = experiment.runs.values()
-    shown = [name for name in SHOWN_VERSIONS if any(run.imports(name) for run in runs)]
+    shown = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
     found = dict.fromkeys(_machine(one.environment, shown) for one in content.environments)
     first, *others = [text for text in found if text] or [None]
     return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first

@@ -11,7 +11,7 @@ from abrun.present import tables
 from abrun.present.markdown import escaped
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultFound, Sensitivity
@@ -54,10 +54,10 @@ def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
     return said
 
 
-def in_short(experiment: Experiment, content: Sensitivity | None) -> str | None:
+def in_short(experiment: RecordedExperiment, content: Sensitivity | None) -> str | None:
     """In a few words; None of runs without a recipe, in which nothing could be injected."""
     if content is None:
-        own, how = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_inject
+        own, how = experiment.describe_arm_faults(), " (controls.faults)" * experiment.can_inject
         none = f"none {'as a control' if own else 'injected'}{how}"
         return "; ".join([*own, none]) if experiment.has_recipe else None
     if not content.num_judged:

@@ -9,7 +9,7 @@ from typing import Any
 from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Experiment, no_shared_step
+from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.redaction import shown
 from abrun.report import commands
 from abrun.report.commands import FreshRuns
@@ -55,7 +55,9 @@ class Rule:
         return NextStep(reason=reason, command=command)
 
 
-def next_steps(experiment: Experiment, content: VerdictFile, typed: str | None = None) -> list[NextStep]:
+def next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
+) -> list[NextStep]:
     """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
     facts, words = Facts(experiment, content), shlex.split(typed or "")
     steps = [rule.step(facts) for rule in islice(suggested(facts), MOST_STEPS)]
@@ -237,7 +239,7 @@ INVALID_OF_OTHERS = (
     ),
     Rule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
     Rule(
-        lambda f: not f.can_unpair and no_shared_step([*f.experiment.runs.values()]),
+        lambda f: not f.can_unpair and no_shared_step_reason([*f.experiment.runs.values()]),
         Code.NAME_STEP_COLUMN,
         f"{COMPARE} --step-column NAME",
     ),

@@ -14,7 +14,7 @@ from scipy import special
 
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
-from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
+from abrun.recorded.experiment import Pair, RecordedExperiment, RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
@@ -102,7 +102,7 @@ class Panel:
     differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
 
 
-def panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
+def panel(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
     """The description of one metric; `claims` are those about it."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
@@ -111,21 +111,21 @@ def panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) ->
     return Panel(
         metric=metric,
         unit=unit,
-        steps=union(run.series(metric).steps for run in runs),
+        steps=union_steps(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
         windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
         differences=tuple(_differences(experiment, metric, claims)),
     )
 
 
-def _curve(experiment: Experiment, index: int, metric: str, divisor: float) -> Curve:
+def _curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
     arm = experiment.arms[index]
     runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
     drawn = [*_spread([run for run in runs if not run.finished]), *_spread([r for r in runs if r.finished])]
     drawn = [run for run in runs if run in drawn[:MOST_LINES]]
     seeds = [_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
     finished = [run for run in runs if run.finished]
-    steps, values = stack(finished, metric)
+    steps, values = stack_runs(finished, metric)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values / divisor
         mean = values.mean(axis=0) if len(steps) else np.empty(0)
@@ -135,7 +135,7 @@ def _curve(experiment: Experiment, index: int, metric: str, divisor: float) -> C
         index=index,
         seeds=tuple(seeds),
         num_seeds=len(runs),
-        num_steps=len(union(run.series(metric).steps for run in finished)),
+        num_steps=len(union_steps(run.series(metric).steps for run in finished)),
         count=len(values),
         steps=steps,
         mean=mean,
@@ -153,7 +153,9 @@ def _line(run: RecordedRun, steps: Steps, values: Array) -> Line:
     return Line(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
 
 
-def _differences(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Iterator[Difference]:
+def _differences(
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
+) -> Iterator[Difference]:
     wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
     )
@@ -174,7 +176,7 @@ def _difference(
     transform: Transform,
     claims: Sequence[ClaimResult],
 ) -> Difference:
-    steps, values = stack(sides.runs, metric)
+    steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     left, right = (comparable(of, transform) for of in (values[:num_baselines], values[num_baselines:]))
     finite = np.isfinite(left).all(axis=0) & np.isfinite(right).all(axis=0)
@@ -204,7 +206,7 @@ def _difference(
 def _reruns(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[Line]:
     for pair in pairs:
         for rerun in pair.reruns:
-            shared, values = stack([pair.baseline, rerun], metric)
+            shared, values = stack_runs([pair.baseline, rerun], metric)
             if rerun.finished and len(shared):
                 once, again = comparable(values, transform)
                 yield _line(rerun, shared, again - once)
@@ -256,7 +258,7 @@ class Peaks:
     held_by: list[str | None]  # by arm, the phase with the highest peak
 
 
-def memory_peaks(experiment: Experiment) -> Peaks | None:
+def memory_peaks(experiment: RecordedExperiment) -> Peaks | None:
     """None where not every finished run recorded the same counter."""
     runs = [run for arm in experiment.arms for run in experiment.arm(arm).values() if run.finished]
     counter = shared_peak_counter(runs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 
 RUNS_DIR = Path("runs")  # where commands look without --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
@@ -15,7 +15,7 @@ LAUNCHING = ("launch", "sensitivity")  # commands that start runs
 READING = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")  # of foreign runs
 
 
-def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
+def filled(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
     """With what is launched in the place of RECIPE, and what was typed in that of RUNS, as far as known."""
     if experiment.directory:
         command = command.replace("RECIPE", _recipe(command, experiment.directory, words), 1)
@@ -44,7 +44,7 @@ def filled(command: str, experiment: Experiment, words: Sequence[str]) -> str:
     return command.replace("RUNS", shlex.join(sources) or "RUNS")
 
 
-def name_of(experiment: Experiment) -> str:
+def name_of(experiment: RecordedExperiment) -> str:
     """By which commands find an experiment of the store; of other runs, a name for files."""
     if experiment.directory is None:
         return shlex.quote(experiment.name)

@@ -14,7 +14,7 @@ from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, claim_text
 from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened, shown_tree
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
@@ -29,10 +29,10 @@ OF_COMPARE = "abrun compare takes the sd as measured"
 
 
 @np.errstate(all="ignore")
-def measured_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
+def measured_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool = True) -> Spread | None:
     """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
-    grid = experiment.steps_of(claim.metric)
+    grid = experiment.metric_steps(claim.metric)
     results = [
         judge_equivalence(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
         for arm in experiment.treatments
@@ -56,7 +56,7 @@ def measured_spread(experiment: Experiment, claim: Claim, *, paired: bool = True
     )
 
 
-def other_than_measured(recipe: Declared, earlier: Experiment) -> str | None:
+def other_than_measured(recipe: Declared, earlier: RecordedExperiment) -> str | None:
     """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
     there = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if there is None:
@@ -96,7 +96,7 @@ class Planned:
 
 
 def _planned(
-    compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
+    compare: Compare, earlier: RecordedExperiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[Planned]:
     alpha = _levels(compare)[-1]
     for claim in compare.claims:
@@ -133,7 +133,7 @@ def plan_report(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     assuming: str = "abrun plan RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
@@ -185,7 +185,7 @@ def plan_json(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def plan_json(
 def _spread(
     claim: Claim,
     compare: Compare,
-    earlier: Experiment | None,
+    earlier: RecordedExperiment | None,
     sigma: float | None,
     correlation: float | None,
 ) -> Spread | None:
@@ -231,7 +231,7 @@ def _spread(
 
 
 def _about(
-    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: RecordedExperiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     correlated = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"

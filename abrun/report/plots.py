@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.present.figures import COLORS, legend_below, short
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.buckets import NUM_BUCKETS, averaged, bucket_indices
 from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, panel
 from abrun.verdict.claims import ClaimResult
@@ -21,7 +21,9 @@ LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 
 
-def metric_figure(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
+def metric_figure(
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
+) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
@@ -52,7 +54,7 @@ def _sample(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure | None:
+def forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
     """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
     shown = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     shown = [one for one in shown if np.isfinite(np.divide(one.estimate.interval, one.claim.margin)).all()]

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from abrun.present.tables import Table, columns
-from abrun.recorded.samples import SideBySide
+from abrun.recorded.samples import SamplePair
 from abrun.redaction import shown
 from abrun.runs.samples import Sample
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def samples_shown(names: Sequence[str], pairs: Sequence[SideBySide]) -> "RenderableType":
+def samples_shown(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
     """`names`: of the runs, one or two."""
     return Group(*_parts(names, pairs))
 
 
-def _parts(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["RenderableType"]:
+def _parts(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
     for pair in pairs:
         yield Text(f"step {pair.step}: {_one_line(pair.prompt)}", style="bold")
         both = (pair.left, pair.right)[: len(names)]

@@ -24,8 +24,8 @@ from abrun.present.figures import FIGURES, save_figure, style
 from abrun.present.markdown import code, escaped
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.recorded.claim_tests import STAMP, ClaimTest, claim_tests_in
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shown
 from abrun.report.context import Context, context
 from abrun.report.evidence import evidence
@@ -59,7 +59,7 @@ def drawable() -> tuple[str, ...]:
 
 
 def write_report(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     content: VerdictFile,
     output: Path,
     formats: Collection[str],
@@ -84,8 +84,8 @@ def write_report(
             from abrun.report.page import render_page
 
             write_file(page, render_page(experiment, content, beside).encode(), mode=PUBLIC_MODE)
-        history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
-        write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
+        history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
+        write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -99,21 +99,21 @@ def write_report(
     return [*(path for form, path in written if form in formats), *figures]
 
 
-def report_folder(experiment: Experiment) -> Path:
+def report_folder(experiment: RecordedExperiment) -> Path:
     """Where the report of runs goes that abrun did not launch: `<name>-report`.
 
     Where the report of other sources is there, or of another comparison of these, it has a hash behind it.
     """
     folder = Path(f"{slug(experiment.name)}-report")
     with suppress(StoreError):
-        there = read_json(folder / STAMP).get("asked", experiment.asked_sha256)
-        if there != experiment.asked_sha256:
-            return Path(f"{folder}-{experiment.asked_sha256[:8]}")
+        there = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
+        if there != experiment.request_sha256:
+            return Path(f"{folder}-{experiment.request_sha256[:8]}")
     return folder
 
 
 def _draw_claims(
-    experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
+    experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
     if not content.claims:
         return

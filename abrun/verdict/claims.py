@@ -12,7 +12,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack, union
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     Tost,
@@ -67,7 +67,7 @@ def judge_equivalence(
     bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _in_window(finished, claim, bounds)
     bounds = on_shared_steps(claim.window, bounds, steps)
-    used = finished.of(_usable(baseline), _usable(treatment))
+    used = finished.select(_usable(baseline), _usable(treatment))
     in_window = (
         baseline[[run in used.baselines for run in finished.baselines]],
         treatment[[run in used.treatments for run in finished.treatments]],
@@ -187,10 +187,10 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
 
 def _in_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
     """Steps [W] of the window, and both arms' values [R, W] there."""
-    steps, values = stack(sides.runs, claim.metric)
+    steps, values = stack_runs(sides.runs, claim.metric)
     first, last = bounds or (0, 0)
     inside = (steps >= first) & (steps <= last)
-    recorded = union(run.series(claim.metric).steps for run in sides.runs)
+    recorded = union_steps(run.series(claim.metric).steps for run in sides.runs)
     if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(

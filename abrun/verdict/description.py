@@ -23,7 +23,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
-from abrun.recorded.experiment import Experiment, Sides, stack
+from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
 from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
 from abrun.stats.power import freedom_per_run, pairs_needed
 from abrun.stats.series import Array, window_bounds
@@ -68,7 +68,7 @@ class Description:
     runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
 
 
-def descriptions(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
+def descriptions(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
     """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
 
     None where abrun launched the runs and there are several, or where an arm has none.
@@ -85,7 +85,7 @@ def descriptions(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> l
     return [one for one in found if one]
 
 
-def claimable(experiment: Experiment) -> Description | None:
+def claimable(experiment: RecordedExperiment) -> Description | None:
     """What to claim: the first metric on which the runs of the first treatment could have shown a difference
     of a sensible margin, in its own units.
     """
@@ -101,7 +101,7 @@ def claimable(experiment: Experiment) -> Description | None:
             continue
         claim = claim_on(found)
         margin = resolved_margin(claim, None)
-        grid = experiment.steps_of(metric)
+        grid = experiment.metric_steps(metric)
         if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
             return found
     return None
@@ -145,11 +145,11 @@ def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
 
 
 def _description(
-    arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
+    arm: str, sides: Sides, metric: str, window: str, declared: RecordedExperiment | None
 ) -> Description | None:
     """Where nothing was declared, the window is one of the steps at which every run recorded the metric."""
-    steps, values = stack(sides.runs, metric)
-    grid = declared.steps_of(metric) if declared else steps
+    steps, values = stack_runs(sides.runs, metric)
+    grid = declared.metric_steps(metric) if declared else steps
     known = np.isfinite(values).all(axis=0)
     steps, values = steps[known], values[:, known]
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from abrun.metric_names import STEP_ONE
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Pair, RecordedRun, stack, stack_pairs
+from abrun.recorded.experiment import Pair, RecordedRun, stack_pairs, stack_runs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
 
@@ -95,7 +95,7 @@ def _distances(
 ) -> Iterator[float]:
     """Yield the mean distance from the baseline of each repetition that holds numbers at these steps."""
     for repeat in repeats:
-        shared, values = stack([baseline, repeat], metric)
+        shared, values = stack_runs([baseline, repeat], metric)
         far = np.abs(values[1] - values[0])[np.isin(shared, steps)]
         if repeat.finished and len(far) == len(steps) and np.isfinite(far).all():
             yield float(far.mean())

@@ -7,7 +7,7 @@ import numpy as np
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment, RecordedRun, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
 from abrun.stats.series import Steps, shared_steps, window_bounds
 
 SHARED_SHARE = 0.75  # of the steps in a window that the sparsest run holds, how many all runs must share
@@ -44,12 +44,12 @@ def _recorded(
 ) -> tuple[list[RecordedRun], Steps]:
     """Return the runs that recorded a metric, and the steps at which any of them did, inside a window."""
     recorded = [run for run in runs if len(run.series(metric))]
-    steps = union(run.series(metric).steps for run in recorded)
+    steps = union_steps(run.series(metric).steps for run in recorded)
     return recorded, _inside(steps, *bounds) if bounds else steps
 
 
 def text_in_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Values of a metric that a log holds as text, in its window: left out, they could hide a difference.
 
@@ -60,8 +60,8 @@ def text_in_windows(
         dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
         if not any(len(steps) for steps in dropped.values()):
             continue
-        recorded = experiment.steps_of(metric)
-        grids = [grid for grid in (recorded, union([recorded, *dropped.values()])) if len(grid)]
+        recorded = experiment.metric_steps(metric)
+        grids = [grid for grid in (recorded, union_steps([recorded, *dropped.values()])) if len(grid)]
         bounds = [window_bounds(window, grid, metric) for grid in grids]
         first, last = min(start for start, _ in bounds), max(end for _, end in bounds)
         for run in finished:
@@ -119,7 +119,7 @@ def _steps_missing(metric: str, faults: Sequence[tuple[RecordedRun, Steps]], exp
     )
 
 
-def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
+def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Reason]:
     """A note for each claimed metric, or else one of step one, that some arm recorded at other steps."""
     claimed = [claim.metric for claim in experiment.compare.claims]
     notes = []
@@ -141,7 +141,7 @@ def grid_note(arms: Sequence[Sequence[RecordedRun]], metric: str) -> Reason | No
     if not len(shared):
         return None
     of_arm = {
-        of[0].name.arm: union(run.series(metric).steps for run in of if len(run.series(metric)))
+        of[0].name.arm: union_steps(run.series(metric).steps for run in of if len(run.series(metric)))
         for of in arms
         if of
     }

@@ -275,7 +275,7 @@ def _new_non_finite(
 def _more_often_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[Reason]:
     """Yield the watched metrics that are NaN or Inf at more of the treatment's steps, at `alpha` over all."""
     for metric in watched:
-        recorded = sides.of(
+        recorded = sides.select(
             [run.finished and metric in run.metrics for run in sides.baselines],
             [metric in run.metrics for run in sides.treatments],
         )
@@ -316,7 +316,7 @@ def _stays_non_finite(series: Series, repeats: Sequence[Array]) -> int | None:
 def _token_mult_prob_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> Iterator[Guard]:
     """Trainer and engine agree on log-probs: the worst run's median, and the share of steps above it."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
-    known = sides.of(
+    known = sides.select(
         [run.finished and len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.baselines],
         [len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.treatments],
     )

@@ -10,7 +10,7 @@ from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
-from abrun.recorded.experiment import Experiment, Pair
+from abrun.recorded.experiment import Pair, RecordedExperiment
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.results import ClaimResult
 
@@ -51,7 +51,7 @@ class Sensitivity:
     faults: list[FaultFound]
 
 
-def sensitivity(experiment: Experiment) -> Sensitivity | None:
+def sensitivity(experiment: RecordedExperiment) -> Sensitivity | None:
     """None where no fault is injected. Never part of a verdict: each fault is judged by itself."""
     faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
     if not faults or experiment.regression:
@@ -66,7 +66,7 @@ def sensitivity(experiment: Experiment) -> Sensitivity | None:
     )
 
 
-def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
+def _found(experiment: RecordedExperiment, arm: str, injected: InjectedFault) -> FaultFound:
     alone = replace(
         experiment,
         arms=(experiment.baseline, arm),
@@ -103,7 +103,7 @@ def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFo
 
 
 def _evidence(
-    judged: ArmVerdict, experiment: Experiment
+    judged: ArmVerdict, experiment: RecordedExperiment
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
     """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
     if judged.verdict != "MISMATCH":
@@ -170,7 +170,7 @@ def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
     )
 
 
-def _num_steps(experiment: Experiment) -> int:
+def _num_steps(experiment: RecordedExperiment) -> int:
     """Of the longest run."""
     steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
     return max((int(each[-1]) for each in steps if len(each)), default=0)

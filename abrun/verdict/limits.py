@@ -15,7 +15,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_text
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_lacking
@@ -72,7 +72,7 @@ def judge_limit(
         alpha_difference=rates.alpha_difference,
     ).over(finished)
     problem = _untestable(claim, sides)
-    if bounds and not claim.exact and len(shared := stack(finished.runs, claim.metric)[0]):
+    if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         inside = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
         bounds = on_shared_steps(claim.window, bounds, inside)
         terms = replace(terms, steps=bounds)
@@ -194,7 +194,7 @@ def _detected(left: Array, right: Array, alpha: float, resolution: float, *, pai
 def _averaged(claim: ClaimTerms, sides: Sides, bounds: tuple[int, int], *, of_ratio: bool) -> Array:
     """The recorded values whose mean is limited [N, W]; of pairs' ratios their differences."""
     runs = sides.runs if of_ratio else sides.treatments
-    steps, values = stack(runs, claim.metric)
+    steps, values = stack_runs(runs, claim.metric)
     values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
     if claim.reduction != "mean":
         return values[:, :0]

@@ -5,7 +5,7 @@ from typing import Any
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import precision_difference
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
 OF_THE_STACK = ("versions", "python")
@@ -14,13 +14,13 @@ OF_THE_MACHINE = (*OF_THE_STACK, "devices")
 ENVIRONMENT = (*OF_THE_MACHINE, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
-def other_machine(experiment: Experiment, arm: str) -> bool:
+def other_machine(experiment: RecordedExperiment, arm: str) -> bool:
     """Return whether the arms ran with other versions or devices by design: not even step one repeats."""
     treated = treated_keys(experiment)
     return any(machine_differences(pair.baseline, pair.treatment, treated) for pair in experiment.pairs(arm))
 
 
-def treated_keys(experiment: Experiment) -> Sequence[str]:
+def treated_keys(experiment: RecordedExperiment) -> Sequence[str]:
     """Return what of the machine may differ between the arms, as part of what is tested."""
     return OF_THE_MACHINE if experiment.regression else OF_THE_STACK if experiment.versions_differ else ()
 
@@ -45,11 +45,11 @@ def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[An
     return {
         name: (a, b)
         for name, (a, b) in both.items()
-        if a != b and (left.imports(name) or right.imports(name))
+        if a != b and (left.uses_package(name) or right.uses_package(name))
     }
 
 
-def versions_follow_arms(experiment: Experiment) -> bool:
+def versions_follow_arms(experiment: RecordedExperiment) -> bool:
     """Return True where arms of one version each differ in theirs, and none is declared as the treatment."""
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
     says = all((run.environment or {}).get("versions") for runs in arms for run in runs)
@@ -79,7 +79,7 @@ def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) ->
         yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)
 
 
-def stack_notes(experiment: Experiment) -> Iterator[Reason]:
+def stack_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield what a reader has to know: runs of different code, and arms of another precision."""
     yield from code_notes(experiment)
     for arm in experiment.treatments:
@@ -89,7 +89,7 @@ def stack_notes(experiment: Experiment) -> Iterator[Reason]:
             yield difference
 
 
-def code_notes(experiment: Experiment) -> list[Reason]:
+def code_notes(experiment: RecordedExperiment) -> list[Reason]:
     """Return a note where runs, or attempts of one, are of different code.
 
     Other code is no ground for INVALID: an edit of a plot changes no number. A reference was made from other

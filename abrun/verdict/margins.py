@@ -9,7 +9,7 @@ from abrun.errors import ComparisonError
 from abrun.messages.numbers import margin_of_reference_text, margin_text
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare, Unit
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, stack, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -52,7 +52,7 @@ def resolved_margin(claim: Claim, reference: Reference | None) -> Margin:
     return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
-def frozen_claims(experiment: Experiment, arm: str) -> Compare:
+def frozen_claims(experiment: RecordedExperiment, arm: str) -> Compare:
     """An experiment's comparison with margins in sigmas of `arm` made absolute, as a reference keeps them.
 
     A later run is compared with these very seeds: a margin of their own sd would be wider whenever it is.
@@ -79,9 +79,9 @@ def _sigma_bound(claim: Claim, runs: list[RecordedRun], whose: dict[str, str]) -
 
 def window_summaries(runs: list[RecordedRun], claim: Claim) -> Array:
     """A claim's window of every run, one number a run [R]."""
-    grid = union(run.series(claim.metric).steps for run in runs)
+    grid = union_steps(run.series(claim.metric).steps for run in runs)
     first, last = window_bounds(claim.window, grid, claim.metric)
-    steps, values = stack(runs, claim.metric)
+    steps, values = stack_runs(runs, claim.metric)
     return summaries(values[:, (first <= steps) & (steps <= last)], claim)
 
 

@@ -24,7 +24,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import NO_SERIES, Array, Series
 from abrun.verdict.summaries import climbs, direction_in, last_digit
@@ -169,7 +169,7 @@ def _repeated(
 def _noisy_copy(sides: Sides, metric: str) -> Reason | None:
     """Name two seeds whose claimed metric moves alike at every step; for a discrete one, all their others."""
     runs = sides.runs
-    values = stack(runs, metric)[1]
+    values = stack_runs(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
     metrics, alike = ([metric], copied(values)) if detailed else _copied_elsewhere(runs, metric)
     for left, right in zip(*np.nonzero(np.triu(alike, 1)), strict=True):
@@ -190,7 +190,7 @@ def _copied_elsewhere(runs: Sequence[RecordedRun], metric: str) -> tuple[list[st
         given = known is not None and "given" in known.roles
         if other == metric or given or is_clock(other) or unit_of(other) == "bytes":
             continue
-        values = stack(runs, other)[1]
+        values = stack_runs(runs, other)[1]
         equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
         if has_detail(values).all() and not equal:
             metrics.append(other)

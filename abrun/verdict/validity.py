@@ -18,7 +18,13 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recipe.run import can_change_numbers
-from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
+from abrun.recorded.experiment import (
+    RecordedExperiment,
+    RecordedRun,
+    Sides,
+    no_shared_step_reason,
+    union_steps,
+)
 from abrun.redaction import in_yaml
 from abrun.stats.series import Array, Steps, shared_steps, window_bounds
 from abrun.verdict.grids import lacking, text_in_windows, unlike_grids
@@ -39,7 +45,7 @@ OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
-    experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
+    experiment: RecordedExperiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
     """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
 
@@ -71,7 +77,7 @@ def invalid_reasons(
 
 
 def _unlike_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield what finished runs lack at the steps where claims and guards read them."""
     yield from _other_steps(experiment, [run for run in finished if not run.thinned], claims)
@@ -80,7 +86,7 @@ def _unlike_metrics(
     yield from text_in_windows(experiment, finished, claims)
 
 
-def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
+def differences(experiment: RecordedExperiment, arm: str) -> dict[str, list[Any]]:
     """Return what the arm differs in, dotted key -> [baseline's value, the arm's], as declared or found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
@@ -107,12 +113,12 @@ class Coverage:
 
 def coverage(sides: Sides) -> Coverage:
     finished = sides.finished.runs
-    everything = union(run.steps for run in finished)
+    everything = union_steps(run.steps for run in finished)
     shared = shared_steps(everything, *(run.steps for run in finished))
     return Coverage(shared_steps=len(shared), all_steps=len(everything))
 
 
-def _unpaired(experiment: Experiment, arm: str) -> Iterator[Reason]:
+def _unpaired(experiment: RecordedExperiment, arm: str) -> Iterator[Reason]:
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
     can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
@@ -194,7 +200,7 @@ def _same_to_float32(values: Array, others: Array) -> bool:
 
 
 def _config_differences(
-    experiment: Experiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
+    experiment: RecordedExperiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
 ) -> Iterator[Reason]:
     """Yield where a run's resolved configuration differs by more than the declared treatment.
 
@@ -280,7 +286,7 @@ def _is_mixed(left: list[Any], right: list[Any], *, paired: bool) -> bool:
     return any(len({repr(value) for value in of}) < len(of) for of in samples)
 
 
-def _environment_differences(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
+def _environment_differences(experiment: RecordedExperiment, arm: str, sides: Sides) -> Iterator[Reason]:
     """Yield rule 3: what of the environment differs within pairs, or among independent runs.
 
     Against a reference, other versions and devices are what is tested; with another trainer as the treatment,
@@ -312,19 +318,21 @@ def _environment_differences(experiment: Experiment, arm: str, sides: Sides) -> 
             yield from environment_difference(baseline, run, key)
 
 
-def _windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _windows(
+    experiment: RecordedExperiment, claims: Sequence[Claim]
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
     for claim in claims:
-        grid = experiment.steps_of(claim.metric)
+        grid = experiment.metric_steps(claim.metric)
         if len(grid):
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
 def _other_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
-    if apart := no_shared_step(finished):
+    if apart := no_shared_step_reason(finished):
         yield apart
         return
     windows: dict[str, tuple[int, int] | None] = {}
@@ -339,13 +347,13 @@ def _other_steps(
 
 
 def _other_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """A reference holds every step of its claims' windows, and so must the later runs."""
     for metric, (first, last) in _windows(experiment, claims if experiment.regression else ()):
         held: dict[bool, Steps] = {}
         for thinned in (True, False):
-            steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
+            steps = union_steps(run.series(metric).steps for run in finished if run.thinned == thinned)
             held[thinned] = steps[(first <= steps) & (steps <= last)]
         if not np.array_equal(held[True], held[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
@@ -358,7 +366,7 @@ def _other_windows(
 
 
 def _missing_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
     of_whole_runs = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
@@ -368,7 +376,7 @@ def _missing_metrics(
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
         needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
     for metric, role in needed.items():
-        everything = union(run.series(metric).steps for run in finished)
+        everything = union_steps(run.series(metric).steps for run in finished)
         if finished and not len(everything):
             yield _missing(metric, role, None, None, finished[0])
             continue
@@ -401,7 +409,7 @@ def _missing(
 
 
 def _baseline_not_a_number(
-    experiment: Experiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     for metric, (first, last) in _windows(experiment, claims):
         for run in baselines:

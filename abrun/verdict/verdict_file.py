@@ -9,7 +9,7 @@ from abrun.errors import StoreError
 from abrun.messages import records
 from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst
@@ -80,7 +80,7 @@ class VerdictFile:
 
 
 def verdict_file(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
@@ -140,7 +140,7 @@ def verdict_file(
     )
 
 
-def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
+def _notes_of_runs(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield each note of the runs' logs once, with the runs that it is on."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
@@ -160,7 +160,7 @@ def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+    experiment: RecordedExperiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
 ) -> list[Reason]:
     """Return the notes on comparisons made before; none where the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
@@ -319,7 +319,7 @@ def _with_numbers_of_the_store(schema: Any) -> Any:
     return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
 
 
-def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
+def _environments(experiment: RecordedExperiment) -> list[EnvironmentOfRuns]:
     distinct: dict[str, EnvironmentOfRuns] = {}
     for run in experiment.runs.values():
         environment = run.environment or {}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from abrun.metric_names import Transform, find
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Sides, stack
+from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.equivalence import ALPHA, difference, mean_of, p_above
 from abrun.stats.series import Array, Steps
 from abrun.verdict.summaries import direction_in, outside_domain, reduced, transformed
@@ -94,7 +94,7 @@ def curve_warnings(
     sides: Sides, metric: str, transform: Transform, bounds: tuple[int, int], margin: float, *, holds: bool
 ) -> Iterator[Reason]:
     """Yield what a window hides: a running mean; of a claim that holds, collapse and earlier differences."""
-    steps, values = stack(sides.runs, metric)
+    steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     if not len(steps) or not np.isfinite(values).all() or outside_domain(values, transform):
         return

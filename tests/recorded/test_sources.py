@@ -18,7 +18,7 @@ from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.selection import last_step
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
 from abrun.stats.series import by_step
 from tests.logs.layouts import rows, write_csv
@@ -40,7 +40,7 @@ def write_arms(folder: Path, **layout: str) -> None:
 def judged(sources: Sequence[object], output: Path, **reading: object) -> Comparison:
     return compare_sources(
         [str(source) for source in sources],
-        Reading(**reading),  # type: ignore[arg-type]
+        ReadingOptions(**reading),  # type: ignore[arg-type]
         claims=[parse_claim(CLAIM)],
         output=output,
         formats=("json", "markdown"),
@@ -230,7 +230,7 @@ def test_one_folder_of_one_arm(tmp_path: Path, layout: str, snapshot: Snapshot) 
     with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3) as error:
         judged([tmp_path / "trl"], tmp_path / "report")
     snapshot(error.value)
-    experiment = open_sources([str(tmp_path / "trl")], Reading(alone=True))
+    experiment = open_sources([str(tmp_path / "trl")], ReadingOptions(allows_one_arm=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 
 
@@ -240,7 +240,9 @@ def test_unix_times_are_no_seeds(tmp_path: Path, layout: str) -> None:
         for seed in SEEDS:
             path = layout.format(arm=arm, time=1763632800 + 977 * seed)
             write_csv(tmp_path / "runs" / path, rows(arm, seed))
-    found = compare_sources([str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=())
+    found = compare_sources(
+        [str(tmp_path / "runs")], ReadingOptions(), output=tmp_path / "report", formats=()
+    )
     arms = {arm.removesuffix("-m") for arm in (*found.content.arms, found.content.baseline)}
     assert not found.content.paired and arms == {"old", "new"}
 
@@ -249,7 +251,9 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
     write_arms(tmp_path, old="both/a-s{seed}.csv", new="both/b-s{seed}.csv")
     write_arms(tmp_path, new="other/s{seed}.csv")
     with refused(Code.SOURCE_OF_ARMS_AND_SEEDS, arms="'a', 'b'") as error:
-        compare_sources([str(tmp_path / "both"), str(tmp_path / "other")], Reading(), output=tmp_path / "x")
+        compare_sources(
+            [str(tmp_path / "both"), str(tmp_path / "other")], ReadingOptions(), output=tmp_path / "x"
+        )
     pattern = shlex.split(str(error.value).partition("--exclude ")[2])[0].rstrip(",")
     snapshot(error.value)
     found = judged([tmp_path / "both", tmp_path / "other"], tmp_path / "report", exclude=(pattern,))
@@ -261,7 +265,9 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    experiment = open_sources([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
+    experiment = open_sources(
+        [str(tmp_path / arm) for arm in ("old", "new")], ReadingOptions(may_unpair=True)
+    )
     claims = Compare(claims=[parse_claim(CLAIM)])
 
     def run(versions_differ: bool, odd: str = "0.14") -> Comparison:
@@ -300,7 +306,7 @@ def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
     for path in tmp_path.glob("new/*.csv"):  # the last step once more
         path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
     sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
-    content = compare_sources(sources, Reading(), output=tmp_path / "out", formats=("json",)).content
+    content = compare_sources(sources, ReadingOptions(), output=tmp_path / "out", formats=("json",)).content
     note = only(content.notes, Code.NOTE_OF_RUNS)
     assert content.notes == [note] and note["runs"] == ["new/seed-1", "new/seed-2", "new/seed-3"]
     assert "3 points" in note["note"]

@@ -9,7 +9,7 @@ from abrun.diagnose.ledger.drift import new_ledger, next_entry
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Experiment, Reference
+from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import add_entry
 from abrun.recorded.stored import load_experiment
@@ -32,7 +32,7 @@ def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int)
     return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
 
 
-def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
+def commit_of(experiment_dir: Path, experiment: RecordedExperiment, arm: str) -> str | None:
     """The commit of the checkout that an arm's runs were launched from; None: unknown, or several."""
     git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
     found = {one.get("sha") for one in git}
@@ -41,7 +41,12 @@ def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | N
 
 
 def ledger_begun_by(
-    experiment: Experiment, arm: str, budget: str | None, *, chain_alone: bool, experiment_dir: Path | None
+    experiment: RecordedExperiment,
+    arm: str,
+    budget: str | None,
+    *,
+    chain_alone: bool,
+    experiment_dir: Path | None,
 ) -> Callable[[Compare], Ledger] | None:
     """Return what makes the ledger of a freeze from the claims that the reference keeps; None: no budget."""
     if budget is None:

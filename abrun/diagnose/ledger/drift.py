@@ -26,7 +26,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
 from abrun.recorded.ledger import Entry, Ledger
 from abrun.recorded.reference import public_config, public_diff
 from abrun.redaction import shortened
@@ -62,7 +62,13 @@ class Drift:
 
 
 def new_ledger(
-    experiment: Experiment, arm: str, claims: Compare, budget: str, *, chain_alone: bool, commit: str | None
+    experiment: RecordedExperiment,
+    arm: str,
+    claims: Compare,
+    budget: str,
+    *,
+    chain_alone: bool,
+    commit: str | None,
 ) -> Ledger:
     """The ledger that a freeze begins. `budget`: a number, or METRIC=NUMBER where several claims have one.
 
@@ -83,7 +89,7 @@ def new_ledger(
         metric=claim.metric,
         window=claim.window,
         steps=window_bounds(
-            claim.window, union(run.series(claim.metric).steps for run in runs), claim.metric
+            claim.window, union_steps(run.series(claim.metric).steps for run in runs), claim.metric
         ),
         transform=claim.transform or default_transform(claim.metric),
         budget=amount,
@@ -125,7 +131,7 @@ def anchor_levels(reference: Reference) -> dict[int, float]:
 
 def next_entry(
     reference: Reference,
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arm: str | None,
     *,
     tried: int,
@@ -210,7 +216,7 @@ def exceeded(reference: Reference) -> bool:
     return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
 
 
-def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
+def _addable(reference: Reference, experiment: RecordedExperiment, arm: str | None) -> tuple[Ledger, str]:
     """The ledger and the arm; refuses what has no place there, whatever its runs say."""
     ledger = reference.ledger
     if ledger is None:
@@ -227,7 +233,7 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
     return ledger, arm
 
 
-def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> ClaimResult:
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) -> ClaimResult:
     """The result of the ledger's claim in an experiment that matched."""
     if judged.verdict != "MATCH":
         raise ComparisonError(
@@ -262,7 +268,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Claim
     )
 
 
-def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Experiment) -> None:
+def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: RecordedExperiment) -> None:
     """The baseline must be configured as the last link is, as far as the reference can tell."""
     link = dict(reference.config)
     for entry in ledger.entries:
@@ -287,7 +293,9 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Exp
             )
 
 
-def _moved(reference: Reference, ledger: Ledger, experiment: Experiment, commit: str | None) -> str | None:
+def _moved(
+    reference: Reference, ledger: Ledger, experiment: RecordedExperiment, commit: str | None
+) -> str | None:
     """What the baseline has that the last link had not, besides its configuration."""
     last = ledger.entries[-1] if ledger.entries else None
     before = last.commit if last else ledger.commit

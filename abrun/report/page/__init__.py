@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.context import Context
 from abrun.report.page import charts
 from abrun.report.panels import memory_peaks
@@ -34,7 +34,7 @@ LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: Experiment, content: VerdictFile, beside: Context | None = None) -> str:
+def render_page(experiment: RecordedExperiment, content: VerdictFile, beside: Context | None = None) -> str:
     """The page of a comparison. The same input gives the same bytes."""
     styles, scripts = [_code(name) for name in STYLES], [_code(name) for name in SCRIPTS]
     policy = (
@@ -51,7 +51,7 @@ def render_page(experiment: Experiment, content: VerdictFile, beside: Context | 
     )
 
 
-def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context | None) -> list[str]:
+def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, beside: Context | None) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
     claims = content.claims
     recorded = dict.fromkeys(experiment.metrics())
@@ -89,7 +89,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, beside: Context |
 
 
 def _chart_blocks(
-    experiment: Experiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
+    experiment: RecordedExperiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
 ) -> list[str]:
     """Return the charts of the first metrics, as many as `max_bytes` hold."""
     blocks: list[str] = []

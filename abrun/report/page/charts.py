@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means, bucket_steps, smallest_and_largest
 from abrun.report.panels import Curve, Difference, Panel, panel
 from abrun.stats.series import Array, Steps
@@ -44,7 +44,7 @@ class Rows:
 
 
 def chart(
-    experiment: Experiment, metric: str, claims: Sequence[ClaimResult], most_values: int = MOST_VALUES
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult], most_values: int = MOST_VALUES
 ) -> dict[str, Any]:
     """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
 
@@ -170,7 +170,7 @@ def _gaps(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
             yield f"{run}: {counts} ({of_all} values), the first at step {first}"
 
 
-def _left_out(experiment: Experiment, arm: str, metric: str) -> Iterator[str]:
+def _left_out(experiment: RecordedExperiment, arm: str, metric: str) -> Iterator[str]:
     runs = list(experiment.arm(arm).values())
     without = [run for run in runs if run.finished and not len(run.series(metric))]
     if without and len(without) == sum(run.finished for run in runs):
