@@ -18,17 +18,17 @@ from PIL import Image
 
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence, sentences
-from abrun.present.markdown import code, escaped
+from abrun.present.markdown import code_span, escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import REPORT, freeze_arm
-from abrun.report.context import context
-from abrun.report.evidence import evidence
-from abrun.report.injected import advice, caught_sentence, columns, rows
+from abrun.report.context import make_context
+from abrun.report.evidence import evidence_lines
+from abrun.report.injected import advice_lines, caught_sentence, sensitivity_columns, sensitivity_rows
 from abrun.report.next_step import next_steps
-from abrun.report.pasted import RUNS_DIR
+from abrun.report.placeholders import RUNS_DIR
 from abrun.report.write import claim_cells, claim_columns
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
@@ -58,13 +58,13 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     if not judged.is_file():
         raise ComparisonError(f"{judged}: no such file; first: abrun compare {directory}")
     experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
-    beside = context(experiment, content, command)
+    beside = make_context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
     hours = sum(float("nan") if run.device_s is None else run.device_s for run in runs) / 3600
     kept = beside.completions and asdict(beside.completions)
     record = {  # what a page says that its verdict file, reference and pictures do not
         "command": command,
-        "ran": beside.ran or "unknown",
+        "ran": beside.time_range or "unknown",
         "hardware": beside.environment or "unknown",
         "spent": f"{hours:.2g} run hours, {len(runs)} runs".replace("nan", "unknown"),
         "seeds": list(experiment.arm(BASELINE)),
@@ -169,7 +169,10 @@ def _row(recipe: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     known = needed and len(needed) == len(undecided)
     decide = f"; {max(needed)} decide it with 80 % power, if equal" if known else ""
     yield f"{len(record['seeds'])}{decide}"
-    yield _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (rows(injected) if injected else ())) or "none"
+    yield (
+        _lines(f"{one[0]}: {one[2]} ({one[3]})" for one in (sensitivity_rows(injected) if injected else ()))
+        or "none"
+    )
     yield _lines((record["hardware"], record["ran"]))
     yield record["spent"]
 
@@ -183,7 +186,7 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         repeated = f"# no reference to compare yours with: {record['no_reference']}"
     facts = (
         ("recipe", f"`{RECIPES}/{recipe.name}`"),
-        ("hardware", escaped(record["hardware"])),
+        ("hardware", escape_markdown(record["hardware"])),
         ("ran", record["ran"]),
         ("spent", f"{record['spent']}: the wall time of each, whether or not others shared its devices"),
         ("seeds", ", ".join(map(str, record["seeds"]))),
@@ -207,15 +210,15 @@ def _page(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> s
         "## What it leaves open",
         _list([*_uneven(content, of), *_unclaimed(content, of), *sentences(content.not_tested)]),
         "## What it rests on",
-        _table(("", ""), evidence(replace(content, sensitivity=None, not_tested=[]))),  # said elsewhere
+        _table(("", ""), evidence_lines(replace(content, sensitivity=None, not_tested=[]))),  # said elsewhere
         *([APART, _table(OF_METRICS, distances)] if distances else []),
         "## Positive control",
         "Each injected in the baseline and judged as a treatment is: it "
-        f"{escaped(caught_sentence(injected, paired=paired))}."
+        f"{escape_markdown(caught_sentence(injected, paired=paired))}."
         if injected
         else "No fault was injected beside it: nothing says what this experiment could have found.",
-        _table(columns(paired=paired), rows(injected)) if injected else "",
-        _list(f"Not caught: {one}" for one in (advice(injected) if injected else ())),
+        _table(sensitivity_columns(paired=paired), sensitivity_rows(injected)) if injected else "",
+        _list(f"Not caught: {one}" for one in (advice_lines(injected) if injected else ())),
         "## What the arms said",
         *_completions(record["completions"], [BASELINE, *arms]),
     ]
@@ -228,7 +231,7 @@ def _open(recipe: Path, record: Record, content: VerdictFile, arm: str) -> Itera
     if said in ("INCONCLUSIVE", "INVALID") or "not as" in said:
         yield f"{arm}: {said}, for the reasons above. What could be done next:"
         steps = record["next_steps"][arm]
-        yield "\n".join(f"- {escaped(step['text'])}: {code(step['command'])}" for step in steps)
+        yield "\n".join(f"- {escape_markdown(step['text'])}: {code_span(step['command'])}" for step in steps)
 
 
 def _uneven(content: VerdictFile, of: Mapping[str, str]) -> Iterator[str]:
@@ -265,7 +268,7 @@ def _distances(one: Divergence, of: Mapping[str, str]) -> list[str]:
 
 def _completions(kept: Record | None, arms: Sequence[str]) -> Iterator[str]:
     if not (kept and kept["steps"]):
-        yield escaped(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
+        yield escape_markdown(kept["problem"] if kept and kept["problem"] else "No completions were kept.")
         return
     for step, prompts in kept["steps"]:
         yield f"Step {step}, seed {kept['seed']}:"
@@ -296,14 +299,16 @@ def _of(content: VerdictFile) -> dict[str, str]:
 
 
 def _lines(texts: Iterable[str]) -> str:
-    return "<br>".join(map(escaped, texts))
+    return "<br>".join(map(escape_markdown, texts))
 
 
 def _list(texts: Iterable[str]) -> str:
-    return "\n".join(f"- {escaped(text)}" for text in texts)
+    return "\n".join(f"- {escape_markdown(text)}" for text in texts)
 
 
-def _table(head: Sequence[str], body: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped) -> str:
+def _table(
+    head: Sequence[str], body: Iterable[Iterable[str]], cell: Callable[[str], str] = escape_markdown
+) -> str:
     cells = [head, ["---"] * len(head), *(map(cell, row) for row in body)]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 

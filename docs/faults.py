@@ -63,7 +63,7 @@ A size is how much of the fault there is, in its own unit; the one below is that
 
 def page() -> str:
     """The whole of docs/faults.md."""
-    lines = Table(COLUMNS, [*map(_row, FAULTS)]).markdown(str)
+    lines = Table(COLUMNS, [*map(_row, FAULTS)]).to_markdown(str)
     general = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.any_algorithm)
     return "\n".join([HEAD, *lines, f"\nSFT and DPO can have {general}; the others are a policy gradient's."])
 

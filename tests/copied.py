@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from abrun.processes import copies
+from abrun.processes import fork_server
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         os.register_at_fork(before=lambda: time.sleep(0.6))
     if "one" in words:
         os.fork = limited(os.fork, 2)  # with that which the server asks itself: a copy's second is its own
-    name, *words = copies.serve(socket.socket(fileno=int(asked)), lambda: "refuses" not in words)
+    name, *words = fork_server.serve_forks(socket.socket(fileno=int(asked)), lambda: "refuses" not in words)
     DEEDS[name](*words)
 
 
@@ -62,8 +62,8 @@ def fork_children(folder: str) -> None:
     """One that writes and fails, and one that waits; neither does what this one does at its end."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        failing = copies.fork_child(lambda: fail(folder), signal.SIGKILL)
-        waiting = copies.fork_child(lambda: time.sleep(60), signal.SIGKILL)
+        failing = fork_server.fork_child(lambda: fail(folder), signal.SIGKILL)
+        waiting = fork_server.fork_child(lambda: time.sleep(60), signal.SIGKILL)
         Path(folder, "pids").write_text(f"{waiting.pid} {failing.pid}")
         while failing.poll() is None or not Path(folder, "go").exists():
             time.sleep(0.01)

@@ -181,6 +181,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
+        (["compare", "gone", "--primary", "reward"], "--primary: has a new name; write --claim"),
+        (["compare", "gone", "--looks", "4,8"], "--looks: has a new name; write --interim"),
         (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
         (["status", "gone"], "gone: no experiment here"),

@@ -45,7 +45,7 @@ def test_recipes_md_is_what_its_script_prints() -> None:
 def test_foreign_runs_md_has_every_name_that_a_user_may_or_may_not_write() -> None:
     text = (ROOT / "docs" / "foreign-runs.md").read_text()
     variables = re.findall(r'"(ABRUN_[A-Z_]+)"', Path(external_run.__file__).read_text())
-    variables.append(processes.RUN_DIR)
+    variables.append(processes.RUN_DIR_VARIABLE)
     assert len(variables) == 4
     names = [*FORMATS, *FRAMEWORKS, *DEFAULT_PATTERNS, *STEP_COLUMNS, *layout.RUN_FILES, *variables]
     names += [f"{{{name}}}" for name in PLACEHOLDERS]

@@ -26,7 +26,7 @@ from abrun.recorded.reference import freeze, load_reference
 from abrun.recorded.samples import pair_samples, read_run_samples
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
-from abrun.report.comparing import compare, verdict_in
+from abrun.report.comparing import compare, read_last_verdict
 from abrun.runs.experiment import REFERENCE
 from abrun.runs.lines import read_json_lines
 from abrun.runs.lock import LOCK, find_owner
@@ -148,12 +148,12 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "compare": lambda: compare(load_experiment(directory), output=directory / "new", formats=("json",)),
         "samples": lambda: pair_samples(read_run_samples(run), read_run_samples(other)),
         "resume": resumed,
-        "logs": lambda: list(watch.log_of(run, lambda directory: None, follow=False)),
+        "logs": lambda: list(watch.read_log(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),
         "run": read_of_a_run,
         "checkpoint": lambda: read_saved_state(run / "checkpoints" / "step-000005"),
         "reference": lambda: load_reference(directory / REFERENCE),
-        "verdict": lambda: verdict_in(directory),
+        "verdict": lambda: read_last_verdict(directory),
         "slurm": lambda: slurm_jobs.read_record(directory),
         "ray": lambda: ray_record.read_driver(directory, str(ray_record.read_job(directory).get("job"))),
     }

@@ -207,11 +207,11 @@ def _with_comparison(launched: Launched, command: str | None) -> Launched:
 
 def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     """What the job of a cluster that compares has printed, and its verdict."""
-    from abrun.report.comparing import verdict_in
+    from abrun.report.comparing import read_last_verdict
     from abrun.verdict.decide import EXIT_CODES
 
     try:
-        verdict = verdict_in(launched.experiment_dir)
+        verdict = read_last_verdict(launched.experiment_dir)
     except AbrunError as error:
         return _not_compared(replace(launched, compared=compared), str(error))
     if verdict is None:

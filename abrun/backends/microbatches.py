@@ -50,7 +50,7 @@ class Microbatches(Generic[B]):
             starts = pairwise([0, *accumulate(len(part) for part in parts)])
             of_parts = [rows.picked(range(start, stop)) for start, stop in starts]
         else:
-            self._route = _route(rows, batch.rows_together, policy.micro_batch_tokens, ranks)
+            self._route = _route(rows, batch.rows_per_sample, policy.micro_batch_tokens, ranks)
             of_parts = self._route.rows
             parts = list(_dealt_out(batch, self._route))
         # Ranks that share a context share a stream, whatever the recipe says of packing.
@@ -72,7 +72,7 @@ class Microbatches(Generic[B]):
 
     def __iter__(self) -> Iterator[Microbatch[B]]:
         for microbatch in self._each:
-            progress.beat()
+            progress.report()
             yield microbatch
 
     def in_rows(self, found: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
@@ -152,11 +152,11 @@ class _Route:
         return found
 
 
-def _route(own: _Rows, rows_together: int, max_tokens: int, ranks: Ranks) -> _Route:
+def _route(own: _Rows, rows_per_sample: int, max_tokens: int, ranks: Ranks) -> _Route:
     """Collective, as every rank deals out the samples of all."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
     of_all = _Rows(ranks.all_gather_data(own.lengths), ranks.all_gather_data(own.shared)) if size > 1 else own
-    by_rank = _dealt_rows(of_all, rows_together, max_tokens, size)
+    by_rank = _dealt_rows(of_all, rows_per_sample, max_tokens, size)
     own_rows = len(own.lengths)
 
     def from_rank(microbatches: list[list[int]]) -> list[tuple[int, int]]:
@@ -178,13 +178,13 @@ def _route(own: _Rows, rows_together: int, max_tokens: int, ranks: Ranks) -> _Ro
     )
 
 
-def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+def _dealt_rows(rows: _Rows, rows_per_sample: int, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
     """Microbatches of each rank, each by its rows, such that the longest way through all of them is short."""
     best, least = [], math.inf
     # Whole groups, parts of them that are small beside the budget, and rows each for itself.
     sizes = [max_tokens // parts for parts in (1, 2, 4, 8)] if any(rows.shared) else []
     for most in [*sizes, 0]:
-        samples = _samples(rows, rows_together, most)
+        samples = _samples(rows, rows_per_sample, most)
         if len(samples) < num_ranks:
             continue
         tokens = [rows.picked(sample).num_tokens for sample in samples]
@@ -198,13 +198,13 @@ def _dealt_rows(rows: _Rows, rows_together: int, max_tokens: int, num_ranks: int
     return best
 
 
-def _samples(rows: _Rows, rows_together: int, most: int) -> list[list[int]]:
+def _samples(rows: _Rows, rows_per_sample: int, most: int) -> list[list[int]]:
     """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens.
     Rows without a completion between these are samples of their own."""
     samples: list[list[int]] = []
     last, num_tokens = 0, 0  # of the samples the last with a prompt
-    for start in range(0, len(rows.lengths), rows_together):
-        sample = range(start, start + rows_together)
+    for start in range(0, len(rows.lengths), rows_per_sample):
+        sample = range(start, start + rows_per_sample)
         more = sum(rows.lengths[row] - rows.shared[row] for row in sample)
         if rows.shared[start] and num_tokens + more <= most:
             samples[last] += sample

@@ -25,7 +25,7 @@ from abrun.models import save_network
 from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
 from abrun.rl.metrics import MetricParts, merge, merge_keys
-from abrun.rl.values import right_shifted
+from abrun.rl.values import shift_right
 
 Routed = TypeVar("Routed")  # what the routers of a mixture of experts did with a micro-batch
 Balance = tuple[float, Load]  # the auxiliary loss's coefficient, and the global batch's load
@@ -249,4 +249,4 @@ class ValueBackend(TrainedModel):
     def _in_rows(self, values: Tensor, packing: Packing | None) -> Tensor:
         """Return a stream's values as rows [b, s], shifted as rows, so that no sequence sees another's."""
         values = packing.unpack(packing.whole(values)) if packing else values
-        return right_shifted(values) if self.right_shift else values
+        return shift_right(values) if self.right_shift else values

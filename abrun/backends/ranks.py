@@ -217,7 +217,7 @@ def _meet(timeout: timedelta) -> Store:
 
     That one serves it at the socket that an agent has given it, if any.
     """
-    listening = os.environ.pop(progress.LISTENING, None)
+    listening = os.environ.pop(progress.LISTENING_FD_VARIABLE, None)
     if listening is not None:
         os.set_inheritable(int(listening), False)  # what this rank starts does not keep the port
     torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -247,4 +247,4 @@ def lost_ranks(error: RuntimeError, timeout: timedelta) -> Reason | None:
     if not re.search(LOST, said):
         return None
     waited_s = timeout.total_seconds() if "imed out" in said else None
-    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.doing(), error=said[:300])
+    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.current_activity(), error=said[:300])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def outlives_output(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         if not (options.get("dry_run") or options.get("as_json")):
-            outlive_output()
+            ignore_output_errors()
         return command(*args, **options)
 
     return wrapped

@@ -32,19 +32,24 @@ def faults(
     """
     from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault
     from abrun.recipe.refusals import validated
-    from abrun.report.injected import details, library, library_json, of_algorithms
+    from abrun.report.injected import (
+        fault_algorithms_text,
+        fault_library_json,
+        fault_library_table,
+        fault_lines,
+    )
 
     chosen = FAULTS
     if name is not None:
         chosen = (LIBRARY[validated(InjectedFault, {"name": name}, "abrun faults").name],)
     if as_json:
-        print(json.dumps(library_json(chosen), indent=1))
+        print(json.dumps(fault_library_json(chosen), indent=1))
     elif name is not None:
-        for line in details(chosen[0]):
+        for line in fault_lines(chosen[0]):
             console().say(line)
     else:
-        console().print(library())
-        said = f"{of_algorithms()} With settings, sizes and sources: abrun faults NAME"
+        console().print(fault_library_table())
+        said = f"{fault_algorithms_text()} With settings, sizes and sources: abrun faults NAME"
         console().say(said)
 
 
@@ -66,7 +71,7 @@ def samples(
         abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
     from abrun.recorded.samples import pair_samples, read_run_samples
-    from abrun.report.samples import samples_shown
+    from abrun.report.samples import render_samples
 
     names = [run] if against is None else [run, against]
     left, right = (read_run_samples(_folder_of(each, runs_dir)) for each in (run, against or run))
@@ -74,7 +79,7 @@ def samples(
     if not pairs:
         kept = ", ".join(map(str, left)) or "none (keep_samples: null keeps none)"
         raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
-    console().print(samples_shown(names, pairs))
+    console().print(render_samples(names, pairs))
     if against is not None and not any(pair.left and pair.right for pair in pairs):
         console().print(
             "No prompt was kept by both: runs of one seed draw the same prompts, and others do not.",
@@ -142,16 +147,16 @@ def _say_what_was_caught(
 ) -> None:
     """Judge the injected faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
-    from abrun.report.injected import advice, caught_sentence, table, write_sensitivity
+    from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
     from abrun.verdict.injected import sensitivity as judge_faults
 
     found = judge_faults(load_experiment(experiment_dir))
     if found is None:
         raise RecipeError(Code.NO_FAULT_CAN_BE_INJECTED(recipe=recipe.name))
-    screen.print(table(found, paired=recipe.compare.paired))
+    screen.print(sensitivity_table(found, paired=recipe.compare.paired))
     for fault, lacks in not_injected.items():
         screen.say(f"not injected: {fault}, which {lacks}")
-    for line in (*advice(found), caught_sentence(found, paired=recipe.compare.paired)):
+    for line in (*advice_lines(found), caught_sentence(found, paired=recipe.compare.paired)):
         screen.say(line)
     report = experiment_dir / "report"
     path = write_sensitivity(found, not_injected, report, experiment_dir.name, recipe.compare)

@@ -174,7 +174,7 @@ def status(
         print_json(live.status_json(runs_dir, asked, queued_jobs))
         return
     if experiment is None:
-        screen.print(live.status_of_experiments(runs_dir, queued_jobs))
+        screen.print(live.render_experiments(runs_dir, queued_jobs))
         return
     experiment_dir = find_experiment(experiment, runs_dir)
     views = live.ExperimentReader(experiment_dir, queued_jobs).read()
@@ -212,7 +212,7 @@ def logs(
     from abrun.launch.cluster import queued_jobs
 
     path = runs_dir / run
-    for part in live.log_of(path if is_directory(path) else Path(run), queued_jobs, follow=follow):
+    for part in live.read_log(path if is_directory(path) else Path(run), queued_jobs, follow=follow):
         sys.stdout.write(part)
         sys.stdout.flush()
 
@@ -226,9 +226,9 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun sync quickstart
     """
     from abrun.runs.experiment import find_experiment
-    from abrun.wandb_sync.sync import sync as send
+    from abrun.wandb_sync.sync import sync_experiment
 
-    send(find_experiment(experiment, runs_dir), print)
+    sync_experiment(find_experiment(experiment, runs_dir), print)
 
 
 def _show_memory(screen: "Terminal", plan: "Plan", asked: str | None) -> None:

@@ -118,9 +118,9 @@ def compare(
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
     from abrun.recorded.sources import find_stored_experiment
-    from abrun.wandb_sync.report import upload
+    from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))))
+    print(shown(upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))))
 
 
 Budget = Annotated[
@@ -322,7 +322,7 @@ def plan(
     from abrun.launch.stages import until_decided
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
-    from abrun.report.planning import other_than_measured, plan_json, plan_report
+    from abrun.report.planning import pilot_differences_text, plan_json, render_plan
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
@@ -342,12 +342,12 @@ def plan(
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
         _refuse_without_pairs(measured, assuming)
-    if otherwise := measured and other_than_measured(loaded, measured):
+    if otherwise := measured and pilot_differences_text(loaded, measured):
         complain(otherwise)
     if as_json:
         print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
         return
-    report = plan_report(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
+    report = render_plan(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
     console().print(report)
 
 

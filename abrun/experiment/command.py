@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from abrun.processes import MODULE, RUN_DIR
+from abrun.processes import MODULE_OPTIONS, RUN_DIR_VARIABLE
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.implementations import BACKENDS
 from abrun.recipe.run import OwnRunConfig, RunConfig
@@ -26,7 +26,7 @@ class Meeting:
 def command_of(directory: Path, config: RunConfig, meeting: Meeting | None = None) -> list[str]:
     """The command of one run on a node: our own trainer's agent of its ranks, a foreign one's follower."""
     if isinstance(config, CommandRunConfig):
-        return [sys.executable, *MODULE, "abrun.external", str(directory)]
+        return [sys.executable, *MODULE_OPTIONS, "abrun.external", str(directory)]
     return ranks(directory, config, config.cluster.ranks_per_node, meeting=meeting)
 
 
@@ -42,7 +42,7 @@ def ranks(
     limits = config.limits
     bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
     bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
-    agent = [sys.executable, *MODULE, AGENT, "--ranks", str(num_ranks)]
+    agent = [sys.executable, *MODULE_OPTIONS, AGENT, "--ranks", str(num_ranks)]
     if meeting:
         bounds += ["--nodes", str(config.cluster.nodes), "--node", str(meeting.node)]
         bounds += ["--meet", meeting.address, "--grace-s", str(meeting.grace_s)]
@@ -64,7 +64,10 @@ def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> d
     cores, unless the user's environment says otherwise; its variables are its follower's to fill in.
     """
     own = isinstance(config, OwnRunConfig)
-    marks = {RUN_DIR: os.path.realpath(directory), "SPT_NOENV": "1"}  # setproctitle would overwrite them
+    marks = {
+        RUN_DIR_VARIABLE: os.path.realpath(directory),
+        "SPT_NOENV": "1",
+    }  # setproctitle would overwrite them
     inherited = {**os.environ, **(config.trainer.env if own else {}), "PYTHONUNBUFFERED": "1", **marks}
     if (
         own and sys.platform == "linux" and config.cluster.nodes == 1

@@ -19,7 +19,7 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.experiment.preflight.model_files import missing_of_hub
 from abrun.extras import lacking
 from abrun.messages.records import print_reason, printed_reason
-from abrun.processes import MODULE, end_all, end_group, processes_of, start
+from abrun.processes import MODULE_OPTIONS, end_group, find_run_processes, kill_all, start_process
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
@@ -61,7 +61,9 @@ def probe_alone(
     """
     if why := missing_of_hub(config, hub_refusal):
         raise ProbeRefused(why)
-    return _rows(module, [sys.executable, *MODULE, module, str(directory)], directory, (), config, job)
+    return _rows(
+        module, [sys.executable, *MODULE_OPTIONS, module, str(directory)], directory, (), config, job
+    )
 
 
 def _rows(
@@ -119,10 +121,10 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
     log = directory / LOG
     with wrap_write_errors(log), open_log(log) as output:
         output.truncate(0)
-        process = start(
+        process = start_process(
             argv,
             env,
-            dies_by=signal.SIGTERM,
+            death_signal=signal.SIGTERM,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -133,7 +135,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
             end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
             raise
         finally:
-            end_all(lambda: processes_of(directory))
+            kill_all(lambda: find_run_processes(directory))
             process.kill()
             process.wait()
 

@@ -1,1 +1,1 @@
-"""Runs that a foreign command trains: started, followed and recorded as if our own trainer had made them."""
+"""Runs of a foreign trainer's command: started, followed and recorded like runs of abrun's own trainer."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.external.run import run
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.runs.endings import write_ending
 from abrun.runs.rundir import RunDir
 
@@ -24,5 +24,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

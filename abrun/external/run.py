@@ -1,4 +1,4 @@
-"""One run of a foreign trainer from its config.json to its result.json."""
+"""One run of a foreign trainer, from its config.json to its result.json."""
 
 import contextlib
 import os
@@ -10,28 +10,28 @@ from dataclasses import asdict
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.external.environment import describe
-from abrun.external.follower import Follower
+from abrun.external.environment import describe_environment
+from abrun.external.follower import MetricsFollower
 from abrun.processes import (
-    RUN_DIR,
-    Awake,
+    RUN_DIR_VARIABLE,
+    PauseDetector,
     Popen,
     StopRequests,
     adopt_orphans,
-    below,
-    end_all,
+    catch_stop_signals,
+    count_oom_kills,
     end_group,
-    ending_of,
-    oom_kills,
-    processes_of,
-    reap_adopted,
-    shell_code,
-    start,
-    stopping_signals,
-    wait,
+    ending_reason,
+    find_descendants,
+    find_run_processes,
+    kill_all,
+    reap_orphans,
+    shell_exit_code,
+    start_process,
+    wait_for_exit,
 )
-from abrun.processes.capture import capped
-from abrun.processes.progress import LAST_STEPS, patience
+from abrun.processes.capture import capture_output
+from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig, invocation, values_of
 from abrun.recipe.experiment import stored_run
@@ -41,19 +41,22 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 
 POLL_S = 1.0
-GRACE_S = 30.0  # launchers wait 35 s before they kill
-PATIENCE = 10  # times the longest step so far, before a command counts as hanging
+# Launchers wait 35 s before they kill.
+GRACE_S = 30.0
+# A command counts as hanging after this multiple of its longest step so far.
+STALL_FACTOR = 10
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
-FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124  # exit codes, as of abrun.train and its agent
+# Exit codes, the same as those of abrun.train and its agent.
+FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
 
 
 def run(directory: Path) -> int:
-    """Train to the end, or until SIGTERM; returns an exit code. What happened stands in the run directory.
+    """Train to the end or until SIGTERM, record the outcome in the run directory, and return an exit code.
 
-    Raises an AbrunError where that cannot be written, or the run directory is not a foreign trainer's.
+    Raises an AbrunError if the run directory cannot be written or is not a foreign trainer's.
     """
-    here = RunDir(directory)
-    record = here.record()
+    run_dir = RunDir(directory)
+    record = run_dir.record()
     config = stored_run(record.config, str(directory))
     if not isinstance(config, CommandRunConfig):
         raise LaunchError(
@@ -61,9 +64,9 @@ def run(directory: Path) -> int:
         )
     hide_secrets_of(os.environ)
     hide_values(values_of(config, os.environ))
-    writer = here.begin_attempt()
+    writer = run_dir.begin_attempt()
     try:
-        return _Run(here, config, record, writer).run()
+        return _Run(run_dir, config, record, writer).run()
     except FencedError:
         raise
     except AbrunError as error:
@@ -72,132 +75,140 @@ def run(directory: Path) -> int:
 
 
 class _Run:
-    """The parts of one run that its phases share."""
+    """State that the phases of one run share."""
 
-    def __init__(self, here: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter) -> None:
-        name, run_dir = record.name, os.path.abspath(here.path)
-        self._filled = invocation(
+    def __init__(
+        self, run_dir: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter
+    ) -> None:
+        name, run_path = record.name, os.path.abspath(run_dir.path)
+        self._call = invocation(
             config,
             experiment=record.experiment,
             arm=name.arm,
             seed=name.seed,
             rerun=name.rerun,
-            run_dir=run_dir,
+            run_dir=run_path,
             environment=os.environ,
         )
-        self._here = here
+        self._run_dir = run_dir
         self._config = config
         self._writer = writer
         self._log_start = 0
-        self._oom_kills = oom_kills()
-        self._follower = Follower(
-            config.trainer.metrics, Path(self._filled.metrics_path), config.trainer.aliases, here
+        self._oom_kills = count_oom_kills()
+        self._follower = MetricsFollower(
+            config.trainer.metrics, Path(self._call.metrics_path), config.trainer.aliases, run_dir
         )
         self._env = {
             **os.environ,
-            **self._filled.env,
+            **self._call.env,
             "ABRUN_SEED": str(name.seed),
             "ABRUN_ARM": name.arm,
-            RUN_DIR: os.path.realpath(run_dir),
+            RUN_DIR_VARIABLE: os.path.realpath(run_path),
             "ABRUN_ATTEMPT": str(writer.attempt),
         }
-        self._began_s = self._stepped_s = time.monotonic()
+        self._started_s = self._last_step_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
-        self._awake = Awake()
+        self._pauses = PauseDetector()
 
     def run(self) -> int:
-        filled, trainer, writer = self._filled, self._config.trainer, self._writer
-        self._follower.skip(self._here.metrics_reader().read())
+        call, trainer, writer = self._call, self._config.trainer, self._writer
+        self._follower.mark_written(self._run_dir.metrics_reader().read())
         cores = self._config.cluster.cpu_ranks
-        writer.environment(describe(filled.argv, trainer.python, trainer.versions_of, self._env, cores))
+        writer.environment(
+            describe_environment(call.argv, trainer.python, trainer.versions_of, self._env, cores)
+        )
         started = "resumed" if writer.attempt > 1 else "started"
-        writer.event(started, step=self._follower.last_step, command=shlex.join(filled.argv))
-        self._log_start = self._here.log_size()  # what comes now is the command's
+        writer.event(started, step=self._follower.last_step, command=shlex.join(call.argv))
+        # From here on, the log is the command's output.
+        self._log_start = self._run_dir.log_size()
         with (
-            stopping_signals() as requests,
-            capped(
-                self._here.log, int(self._config.limits.log_mib * 2**20), current_mask().hide_bytes
+            catch_stop_signals() as requests,
+            capture_output(
+                self._run_dir.log, int(self._config.limits.log_mib * 2**20), current_mask().hide_bytes
             ) as pass_on,
-            self._command() as process,
+            self._run_command() as process,
         ):
             pass_on()
-            status, ended_for = self._follow(process, requests)
+            status, stop_reason = self._follow(process, requests)
             if status is None:
-                end_group(process, GRACE_S, lambda: requests.insisted)
-        self._copy_metrics(ended=True)
+                end_group(process, GRACE_S, lambda: requests.is_forced)
+        self._copy_metrics(has_ended=True)
         if status is not None:
-            return self._conclude(status)
+            return self._record_end(status)
         step = self._follower.last_step
-        if ended_for:
-            exit_code = TIMED_OUT if ended_for.code in LIMITS else FAILED
-            writer.fail(ended_for, exit_code=exit_code, step=step)
+        if stop_reason:
+            exit_code = TIMED_OUT if stop_reason.code in LIMITS else FAILED
+            writer.fail(stop_reason, exit_code=exit_code, step=step)
             return exit_code
-        writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first)
+        writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first_signal)
         return INTERRUPTED
 
     def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, Reason | None]:
-        """Copy metrics while the command runs; its exit status, or else why it is ended."""
-        while (status := wait(process, POLL_S, lambda: requests.first)) is None and requests.first is None:
-            reap_adopted({process.pid})
+        """Copy metrics while the command runs. Return its exit status, or else the reason to end it."""
+        while (
+            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
+        ) is None and requests.first_signal is None:
+            reap_orphans({process.pid})
             self._copy_metrics()
-            problem = self._overdue() or self._follower.mistaken_alias
+            problem = self._find_exceeded_limit() or self._follower.mistaken_alias
             if problem:
                 return None, problem
         return status, None
 
-    def _overdue(self) -> Reason | None:
-        """Which limit the command has passed."""
+    def _find_exceeded_limit(self) -> Reason | None:
+        """Return the limit that the command has exceeded, or None."""
         limits, now = self._config.limits, time.monotonic()
-        if limits.run_s and now - self._began_s > limits.run_s:
+        if limits.run_s and now - self._started_s > limits.run_s:
             return Code.TIME_LIMIT_REACHED(limit_s=limits.run_s)
-        silent_s = now - max(self._stepped_s, self._awake.since_s())
-        if silent_s > max(self._config.stalled_s, PATIENCE * self._longest_step_s):
+        silent_s = now - max(self._last_step_s, self._pauses.running_since_s())
+        if silent_s > max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s):
             step = self._follower.last_step
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
 
     @contextlib.contextmanager
-    def _command(self) -> Iterator[Popen]:
-        """The trainer in a process group of its own; at the end nothing is left of it."""
+    def _run_command(self) -> Iterator[Popen]:
+        """Run the trainer in its own process group; kill everything that is left of it at the end."""
         adopt_orphans()
         try:
-            process = start(self._filled.argv, self._env, dies_by=signal.SIGKILL, process_group=0)
+            process = start_process(self._call.argv, self._env, death_signal=signal.SIGKILL, process_group=0)
         except OSError as error:
-            command = self._filled.argv[0]
+            command = self._call.argv[0]
             raise LaunchError(Code.COMMAND_NOT_STARTED(command=command, error=str(error.strerror))) from None
         try:
             yield process
         finally:
-            end_all(lambda: below(os.getpid()) | processes_of(self._here.path))
+            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(self._run_dir.path))
             process.wait()
 
-    def _copy_metrics(self, *, ended: bool = False) -> None:
+    def _copy_metrics(self, *, has_ended: bool = False) -> None:
         self._writer.check_fence()
         if self._writer.has_lost_rows:
             self._writer.rewrite_metrics(self._follower.rows)
-        for step, row in self._follower.new_rows(ended=ended):
+        for step, row in self._follower.new_rows(has_ended=has_ended):
             self._writer.metrics(step, row)
         step = self._follower.last_step
-        if step > self._step:  # a sign of life; a log that grows is none
+        # Only a new step counts as progress, not a growing log.
+        if step > self._step:
             now = time.monotonic()
             if self._step:
-                took_s = now - max(self._stepped_s, self._awake.since_s())
-                self._longest_step_s = max(self._longest_step_s, took_s)
-                self._steps_s = [*self._steps_s[1 - LAST_STEPS :], took_s]
-            self._step, self._stepped_s = step, now
-            # What a command validates or saves, it does not say: its longest step may have had some of that
-            patience_s = max(patience(self._steps_s), 2 * self._longest_step_s)
+                step_time_s = now - max(self._last_step_s, self._pauses.running_since_s())
+                self._longest_step_s = max(self._longest_step_s, step_time_s)
+                self._steps_s = [*self._steps_s[1 - MAX_STEPS :], step_time_s]
+            self._step, self._last_step_s = step, now
+            # A command does not report validation or saving, so its longest step may include either.
+            patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
             self._writer.heartbeat(step, min(patience_s, self._config.stalled_s))
 
-    def _conclude(self, status: int) -> int:
+    def _record_end(self, status: int) -> int:
         step = self._follower.last_step
-        problem = self._problem(status)
+        problem = self._find_problem(status)
         if problem:
-            exit_code = shell_code(status) or FAILED
+            exit_code = shell_exit_code(status) or FAILED
             self._writer.fail(problem, exit_code=exit_code, step=step)
             return exit_code
-        notes = [f"no metric {name!r}, which aliases name" for name in self._follower.never_logged]
+        notes = [f"aliases: the log has no metric {name!r}" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
         texts = {metric: asdict(values) for metric, values in self._follower.text_values.items()}
@@ -205,20 +216,20 @@ class _Run:
         self._writer.finish(step, content, **({"message": "; ".join(notes)} if notes else {}))
         return 0
 
-    def _problem(self, status: int) -> Reason | None:
-        """Why a command that has ended did not make a run."""
+    def _find_problem(self, status: int) -> Reason | None:
+        """Return why a command that has ended did not produce a complete run, or None."""
         if status:
-            printed = self._here.read_log(self._log_start)
-            ending = ending_of(status, printed, self._oom_kills)
-            return Code.SEE_LOG(ending=ending, log=self._here.log)
-        if not self._follower.found:
+            printed = self._run_dir.read_log(self._log_start)
+            ending = ending_reason(status, printed, self._oom_kills)
+            return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
+        if not self._follower.has_metrics:
             metrics = self._config.trainer.metrics
             return Code.NO_METRICS(
                 format=metrics.format,
-                path=self._filled.metrics_path,
+                path=self._call.metrics_path,
                 problem=self._follower.problem,
                 notes=self._follower.notes,
-                log=self._here.log,
+                log=self._run_dir.log,
             )
         problem = self._follower.problem
         return Code.METRICS_UNREADABLE(problem=problem) if problem else None

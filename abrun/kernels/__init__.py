@@ -14,10 +14,10 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from .head import Head, HeadOptions, resolve_head
+from .head import HeadOptions, ResolvedHead, resolve_head
 from .linear import LinearLogprobs, LinearPolicyLoss, Tiles, TokenLoss
 from .logits import dense_logprobs
-from .products import project
+from .matmul import project
 from .torch_tiles import TorchTiles
 
 __all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "TokenLoss", "linear_logprobs", "linear_policy_loss", "project"]
@@ -135,7 +135,7 @@ def _logprobs(
     tokens: Tensor,  # [N, H]
     weight: Tensor,
     targets: Tensor,  # [N]
-    head: Head,
+    head: ResolvedHead,
     tiles: Tiles | None,
     entropy: bool,
     entropy_gradient: bool,
@@ -151,7 +151,7 @@ def _logprobs(
     )
 
 
-def _tiles(impl: str, head: Head, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
+def _tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
     """How `impl` works on its tiles of logits; None where it has none."""
     if memory_budget_bytes < 1:
         raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; it is at least 1")

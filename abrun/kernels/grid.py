@@ -13,7 +13,7 @@ ALIGNMENT = 256
 # of an H200 it takes a sixth longer a token with 1,408 or 1,664 tokens than with 1,024 or 1,536.
 WHOLE_ROW_ALIGNMENT = 512
 # The sums, the gradient's coefficients and what these are made of.
-BYTES_A_TOKEN = 128
+BYTES_PER_TOKEN = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,10 @@ class Cost:
     row: float = 0.0
     logit: float = 0.0
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(token=self.token + other.token, row=self.row + other.row, logit=self.logit + other.logit)
+    def __add__(self, addend: "Cost") -> "Cost":
+        return Cost(
+            token=self.token + addend.token, row=self.row + addend.row, logit=self.logit + addend.logit
+        )
 
 
 def make_grid(
@@ -46,7 +48,7 @@ def make_grid(
     cost: Cost,
     budget_bytes: int,
     chunk_size: int | None = None,
-    widest_chunk: float = math.inf,
+    max_chunk: float = math.inf,
 ) -> Grid:
     """The largest tiles, and then the largest chunks, that the budget allows; `chunk_size` fixes the chunks.
 
@@ -55,30 +57,32 @@ def make_grid(
     budget, and to no more rows than a tile has tokens: thin strips would read each factor again and again. A
     piece is never less than one token or one row.
     """
-    budget = _left_of(budget_bytes, num_tokens)
+    budget = _remaining_budget(budget_bytes, num_tokens)
     width = min(chunk_size or _preferred_width(cost, budget), max(num_rows, 1))
-    most = (budget - width * cost.row) / (cost.token + width * cost.logit)
-    tiles = _pieces(num_tokens, min(most, budget / 2 / cost.token) if cost.token else most, ALIGNMENT)
+    max_length = (budget - width * cost.row) / (cost.token + width * cost.logit)
+    tiles = _split_evenly(
+        num_tokens, min(max_length, budget / 2 / cost.token) if cost.token else max_length, ALIGNMENT
+    )
     if chunk_size is not None:
-        return Grid(tiles=tiles, chunks=_pieces(num_rows, chunk_size, 1))
-    tile_size = max(size_of_largest(tiles), 1)
-    most = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
-    return Grid(tiles=tiles, chunks=_pieces(num_rows, min(most, widest_chunk), ALIGNMENT))
+        return Grid(tiles=tiles, chunks=_split_evenly(num_rows, chunk_size, 1))
+    tile_size = max(longest_slice(tiles), 1)
+    max_length = (budget - tile_size * cost.token) / (cost.row + tile_size * cost.logit)
+    return Grid(tiles=tiles, chunks=_split_evenly(num_rows, min(max_length, max_chunk), ALIGNMENT))
 
 
 def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int) -> Grid:
     """Tiles whose logits over all rows are held at once; chunks only where rows cost something."""
-    budget = _left_of(budget_bytes, num_tokens)
-    chunks = _pieces(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
-    most = (budget - size_of_largest(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
-    alignment = WHOLE_ROW_ALIGNMENT if most >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
-    return Grid(tiles=_pieces(num_tokens, most, alignment), chunks=chunks)
+    budget = _remaining_budget(budget_bytes, num_tokens)
+    chunks = _split_evenly(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
+    max_length = (budget - longest_slice(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
+    alignment = WHOLE_ROW_ALIGNMENT if max_length >= 2 * WHOLE_ROW_ALIGNMENT else ALIGNMENT
+    return Grid(tiles=_split_evenly(num_tokens, max_length, alignment), chunks=chunks)
 
 
-def _left_of(budget_bytes: int, num_tokens: int) -> float:
+def _remaining_budget(budget_bytes: int, num_tokens: int) -> float:
     """What the pieces may take beside what all tokens need however they are cut; half of the budget at least,
     since no cut would bring it back within its bounds."""
-    return max(budget_bytes - num_tokens * BYTES_A_TOKEN, budget_bytes / 2)
+    return max(budget_bytes - num_tokens * BYTES_PER_TOKEN, budget_bytes / 2)
 
 
 def _preferred_width(cost: Cost, budget: float) -> float:
@@ -87,16 +91,16 @@ def _preferred_width(cost: Cost, budget: float) -> float:
     return min(PREFERRED_CHUNK, max(by_rows, 1), max(math.sqrt(budget / cost.logit), 1))
 
 
-def size_of_largest(pieces: list[slice]) -> int:
-    return max((piece.stop - piece.start for piece in pieces), default=0)
+def longest_slice(slices: list[slice]) -> int:
+    return max((part.stop - part.start for part in slices), default=0)
 
 
-def _pieces(total: int, most: float, alignment: int) -> list[slice]:
+def _split_evenly(total: int, max_length: float, alignment: int) -> list[slice]:
     """The fewest pieces of at most `most`: about equal, at multiples of the alignment if they can be."""
-    if total <= most:
+    if total <= max_length:
         return [slice(0, total)] if total else []
-    unit = alignment if most >= alignment else 1
+    unit = alignment if max_length >= alignment else 1
     num_units = -(-total // unit)
-    num_pieces = -(-num_units // max(int(most) // unit, 1))
-    cuts = [num_units * piece // num_pieces * unit for piece in range(num_pieces)] + [total]
-    return [slice(*cut) for cut in pairwise(cuts)]
+    num_slices = -(-num_units // max(int(max_length) // unit, 1))
+    bounds = [num_units * index // num_slices * unit for index in range(num_slices)] + [total]
+    return [slice(*cut) for cut in pairwise(bounds)]

@@ -14,7 +14,7 @@ LOWEST_LOGIT = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class ResolvedHead:
     """A logit is z = outer * u, where u is the projection's output or, under a softcap, tanh(inner * output).
 
     Logits are compared as u, and only their differences from the largest are scaled: at a low temperature z
@@ -44,7 +44,7 @@ class Head:
     def ignored(self, target: Tensor) -> Tensor:
         return target == self.ignore_index
 
-    def out_of_vocabulary(self, target: Tensor) -> Tensor:
+    def is_out_of_vocabulary(self, target: Tensor) -> Tensor:
         """Targets that no shard has. Every rank knows the vocabulary's size, so ranks agree without
         asking."""
         return (target < 0) | (target >= self.vocab_size)
@@ -82,7 +82,7 @@ def resolve_head(
     head_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
-) -> Head:
+) -> ResolvedHead:
     """Check that the arguments fit together, and find this rank's rows among the shards.
 
     Collective over the group, if there is one. What ranks must have alike is compared first, so that no later
@@ -90,7 +90,7 @@ def resolve_head(
     """
     num_shards = 1 if group is None else dist.get_world_size(group)
     if group is not None and num_shards > 1:
-        _check_alike(weight, target, vocab_size, group)
+        _check_same_on_ranks(weight, target, vocab_size, group)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden, weight: got {list(hidden.shape)} and {list(weight.shape)}; need [..., H] and [V, H]"
@@ -109,14 +109,14 @@ def resolve_head(
         raise ValueError(f"logit_softcap: got {logit_softcap}; it is greater than 0, or None for no cap")
     shard = 0 if group is None else dist.get_rank(group)
     shard_rows = weight.shape[0]
-    all_rows = num_shards * shard_rows
-    true_size = all_rows if vocab_size is None else vocab_size
-    if not 0 < true_size <= all_rows:
+    total_rows = num_shards * shard_rows
+    true_size = total_rows if vocab_size is None else vocab_size
+    if not 0 < true_size <= total_rows:
         raise ValueError(
-            f"vocab_size: got {true_size}; it is from 1 to the weight's {all_rows} rows over all shards"
+            f"vocab_size: got {true_size}; it is from 1 to the weight's {total_rows} rows over all shards"
         )
     first_row = shard * shard_rows
-    return Head(
+    return ResolvedHead(
         **_resolve_dtypes(head_dtype or weight.dtype, logits_dtype),
         temperature=temperature,
         logit_scale=logit_scale,
@@ -142,7 +142,7 @@ def _resolve_dtypes(projection: torch.dtype, logits_dtype: torch.dtype | None) -
     return {"projection_dtype": projection, "logits_dtype": logits, "result_dtype": result}
 
 
-_ALIKE = (  # what it is of, its unit, what is allowed
+_SAME_ON_RANKS = (  # what it is of, its unit, what is allowed
     ("weight", " rows", "equal, consecutive shards in rank order: pad the last and give vocab_size"),
     ("weight", " as hidden size", "the same on every rank"),
     ("target", " tokens", "the same tokens on every rank"),
@@ -150,17 +150,19 @@ _ALIKE = (  # what it is of, its unit, what is allowed
 )
 
 
-def _check_alike(weight: Tensor, target: Tensor, vocab_size: int | None, group: ProcessGroup) -> None:
+def _check_same_on_ranks(weight: Tensor, target: Tensor, vocab_size: int | None, group: ProcessGroup) -> None:
     """Raises the same ValueError on every rank where one has other sizes than the rest.
 
     One small all_gather, whose result the host waits for. Remembering what was once found alike would not do:
     a rank that asks again would wait for the others, which do not.
     """
     rows, hidden_size = weight.shape if weight.dim() == 2 else (0, 0)
-    mine = torch.tensor([rows, hidden_size, target.numel(), vocab_size or 0], device=weight.device)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
-    for sizes, (name, unit, need) in zip(torch.stack(everyones, dim=1).tolist(), _ALIKE, strict=True):
+    local_sizes = torch.tensor([rows, hidden_size, target.numel(), vocab_size or 0], device=weight.device)
+    sizes_by_rank = [torch.empty_like(local_sizes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes_by_rank, local_sizes, group=group)
+    for sizes, (name, unit, need) in zip(
+        torch.stack(sizes_by_rank, dim=1).tolist(), _SAME_ON_RANKS, strict=True
+    ):
         if len(set(sizes)) > 1:
             got = ", ".join(map(str, sizes)) + unit
             raise ValueError(f"{name}: got {got} on the ranks of the vocabulary group; need {need}")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .grid import Cost, Grid, make_grid, make_whole_row_grid
-from .head import Head
-from .products import add_product
+from .head import ResolvedHead
+from .matmul import add_matmul
 from .softmax import LogitGradient, SoftmaxSums, Targets
 
 # Rows that one product sums into d_hidden where its factors are wide too: a float32 sum of parts errs less
 # than one over all the vocabulary. The rounding of 16-bit factors hides that.
-WIDEST_SUM = 32768
+MAX_SUMMED_ROWS = 32768
 
 # (log-probs [n], entropies [n] or None, which of the N tokens) -> losses [n]
 TokenLoss = Callable[[Tensor, Any, slice], Tensor]
@@ -32,7 +32,7 @@ class Tiles(Protocol):
 
     sums_cost: Cost
     gradient_cost: Cost
-    kept_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
+    saved_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
 
     def add(
         self,
@@ -53,8 +53,8 @@ class Tiles(Protocol):
         """The gradient [n, v] of the projection's output, in the projection's dtype."""
         ...
 
-    def gradient_of_kept(
-        self, gradient: LogitGradient, kept: Any, num_rows: int, target: Tensor, first_row: int
+    def gradient_from_saved(
+        self, gradient: LogitGradient, saved: Any, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
         """The same without a product; what was kept is overwritten."""
         ...
@@ -73,21 +73,21 @@ class LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V/P, H]
         target: Tensor,  # [N]
-        head: Head,
+        head: ResolvedHead,
         tiles: Tiles,
         entropy: bool,
         entropy_gradient: bool,
         chunk_size: int | None,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
-        cost = tiles.sums_cost + _cost_of_copies(hidden, weight, head)
+        cost = tiles.sums_cost + _copy_cost(hidden, weight, head)
         grid = make_grid(len(hidden), head.num_rows, cost, budget_bytes, chunk_size)
-        sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
+        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.of(target, head)
         for tile in grid.tiles:
-            tokens = _operand(hidden[tile], head)
+            tokens = _as_operand(hidden[tile], head)
             for chunk in grid.chunks:
-                place = target[tile], head.first_row + chunk.start
-                tiles.add(sums[tile], tokens, _operand(weight[chunk], head), *place)
+                target_rows = target[tile], head.first_row + chunk.start
+                tiles.add(sums[tile], tokens, _as_operand(weight[chunk], head), *target_rows)
             del tokens  # before the next tile's copy is made
         sums.reduce_over_shards(targets, head)
         # Kept only where a gradient is wanted: without one autograd drops the context.
@@ -110,17 +110,17 @@ class LinearLogprobs(torch.autograd.Function):
             maximum=maximum, sum_exp=sum_exp, sum_exp_logit=sum_exp_logit, target_logit=target_logit
         )
         gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, Targets.of(target, head), head)
-        cost = tiles.gradient_cost + _cost_around(hidden, weight, head, ctx.needs_input_grad)
-        widest = WIDEST_SUM if head.projection_dtype == head.result_dtype else math.inf
+        cost = tiles.gradient_cost + _gradient_cost(hidden, weight, head, ctx.needs_input_grad)
+        widest = MAX_SUMMED_ROWS if head.projection_dtype == head.result_dtype else math.inf
         grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size, widest)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in grid.tiles:
                 gradients.start(tile, grid)
                 for chunk in grid.chunks:
-                    rows = _operand(weight[chunk], head)
-                    place = target[tile], head.first_row + chunk.start
-                    d_logits = tiles.gradient(gradient[tile], gradients.tokens, rows, *place)
+                    rows = _as_operand(weight[chunk], head)
+                    target_rows = target[tile], head.first_row + chunk.start
+                    d_logits = tiles.gradient(gradient[tile], gradients.tokens, rows, *target_rows)
                     gradients.add(chunk, rows, d_logits)
                     del rows, d_logits  # before the next chunk's are made
                 gradients.finish()
@@ -140,30 +140,36 @@ class LinearPolicyLoss(torch.autograd.Function):
         weight: Tensor,  # [V/P, H]
         target: Tensor,  # [N]
         token_loss: TokenLoss,
-        head: Head,
+        head: ResolvedHead,
         tiles: Tiles,
         entropy: bool,
         entropy_gradient: bool,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
-        grid = _one_pass_grid(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
-        sums, targets = SoftmaxSums.of_nothing(target, head, entropy=entropy), Targets.of(target, head)
+        grid = _make_one_pass_grid(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
+        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.of(target, head)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
         for tile in grid.tiles:
             gradients.start(tile, grid)
-            kept = []
+            saved = []
             for chunk in grid.chunks:
-                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                kept.append(tiles.add(sums[tile], gradients.tokens, rows, *place, keep=True))
+                rows, target_rows = (
+                    _as_operand(weight[chunk], head),
+                    (target[tile], head.first_row + chunk.start),
+                )
+                saved.append(tiles.add(sums[tile], gradients.tokens, rows, *target_rows, keep=True))
                 del rows  # before the next chunk's copy is made
             sums[tile].reduce_over_shards(targets[tile], head)
             logprobs, entropies = sums[tile].results(targets[tile])
-            tile_loss, g, h = _loss_of(token_loss, logprobs, entropies, tile, entropy_gradient)
+            tile_loss, g, h = _differentiate_loss(token_loss, logprobs, entropies, tile, entropy_gradient)
             gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
             for chunk in grid.chunks:
-                rows, place = _operand(weight[chunk], head), (target[tile], head.first_row + chunk.start)
-                d_logits = tiles.gradient_of_kept(gradient, kept.pop(0), len(rows), *place)
+                rows, target_rows = (
+                    _as_operand(weight[chunk], head),
+                    (target[tile], head.first_row + chunk.start),
+                )
+                d_logits = tiles.gradient_from_saved(gradient, saved.pop(0), len(rows), *target_rows)
                 gradients.add(chunk, rows, d_logits)
                 del rows, d_logits
             gradients.finish()
@@ -180,7 +186,9 @@ class LinearPolicyLoss(torch.autograd.Function):
             raise RuntimeError(
                 "linear_policy_loss: its gradients were handed out by an earlier backward pass"
             )
-        scaled = [None if one is None else ctx.tiles.scale(one, grad_loss) for one in ctx.gradients]
+        scaled = [
+            None if gradient is None else ctx.tiles.scale(gradient, grad_loss) for gradient in ctx.gradients
+        ]
         ctx.gradients = None
         return *scaled, *(None,) * 7
 
@@ -193,7 +201,7 @@ def _refuse_second_derivatives() -> None:
         )
 
 
-def _loss_of(
+def _differentiate_loss(
     token_loss: TokenLoss, logprobs: Tensor, entropies: Tensor | None, tile: slice, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The tile's loss [], and its gradients by the log-probs [n] and the entropies [n]."""
@@ -219,7 +227,7 @@ class _Gradients:
     """The gradients of hidden and weight, where they are wanted, from those of the logits."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, head: Head, needs_input_grad: tuple[bool, ...]
+        self, hidden: Tensor, weight: Tensor, head: ResolvedHead, needs_input_grad: tuple[bool, ...]
     ) -> None:
         self._head, self._hidden = head, hidden
         self.d_hidden = torch.empty_like(hidden) if needs_input_grad[0] else None
@@ -229,7 +237,7 @@ class _Gradients:
 
     def start(self, tile: slice, grid: Grid) -> None:
         """Begin a tile: `tokens` is its hidden in the projection's dtype."""
-        self._tile, self.tokens = tile, _operand(self._hidden[tile], self._head)
+        self._tile, self.tokens = tile, _as_operand(self._hidden[tile], self._head)
         self._d_tokens = None  # the sum over the vocabulary; with a vocabulary group, over this shard
         if self.d_hidden is not None and len(grid.chunks) != 1:
             self._d_tokens = torch.zeros_like(self.tokens, dtype=self._head.result_dtype)
@@ -237,12 +245,12 @@ class _Gradients:
     def add(self, chunk: slice, rows: Tensor, d_logits: Tensor) -> None:
         wide = self._head.result_dtype
         if self._d_tokens is not None:
-            add_product(self._d_tokens, d_logits, rows, wide=wide)
+            add_matmul(self._d_tokens, d_logits, rows, wide=wide)
         elif self.d_hidden is not None:
-            add_product(self.d_hidden[self._tile], d_logits, rows, wide=wide, overwrite=True)
+            add_matmul(self.d_hidden[self._tile], d_logits, rows, wide=wide, overwrite=True)
         if self.d_weight is not None:
-            first = self._tile.start == 0
-            add_product(self.d_weight[chunk], d_logits.t(), self.tokens, wide=wide, overwrite=first)
+            is_first = self._tile.start == 0
+            add_matmul(self.d_weight[chunk], d_logits.t(), self.tokens, wide=wide, overwrite=is_first)
 
     def finish(self) -> None:
         if self.d_hidden is not None and self._d_tokens is not None:
@@ -250,54 +258,59 @@ class _Gradients:
         del self.tokens, self._d_tokens  # before the next tile's are made
 
 
-def _one_pass_grid(
+def _make_one_pass_grid(
     hidden: Tensor,
     weight: Tensor,
-    head: Head,
+    head: ResolvedHead,
     tiles: Tiles,
     budget_bytes: int,
     needs_input_grad: tuple[bool, ...],
 ) -> Grid:
     """Tiles of tokens that keep their logits over all rows; alike on every rank, since ranks reduce each."""
-    cost = tiles.kept_cost + _cost_around(hidden, weight, head, needs_input_grad, one_chunk=True)
+    cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad, one_chunk=True)
     if cost.row:
-        cost = tiles.kept_cost + _cost_around(hidden, weight, head, needs_input_grad)
+        cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad)
     return make_whole_row_grid(len(hidden), len(weight), cost, budget_bytes).without_padding(head.num_rows)
 
 
-def _operand(values: Tensor, head: Head) -> Tensor:
+def _as_operand(values: Tensor, head: ResolvedHead) -> Tensor:
     operand = values.to(head.projection_dtype).contiguous()
     if operand.stride(0) != operand.shape[1]:  # a single row is contiguous whatever its stride
         operand = operand.clone(memory_format=torch.contiguous_format)
     return operand
 
 
-def _cost_of_copies(hidden: Tensor, weight: Tensor, head: Head) -> Cost:
+def _copy_cost(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Cost:
     """Of the factors' copies, in the projection's dtype and contiguous, where they are not already."""
     copy = hidden.shape[1] * head.projection_dtype.itemsize
     return Cost(
-        token=copy * (not _is_plain(hidden, head)),
-        row=copy * (not _is_plain(weight, head)),
+        token=copy * (not _is_used_directly(hidden, head)),
+        row=copy * (not _is_used_directly(weight, head)),
     )
 
 
-def _cost_around(
-    hidden: Tensor, weight: Tensor, head: Head, needs_input_grad: tuple[bool, ...], *, one_chunk: bool = False
+def _gradient_cost(
+    hidden: Tensor,
+    weight: Tensor,
+    head: ResolvedHead,
+    needs_input_grad: tuple[bool, ...],
+    *,
+    one_chunk: bool = False,
 ) -> Cost:
     """Of the factors' copies, and of the gradients' sums where these are wider than the gradients."""
     wide = hidden.shape[1] * head.result_dtype.itemsize
     sums = Cost(
-        token=wide * needs_input_grad[0] * (not (one_chunk and _is_product(hidden, head))),
-        row=wide * needs_input_grad[1] * (not _is_product(weight, head)),
+        token=wide * needs_input_grad[0] * (not (one_chunk and _is_written_by_matmul(hidden, head))),
+        row=wide * needs_input_grad[1] * (not _is_written_by_matmul(weight, head)),
     )
-    return _cost_of_copies(hidden, weight, head) + sums
+    return _copy_cost(hidden, weight, head) + sums
 
 
-def _is_plain(factor: Tensor, head: Head) -> bool:
+def _is_used_directly(factor: Tensor, head: ResolvedHead) -> bool:
     """Whether a factor is used as it is."""
     return factor.dtype == head.projection_dtype and factor.is_contiguous()
 
 
-def _is_product(gradient: Tensor, head: Head) -> bool:
+def _is_written_by_matmul(gradient: Tensor, head: ResolvedHead) -> bool:
     """Whether a product can write this gradient by itself, with no wider copy."""
     return gradient.is_cuda and gradient.dtype in (head.projection_dtype, head.result_dtype)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .head import LOWEST_LOGIT, Head
-from .products import project
+from .head import LOWEST_LOGIT, ResolvedHead
+from .matmul import project
 
 # Entropies without a gradient take the rows in so many parts, each a sixteenth of a copy of the logits.
-ENTROPY_PARTS = 16
+ENTROPY_SPLITS = 16
 
 
 def dense_logprobs(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V/P, H]
     target: Tensor,  # [N]
-    head: Head,
+    head: ResolvedHead,
     *,
     entropy: bool,
     entropy_gradient: bool,
@@ -36,7 +36,7 @@ def dense_logprobs(
     logprobs = target_logit - sum_exp.log()
     # Outside the vocabulary the target's logit is the constant 0: what is left is the gradient of
     # -log(sum_exp).
-    logprobs = torch.where(head.out_of_vocabulary(target), logprobs - logprobs.detach(), logprobs)
+    logprobs = torch.where(head.is_out_of_vocabulary(target), logprobs - logprobs.detach(), logprobs)
     ignored = head.ignored(target)
     logprobs = logprobs.masked_fill(ignored, 0.0)
     if not entropy:
@@ -45,7 +45,7 @@ def dense_logprobs(
     return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
-def _shifted_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N, V/P]
+def _shifted_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
     """Logits less the largest of their row over all shards.
 
     The log of their exponentials' sum is then at least 0 and the target's logit at most 0, so no log-prob
@@ -58,7 +58,7 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N
     return shifted if head.outer == 1.0 else shifted * head.outer
 
 
-def _unscaled_logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:  # [N, V/P]
+def _unscaled_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
     factors = hidden.to(head.projection_dtype), weight[: head.num_rows].to(head.projection_dtype)
     output = project(*factors, head.logits_dtype).to(head.result_dtype)
     return output if head.logit_softcap is None else torch.tanh(output * head.inner)
@@ -70,21 +70,23 @@ def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) ->
     if differentiable:
         return (exponentials * logits).sum(1)
     with torch.no_grad():
-        pairs = zip(exponentials.tensor_split(ENTROPY_PARTS), logits.tensor_split(ENTROPY_PARTS), strict=True)
+        pairs = zip(
+            exponentials.tensor_split(ENTROPY_SPLITS), logits.tensor_split(ENTROPY_SPLITS), strict=True
+        )
         return torch.cat([(exponential * logit).sum(1) for exponential, logit in pairs])
 
 
-def _target_logit(shifted: Tensor, target: Tensor, head: Head) -> Tensor:
+def _target_logit(shifted: Tensor, target: Tensor, head: ResolvedHead) -> Tensor:
     """The target's logit where this shard has it and 0 elsewhere: summed over the shards it is on every
     rank."""
     if head.num_rows == 0:
         return shifted.sum(1)
     row = target - head.first_row
-    here = (row >= 0) & (row < head.num_rows)
+    is_local = (row >= 0) & (row < head.num_rows)
     starts = torch.arange(len(target), device=target.device) * head.num_rows
     # Unlike gather, index_select does not keep the logits for its backward pass.
-    picked = shifted.flatten().index_select(0, starts + row.clamp(0, head.num_rows - 1))
-    return picked.masked_fill(~here, 0.0)
+    target_logits = shifted.flatten().index_select(0, starts + row.clamp(0, head.num_rows - 1))
+    return target_logits.masked_fill(~is_local, 0.0)
 
 
 class _SumOverShards(torch.autograd.Function):
@@ -92,7 +94,7 @@ class _SumOverShards(torch.autograd.Function):
     holds the whole gradient of the sum: the backward pass is the identity, not another all-reduce."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, head: Head) -> Tensor:
+    def forward(ctx, values: Tensor, head: ResolvedHead) -> Tensor:
         return head.all_reduce(values.clone(), ReduceOp.SUM)
 
     @staticmethod

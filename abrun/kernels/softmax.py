@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .head import LOWEST_LOGIT, Head
+from .head import LOWEST_LOGIT, ResolvedHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +15,17 @@ class Targets:
 
     ids: Tensor  # [N] int64
     ignored: Tensor  # [N] bool
-    silent: Tensor  # [N] bool: those whose log-prob is 0, ignored or outside the vocabulary
+    has_no_logprob: Tensor  # [N] bool: those whose log-prob is 0, ignored or outside the vocabulary
 
     @classmethod
-    def of(cls, ids: Tensor, head: Head) -> "Targets":
+    def of(cls, ids: Tensor, head: ResolvedHead) -> "Targets":
         ignored = head.ignored(ids)
-        return cls(ids=ids, ignored=ignored, silent=ignored | head.out_of_vocabulary(ids))
+        return cls(ids=ids, ignored=ignored, has_no_logprob=ignored | head.is_out_of_vocabulary(ids))
 
     def __getitem__(self, tile: slice) -> "Targets":
-        return Targets(ids=self.ids[tile], ignored=self.ignored[tile], silent=self.silent[tile])
+        return Targets(
+            ids=self.ids[tile], ignored=self.ignored[tile], has_no_logprob=self.has_no_logprob[tile]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class SoftmaxSums:
     target_logit: Tensor  # [N] the target's u where this shard has it; once reduced y, on every shard
 
     @classmethod
-    def of_nothing(cls, target: Tensor, head: Head, *, entropy: bool) -> "SoftmaxSums":
+    def empty(cls, target: Tensor, head: ResolvedHead, *, entropy: bool) -> "SoftmaxSums":
         zeros = torch.zeros(target.shape, dtype=head.result_dtype, device=target.device)
         return cls(
             maximum=torch.full_like(zeros, LOWEST_LOGIT),
@@ -58,7 +60,7 @@ class SoftmaxSums:
             target_logit=self.target_logit[tile],
         )
 
-    def raise_maximum(self, candidate: Tensor, head: Head) -> None:
+    def raise_maximum(self, candidate: Tensor, head: ResolvedHead) -> None:
         """Measure the sums from the larger of the old maximum and the candidate [N]."""
         raised = torch.maximum(self.maximum, candidate)
         drop = (self.maximum - raised).mul_(head.outer).clamp_(min=LOWEST_LOGIT)  # [N], 0 or less
@@ -67,7 +69,7 @@ class SoftmaxSums:
             self.sum_exp_logit.add_(self.sum_exp * drop).mul_(drop.exp())
         self.sum_exp.mul_(drop.exp())
 
-    def reduce_over_shards(self, targets: Targets, head: Head) -> None:
+    def reduce_over_shards(self, targets: Targets, head: ResolvedHead) -> None:
         """One MAX and one SUM; afterwards every rank holds the sums over the whole vocabulary."""
         if head.group is not None:
             self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX), head)
@@ -76,16 +78,18 @@ class SoftmaxSums:
             return
         row = targets.ids - head.first_row
         self.target_logit.masked_fill_((row < 0) | (row >= head.num_rows), 0.0)
-        parts = [self.sum_exp, self.target_logit]
+        local_sums = [self.sum_exp, self.target_logit]
         if self.sum_exp_logit is not None:
-            parts.append(self.sum_exp_logit)
-        for part, total in zip(parts, head.all_reduce(torch.stack(parts), ReduceOp.SUM), strict=True):
-            part.copy_(total)
+            local_sums.append(self.sum_exp_logit)
+        for local_sum, total in zip(
+            local_sums, head.all_reduce(torch.stack(local_sums), ReduceOp.SUM), strict=True
+        ):
+            local_sum.copy_(total)
 
     def results(self, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and entropies [N], from reduced sums."""
         log_sum_exp = self.sum_exp.log()
-        logprobs = (self.target_logit - log_sum_exp).masked_fill_(targets.silent, 0.0)
+        logprobs = (self.target_logit - log_sum_exp).masked_fill_(targets.has_no_logprob, 0.0)
         if self.sum_exp_logit is None:
             return logprobs, None
         entropies = log_sum_exp.sub_(self.sum_exp_logit / self.sum_exp)
@@ -116,19 +120,21 @@ class LogitGradient:
         grad_logprobs: Tensor | None,  # [N] g
         grad_entropies: Tensor | None,  # [N] h
         targets: Targets,
-        head: Head,
+        head: ResolvedHead,
     ) -> "LogitGradient":
         factor = head.logit_scale / head.temperature
 
-        def from_above(gradient: Tensor) -> Tensor:
+        def scale_by_logit_factor(gradient: Tensor) -> Tensor:
             # Filled, not multiplied: a loss over garbage has a NaN there.
             gradient = gradient.masked_fill(targets.ignored, 0.0)
             return gradient if factor == 1 else gradient.mul_(factor)
 
-        onehot = torch.zeros_like(sums.maximum) if grad_logprobs is None else from_above(grad_logprobs)
+        onehot = (
+            torch.zeros_like(sums.maximum) if grad_logprobs is None else scale_by_logit_factor(grad_logprobs)
+        )
         constant, linear = onehot, None
         if grad_entropies is not None and sums.sum_exp_logit is not None:
-            h = from_above(grad_entropies)
+            h = scale_by_logit_factor(grad_entropies)
             constant = torch.addcmul(onehot, h, sums.sum_exp_logit / sums.sum_exp, value=-1)
             linear = h.div_(sums.sum_exp)
         return cls(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # the interpreter multiplies no bfloat16
+IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # the interpreter multiplies no bfloat16
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 LOWEST_LOGIT = tl.constexpr(-1e30)  # as in head.py: finite, so that nothing makes inf - inf
 
@@ -27,7 +27,7 @@ def softmax_sums_kernel(
     maxima,  # out, float32 [b, n]: each block's largest u
     sums_exp,  # out, float32 [b, n]: sum of exp(y), where y = outer * (u - maximum)
     sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(y) * y
-    kept,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(y), for gradient_of_kept_kernel
+    saved,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(y), for gradient_of_kept_kernel
     num_tokens,
     num_rows,
     hidden_size,
@@ -47,12 +47,12 @@ def softmax_sums_kernel(
         tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
         exists = tokens < num_tokens
         if logits is None:
-            u = _product(
+            u = _multiply(
                 hidden, weight, token, row, hidden_size, ROUND, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN
             )
         else:
-            u = _read(logits, tokens, rows, num_tokens, num_rows)
-        u = _finite(_capped(u, inner, SOFTCAP))
+            u = _load_logits(logits, tokens, rows, num_tokens, num_rows)
+        u = _make_finite(_apply_softcap(u, inner, SOFTCAP))
         if row + BLOCK_ROWS > num_rows:
             u = tl.where(rows[None, :] < num_rows, u, LOWEST_LOGIT)
         peak = tl.max(u, 1)
@@ -63,8 +63,8 @@ def softmax_sums_kernel(
         tl.store(sums_exp + place, tl.sum(exponential, 1), mask=exists)
         if sums_exp_logit is not None:
             tl.store(sums_exp_logit + place, tl.sum(exponential * u, 1) * outer, mask=exists)
-        if kept is not None:
-            kept.store([token, row], exponential.to(kept.dtype))
+        if saved is not None:
+            saved.store([token, row], exponential.to(saved.dtype))
 
 
 @triton.jit
@@ -91,23 +91,23 @@ def target_logit_kernel(
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     exists = tokens < num_tokens
     column = tl.load(target + tokens, mask=exists, other=-1) - first_row
-    here = (column >= 0) & (column < num_rows)
+    is_local = (column >= 0) & (column < num_rows)
     if logits is None:
         z = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
         for start in range(0, hidden_size, BLOCK_HIDDEN):
             k = start + tl.arange(0, BLOCK_HIDDEN)
             inside = (k < hidden_size)[None, :]
-            left = hidden + tokens.to(tl.int64)[:, None] * hidden_stride + k[None, :]
-            right = weight + column[:, None] * row_stride + k[None, :]
-            left = tl.load(left, mask=exists[:, None] & inside, other=0.0)
-            z = _dot(left, tl.load(right, mask=here[:, None] & inside, other=0.0).T, z)
+            lhs = hidden + tokens.to(tl.int64)[:, None] * hidden_stride + k[None, :]
+            rhs = weight + column[:, None] * row_stride + k[None, :]
+            lhs = tl.load(lhs, mask=exists[:, None] & inside, other=0.0)
+            z = _dot(lhs, tl.load(rhs, mask=is_local[:, None] & inside, other=0.0).T, z)
         places = tl.arange(0, BLOCK_TOKENS)
         u = tl.sum(tl.where(places[:, None] == places[None, :], z, 0.0), 1)
         if ROUND:
-            u = _rounded(u, hidden.dtype.element_ty)
+            u = _round(u, hidden.dtype.element_ty)
     else:
-        u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(target_logit + tokens, _capped(u, inner, SOFTCAP), mask=here)
+        u = tl.load(logits + tokens.to(tl.int64) * num_rows + column, mask=is_local, other=0.0).to(tl.float32)
+    tl.store(target_logit + tokens, _apply_softcap(u, inner, SOFTCAP), mask=is_local)
 
 
 @triton.jit
@@ -180,16 +180,16 @@ def gradient_kernel(
         token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
         tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
         if logits is None:
-            u = _product(
+            u = _multiply(
                 hidden, weight, token, row, hidden_size, ROUND, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN
             )
         else:
-            u = _read(logits, tokens, rows, num_tokens, num_rows)
-        u = _capped(u, inner, SOFTCAP)
+            u = _load_logits(logits, tokens, rows, num_tokens, num_rows)
+        u = _apply_softcap(u, inner, SOFTCAP)
         exists = tokens < num_tokens
         m = tl.load(maximum + tokens, mask=exists, other=0.0)
         y = (u - m[:, None]) * (outer * LOG2_E)
-        d = tl.exp2(y) * _factor(constant, linear, tokens, exists, y)
+        d = tl.exp2(y) * _gradient_factor(constant, linear, tokens, exists, y)
         if SOFTCAP:
             d *= 1.0 - u * u
         if logits is None:
@@ -201,7 +201,7 @@ def gradient_kernel(
 
 
 @triton.jit
-def gradient_of_kept_kernel(
+def gradient_from_saved_kernel(
     values,  # [n, v]: exp(outer * (u - its block's maximum)), which become the gradient
     maxima,  # float32 [b, n]
     maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
@@ -227,7 +227,7 @@ def gradient_of_kept_kernel(
     drop = (block_maximum - m) * (outer * LOG2_E)  # 0 or less
     # What has underflowed to 0 gets any finite logarithm: its gradient is 0 times that.
     y = _log2(tl.maximum(block_exponential, 1e-37)) + drop[:, None]
-    d = block_exponential * tl.exp2(drop)[:, None] * _factor(constant, linear, tokens, exists, y)
+    d = block_exponential * tl.exp2(drop)[:, None] * _gradient_factor(constant, linear, tokens, exists, y)
     if SOFTCAP:
         u = y / (outer * LOG2_E) + m[:, None]
         d *= 1.0 - u * u
@@ -258,7 +258,7 @@ def gradient_at_target_kernel(
     y = tl.load(target_logit + tokens, mask=exists, other=0.0)
     factor = tl.load(constant + tokens, mask=exists, other=0.0)
     if linear is not None:
-        factor += tl.load(linear + tokens, mask=exists, other=0.0) * _finite(y)
+        factor += tl.load(linear + tokens, mask=exists, other=0.0) * _make_finite(y)
     d = tl.load(onehot + tokens, mask=exists, other=0.0) - tl.exp2(y * LOG2_E) * factor
     if SOFTCAP:
         u = y / outer + tl.load(maximum + tokens, mask=exists, other=0.0)
@@ -284,14 +284,14 @@ def _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP: 
     """First token and row of a tile. Tiles that are at work together lie in a stripe of GROUP blocks of
     tokens, so that both factors are read from the cache."""
     num_token_blocks, num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS), tl.cdiv(num_rows, BLOCK_ROWS)
-    first = tile // (GROUP * num_row_blocks) * GROUP
-    height = tl.minimum(num_token_blocks - first, GROUP)
+    first_block = tile // (GROUP * num_row_blocks) * GROUP
+    height = tl.minimum(num_token_blocks - first_block, GROUP)
     place = tile % (GROUP * num_row_blocks)
-    return (first + place % height) * BLOCK_TOKENS, place // height * BLOCK_ROWS
+    return (first_block + place % height) * BLOCK_TOKENS, place // height * BLOCK_ROWS
 
 
 @triton.jit
-def _product(
+def _multiply(
     hidden,
     weight,
     token,
@@ -306,14 +306,14 @@ def _product(
     for start in range(0, hidden_size, BLOCK_HIDDEN):
         z = _dot(hidden.load([token, start]), weight.load([row, start]).T, z)
     if ROUND:
-        z = _rounded(z, hidden.dtype)
+        z = _round(z, hidden.dtype)
     return z
 
 
 @triton.jit
-def _rounded(z, DTYPE: tl.constexpr):
+def _round(z, DTYPE: tl.constexpr):
     """z to the nearest value of a 16-bit dtype, ties to even, as float32."""
-    if INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300 (the interpreter truncates)
+    if IS_INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300 (the interpreter truncates)
         bits = z.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         z = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -323,21 +323,21 @@ def _rounded(z, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _dot(left, right, z):
-    if INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, z)
+def _dot(lhs, rhs, z):
+    if IS_INTERPRETED:
+        lhs, rhs = lhs.to(tl.float32), rhs.to(tl.float32)
+    return tl.dot(lhs, rhs, z)
 
 
 @triton.jit
-def _read(logits, tokens, rows, num_tokens, num_rows):
+def _load_logits(logits, tokens, rows, num_tokens, num_rows):
     place = tokens.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
     return tl.load(logits + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _capped(u, inner, SOFTCAP: tl.constexpr):
+def _apply_softcap(u, inner, SOFTCAP: tl.constexpr):
     """u, from the product."""
     if SOFTCAP:
         u = 1.0 - 2.0 / (tl.exp2(u * (2.0 * LOG2_E * inner)) + 1.0)
@@ -345,7 +345,7 @@ def _capped(u, inner, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _finite(u):
+def _make_finite(u):
     """u with a number in place of -inf, whose exp is 0 and would be multiplied with it. NaN stays NaN."""
     return tl.maximum(u, LOWEST_LOGIT, propagate_nan=tl.PropagateNan.ALL)
 
@@ -353,7 +353,7 @@ def _finite(u):
 @triton.jit
 def _log2(x):
     """By the hardware's approximation, to 2^-22: thirty instructions a logit fewer than tl.log2."""
-    if INTERPRETED:
+    if IS_INTERPRETED:
         y = tl.log2(x)
     else:
         y = tl.inline_asm_elementwise(
@@ -363,9 +363,9 @@ def _log2(x):
 
 
 @triton.jit
-def _factor(constant, linear, tokens, exists, y):
+def _gradient_factor(constant, linear, tokens, exists, y):
     """-(constant + linear * ln(2) * y), of softmax.LogitGradient, whose y is in nats."""
     factor = -tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
     if linear is not None:
-        factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * _finite(y)
+        factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * _make_finite(y)
     return factor

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels
 from .grid import Cost
-from .head import Head
-from .products import product
+from .head import ResolvedHead
+from .matmul import matmul
 from .softmax import LogitGradient, SoftmaxSums
 
 kernels: Any = triton_kernels  # launched by Triton's rules, not by Python's
@@ -34,7 +34,7 @@ _Source = Tensor | tuple[Tensor, Tensor]  # what a kernel takes its logits from:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedLogits:
     # [n, v] logits or, where the kernels multiply, their exp from each block's maximum
     values: Tensor
     maxima: Tensor  # [b, n]
@@ -43,7 +43,7 @@ class _Kept:
 class TritonTiles:
     """See linear.Tiles. Raises ValueError where these kernels cannot run."""
 
-    def __init__(self, head: Head, weight: Tensor) -> None:
+    def __init__(self, head: ResolvedHead, weight: Tensor) -> None:
         if not weight.is_cuda and not knobs.runtime.interpret:
             raise ValueError(
                 f"impl: 'triton' runs on a CUDA device, not on {weight.device.type!r} (there only in "
@@ -64,7 +64,7 @@ class TritonTiles:
         d_logits = 0 if itemsize == logits else itemsize  # in the logits' place where it has their size
         self.sums_cost = Cost(logit=logits + block_sums)
         self.gradient_cost = Cost(logit=logits + d_logits)
-        self.kept_cost = Cost(logit=logits + d_logits + block_sums)
+        self.saved_cost = Cost(logit=logits + d_logits + block_sums)
         self._rounds = head.logits_dtype != torch.float32
 
     def add(
@@ -76,16 +76,16 @@ class TritonTiles:
         first_row: int,
         *,
         keep: bool = False,
-    ) -> _Kept | None:
+    ) -> _SavedLogits | None:
         num_tokens, num_blocks = len(hidden), triton.cdiv(len(rows), BLOCK_ROWS)
         has_entropy = sums.sum_exp_logit is not None
         blocks = torch.empty(2 + has_entropy, num_blocks, num_tokens, device=hidden.device)
         block_sums = (blocks[0], blocks[1], blocks[2] if has_entropy else None)
         source = self._source(hidden, rows)
-        kept, kept_blocks = (source, None) if isinstance(source, Tensor) else (None, None)
-        if keep and kept is None:
-            kept, kept_blocks = _empty_blocks(hidden, rows)
-        self._launch(kernels.softmax_sums_kernel, source, (*block_sums, kept_blocks))
+        saved, saved_blocks = (source, None) if isinstance(source, Tensor) else (None, None)
+        if keep and saved is None:
+            saved, saved_blocks = _empty_blocks(hidden, rows)
+        self._launch(kernels.softmax_sums_kernel, source, (*block_sums, saved_blocks))
         kernels.target_logit_kernel[triton.cdiv(num_tokens, 64),](
             *(hidden, rows, source if isinstance(source, Tensor) else None, target, sums.target_logit),
             *(num_tokens, len(rows), hidden.shape[1], hidden.stride(0), rows.stride(0), first_row),
@@ -99,48 +99,48 @@ class TritonTiles:
             BLOCK_TOKENS=8,
             BLOCK_BLOCKS=128,
         )
-        return _Kept(kept, blocks[0]) if keep and kept is not None else None
+        return _SavedLogits(saved, blocks[0]) if keep and saved is not None else None
 
     def gradient(
         self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
     ) -> Tensor:
         source = self._source(hidden, rows)
         if isinstance(source, Tensor):
-            d_logits = self._gradient_of_logits(gradient, source)
+            d_logits = self._gradient_from_logits(gradient, source)
         else:
             d_logits, blocks = _empty_blocks(hidden, rows)
             self._launch(kernels.gradient_kernel, source, (*_coefficients(gradient), blocks))
-        return self._with_target(d_logits[:, : len(rows)], gradient, target, first_row)
+        return self._add_target_gradient(d_logits[:, : len(rows)], gradient, target, first_row)
 
-    def gradient_of_kept(
-        self, gradient: LogitGradient, kept: _Kept, num_rows: int, target: Tensor, first_row: int
+    def gradient_from_saved(
+        self, gradient: LogitGradient, saved: _SavedLogits, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
         if not self._multiplies:
-            d_logits = self._gradient_of_logits(gradient, kept.values)
+            d_logits = self._gradient_from_logits(gradient, saved.values)
         else:
-            d_logits = kept.values
+            d_logits = saved.values
             num_tokens, num_columns = d_logits.shape
             grid = triton.cdiv(num_columns, BLOCK_ROWS), triton.cdiv(num_tokens, 16)
-            kernels.gradient_of_kept_kernel[grid](
-                *(d_logits, kept.maxima, *_coefficients(gradient), num_tokens, num_columns),
+            kernels.gradient_from_saved_kernel[grid](
+                *(d_logits, saved.maxima, *_coefficients(gradient), num_tokens, num_columns),
                 *self._scales()[1:],
                 BLOCK_TOKENS=16,
                 BLOCK_ROWS=BLOCK_ROWS,
             )
-        return self._with_target(d_logits[:, :num_rows], gradient, target, first_row)
+        return self._add_target_gradient(d_logits[:, :num_rows], gradient, target, first_row)
 
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
         num_programs = min(triton.cdiv(values.numel(), 4096), self._num_processors * 8)
         kernels.scale_kernel[max(num_programs, 1),](values, factor, values.numel(), BLOCK=4096)
         return values
 
-    def _gradient_of_logits(self, gradient: LogitGradient, logits: Tensor) -> Tensor:
+    def _gradient_from_logits(self, gradient: LogitGradient, logits: Tensor) -> Tensor:
         dtype = self._head.projection_dtype
         d_logits = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
         self._launch(kernels.gradient_kernel, logits, (*_coefficients(gradient), d_logits))
         return d_logits
 
-    def _with_target(
+    def _add_target_gradient(
         self, d_logits: Tensor, gradient: LogitGradient, target: Tensor, first_row: int
     ) -> Tensor:
         num_tokens, num_rows = d_logits.shape
@@ -153,7 +153,7 @@ class TritonTiles:
         return d_logits
 
     def _source(self, hidden: Tensor, rows: Tensor) -> _Source:
-        return (hidden, rows) if self._multiplies else product(hidden, rows.t(), self._head.logits_dtype)
+        return (hidden, rows) if self._multiplies else matmul(hidden, rows.t(), self._head.logits_dtype)
 
     def _launch(self, kernel: Any, source: _Source, arguments: tuple) -> None:
         if isinstance(source, Tensor):

@@ -16,17 +16,17 @@ from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Place
 from abrun.processes import (
-    MODULE,
-    RUN_DIR,
+    MODULE_OPTIONS,
+    RUN_DIR_VARIABLE,
     Child,
     adopt_orphans,
-    below,
-    end_all,
-    processes_of,
-    start,
-    wait,
+    find_descendants,
+    find_run_processes,
+    kill_all,
+    start_process,
+    wait_for_exit,
 )
-from abrun.processes.copies import Server
+from abrun.processes.fork_server import ForkServer
 from abrun.reasons import Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
@@ -93,7 +93,7 @@ class LocalEngine:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
-        self._servers: dict[Kind, Server] = {}
+        self._servers: dict[Kind, ForkServer] = {}
 
     def refusals(self, plan: Plan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
@@ -114,7 +114,7 @@ class LocalEngine:
                     >= FEWEST_LATER
                 ):
                     with contextlib.suppress(OSError):  # what hinders it the runs will say
-                        self._servers[kind] = Server(FORKED, kind[0], dict(kind[1]))
+                        self._servers[kind] = ForkServer(FORKED, kind[0], dict(kind[1]))
             yield
         finally:
             for server in self._servers.values():
@@ -136,10 +136,10 @@ class LocalEngine:
                 changed = {name: env.get(name) for name, _ in kind[1] ^ env.items()}
                 process = server.fork(command[command.index(AGENT) :], changed, output)
             if not process:
-                process = start(
+                process = start_process(
                     command,
                     env,
-                    dies_by=signal.SIGTERM,  # with the launcher, but after a checkpoint
+                    death_signal=signal.SIGTERM,  # with the launcher, but after a checkpoint
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
@@ -159,10 +159,10 @@ class LocalEngine:
         place = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
         if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
             return None
-        if self.command(run, config, place)[:4] != [sys.executable, *MODULE, AGENT]:
+        if self.command(run, config, place)[:4] != [sys.executable, *MODULE_OPTIONS, AGENT]:
             return None
         env = self.environment(run, config, place) | NO_DRIVER
-        env.pop(RUN_DIR)
+        env.pop(RUN_DIR_VARIABLE)
         return imports(config), frozenset(env.items())
 
 
@@ -185,7 +185,7 @@ class LocalRun:
         status = self.process.poll()
         if status is not None and not self.ended:
             self.ended = True
-            end_all(lambda: processes_of(self.run.path))  # what a killed first process could not end
+            kill_all(lambda: find_run_processes(self.run.path))  # what a killed first process could not end
             self.slots.give_back(self.place)
         return status
 
@@ -194,7 +194,7 @@ class LocalRun:
             self.process.terminate()
             return
         if self.process.poll() is None:
-            end_all(lambda: below(self.pid) | processes_of(self.run.path))
+            kill_all(lambda: find_descendants(self.pid) | find_run_processes(self.run.path))
             self.process.kill()  # should its environment not be readable
-        wait(self.process, math.inf, lambda: False)
+        wait_for_exit(self.process, math.inf, lambda: False)
         self.poll()

@@ -13,7 +13,7 @@ from abrun.experiment.plan import Plan, RunName
 from abrun.launch.engine import Started
 from abrun.launch.prepare import warm_start_dir, write_run
 from abrun.messages import sentence
-from abrun.processes import end_all, processes_of
+from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_STARTS, run_dir
@@ -103,7 +103,7 @@ class Job:
 
     def _left_behind(self, say: Callable[[str], object]) -> bool:
         """Whether processes of a launcher that is gone still work there: they have a while to end."""
-        found = processes_of(self.run.path)
+        found = find_run_processes(self.run.path)
         if not found:
             return False
         now = time.monotonic()
@@ -113,7 +113,7 @@ class Job:
                 f"{self.label}: processes of a launcher that is gone work there ({_ids(found)}); "
                 "waiting for them"
             )
-        left = end_all(lambda: processes_of(self.run.path)) if now > self.leave_until_s else None
+        left = kill_all(lambda: find_run_processes(self.run.path)) if now > self.leave_until_s else None
         if left:  # another user's, or in the hands of a driver
             raise LaunchError(Code.PROCESSES_SURVIVE(pids=_ids(left)))
         return True

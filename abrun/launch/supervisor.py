@@ -24,12 +24,12 @@ from abrun.launch.queue import Job, Queue
 from abrun.messages import sentence
 from abrun.processes import (
     StopRequests,
-    ending_of,
-    is_wordless,
-    killed_by,
-    memory_ran_out,
-    oom_kills,
-    stopping_signals,
+    catch_stop_signals,
+    count_oom_kills,
+    ending_reason,
+    is_slurm_oom,
+    is_unexplained,
+    signal_name,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import values_of
@@ -159,15 +159,15 @@ class Supervisor:
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
             hide_values(values_of(job.config, os.environ))
-        with stopping_signals() as self._requests, self._engine.expecting(expected):
+        with catch_stop_signals() as self._requests, self._engine.expecting(expected):
             try:
-                while self._requests.first is None and not self._queue.done:
+                while self._requests.first_signal is None and not self._queue.done:
                     self._reap()
                     self._start_ready()
                     self._refresh_locks()
                     self._tick()
                     time.sleep(POLL_S)
-                if self._requests.first is not None:
+                if self._requests.first_signal is not None:
                     self._stop_all()
             except BaseException:
                 with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -178,7 +178,7 @@ class Supervisor:
                 for job in self._queue.jobs:
                     job.lock.close()
         self._tick()
-        return self._requests.first
+        return self._requests.first_signal
 
     def _refresh_locks(self) -> None:
         """Raises TakenOverError where another launcher was told to go on with what this one does."""
@@ -204,7 +204,7 @@ class Supervisor:
     def _start(self, job: Job, place: Place) -> None:
         job.run.begin_launch(place, self._git)
         job.log_start = job.run.log_size()
-        job.oom_kills = oom_kills()
+        job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, place)
         job.status = "running"
@@ -238,13 +238,13 @@ class Supervisor:
         if not job.run.exists:
             raise LaunchError(Code.RUN_DIRECTORY_GONE(directory=job.run.path))
         job.status, reason = _ending(job, status)
-        seen: dict[str, Any] = {"exit_code": None if status < 0 else status, "signal": killed_by(status)}
+        seen: dict[str, Any] = {"exit_code": None if status < 0 else status, "signal": signal_name(status)}
         job.run.end_launch(job.status, reason, **seen)
         job.lock.close()
         code = reason and _first(reason).code
         ended = job.status == "finished" or job.stopping
         lost = job.started is not None and job.started.lost and not ended  # which is no fault of the run's
-        told = reason and job.status == "failed" and status >= 0 and not is_wordless(reason)
+        told = reason and job.status == "failed" and status >= 0 and not is_unexplained(reason)
         at_once = code == Code.ALIAS_NOT_LOGGED or not job.run.heartbeat().step
         if reason and told and at_once and not lost:
             path = str(job.run.path)
@@ -266,7 +266,7 @@ class Supervisor:
                 "to save checkpoints; Ctrl-C again, after two seconds, kills them"
             )
         deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and not self._requests.insisted and self._queue.running:
+        while time.monotonic() < deadline and not self._requests.is_forced and self._queue.running:
             self._reap()
             self._tick()
             time.sleep(POLL_S)
@@ -297,10 +297,10 @@ def _ending(job: Job, status: int) -> tuple[Status, Reason | None]:
         return "failed", recorded_reason(attempt)
     if errors:
         named = any(reason.code == Code.OUT_OF_MEMORY_KILLED for error in errors for reason in error.walk())
-        starved = not named and memory_ran_out(printed)
+        starved = not named and is_slurm_oom(printed)
         ending = Code.SEVERAL_ERRORS(errors=errors[:MOST_ERRORS], out_of_memory=starved)
     elif status:
-        ending = ending_of(status, printed, job.oom_kills)
+        ending = ending_reason(status, printed, job.oom_kills)
     else:
         ending = Code.ENDED_WITHOUT_RESULT()
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)

@@ -42,7 +42,7 @@ WHOLE = "forward_backward"  # the trainer's phase, which is measured as two
 
 
 def main() -> int:
-    progress.join()
+    progress.report_to_agent()
     directory = Path(sys.argv[1])
     job = read_job(directory)
     config = OwnRunConfig.model_validate(job.pop("config"))
@@ -186,7 +186,7 @@ def random_batch(
         token_mask=token_mask,
         inference_logprobs=torch.full(shape, -1.0),
         rewards=torch.randn(shape[0], generator=generator),
-        rows_together=2 if isinstance(config.algorithm, Dpo) else 1,
+        rows_per_sample=2 if isinstance(config.algorithm, Dpo) else 1,
     ).to(device)
     return batch.with_fields(Sequences) if isinstance(config.algorithm, Sft | Dpo) else batch
 

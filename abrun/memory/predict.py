@@ -20,7 +20,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, probe_alone
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Plan
-from abrun.processes import end_all, processes_of
+from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
@@ -216,7 +216,7 @@ def _trace(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for directory, *_ in jobs:
-                end_all(partial(processes_of, directory))
+                kill_all(partial(find_run_processes, directory))
             raise
 
 

@@ -1,8 +1,7 @@
-"""Every sentence that is made from a reason code: the only place to change a wording.
+"""The sentences of all reason codes: the only place to change a wording.
 
-A file for each room holds a table from code to message. A message is a template, or a function of the values
-where a sentence needs more than a template. Functions are called by the names of the values alone; a reason's
-values have no static types.
+Each module has a table from code to message. A message is a template, or a function if a sentence needs more
+than a template. Functions get a reason's values as keyword arguments; the values have no static types.
 """
 
 from abrun.messages import (
@@ -47,8 +46,8 @@ MESSAGES: dict[Code, Message] = {
 
 
 def sentence(reason: Reason) -> str:
-    """Return a reason as one sentence, without a full stop. Reasons among its values are worded, too."""
-    values = {name: _worded(value) for name, value in reason.values.items()}
+    """Return a reason as one sentence without a full stop. Reasons among its values become sentences, too."""
+    values = {name: _with_sentences(value) for name, value in reason.values.items()}
     return render(MESSAGES[reason.code], values)
 
 
@@ -56,11 +55,11 @@ def sentences(reasons: "list[Reason] | tuple[Reason, ...]") -> list[str]:
     return [sentence(reason) for reason in reasons]
 
 
-def _worded(value: object) -> object:
+def _with_sentences(value: object) -> object:
     if isinstance(value, Reason):
         return sentence(value)
     if isinstance(value, list):
-        return [_worded(entry) for entry in value]
+        return [_with_sentences(item) for item in value]
     if isinstance(value, dict):
-        return {name: _worded(entry) for name, entry in value.items()}
+        return {name: _with_sentences(item) for name, item in value.items()}
     return value

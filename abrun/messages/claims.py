@@ -1,8 +1,8 @@
-"""Sentences of claims: what was shown of each.
+"""Sentences of claims: the outcome of each.
 
-They share their values. `over`: what was tested (`pairs`, `runs` of both arms where they are not paired,
-`steps`, `window`, whether there is a `recipe`, whether by Welch's test). `detected`: the
-difference whose interval excludes zero, or None. `power`: what more pairs would bring.
+They share these values. `over`: the sample (`pairs`, or the `runs` of both arms if they are not paired),
+`steps`, `window`, whether there is a `recipe` and whether Welch's test was used. `detected`: a difference
+whose interval excludes zero, or None. `power`: the power now, and the pairs needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 from abrun.messages.message import Message
 from abrun.messages.numbers import (
     AT_OBSERVED,
+    agreeing_text,
     agreement_text,
     beside_limit,
     bound_text,
@@ -19,6 +20,7 @@ from abrun.messages.numbers import (
     detected_text,
     difference_unit,
     interval_level_text,
+    interval_text,
     measured_text,
     pairs_or_more_text,
     units,
@@ -33,8 +35,8 @@ Detected = Mapping[str, Any] | None
 
 def _not_tested(metric: str, window: str, problem: str, detected: Detected) -> str:
     """The claim could not be tested on these runs."""
-    recorded = f"; recorded is a difference, {detected_text(detected)}" if detected else ""
-    return f"{metric}: not tested over {window}: {problem}{recorded}"
+    difference = f"; the runs do differ, {detected_text(detected)}" if detected else ""
+    return f"{metric}: not tested over {window}: {problem}{difference}"
 
 
 def _equivalent(
@@ -52,15 +54,23 @@ def _equivalent(
 ) -> str:
     """The arms are equivalent within the margin."""
     unit = difference_unit(transform)
-    within = margin + unit * (margin_unit == "")
-    yet = f", and {detected_text(detected)}{unit};" if detected else ""
-    bound = f"certified bound {certified_text(certified_bound, certified_number, margin_unit)}"
-    jointly = ""
+    bound = certified_text(certified_bound, certified_number, margin_unit)
+    joint_bound = ""
     if certified_jointly is not None and certified_jointly != certified_bound:
-        jointly = f", {bound_text(certified_jointly)} jointly with the other claims'"
+        joint_bound = f"{bound_text(certified_jointly)} jointly with the other claims"
+    equivalent = f"{metric}: equivalent within {_with_unit(margin, margin_unit, transform)}"
+    sample = f"at {confidence_text(alpha)} confidence over {_setting(over)}"
+    if detected is None:
+        joint_bound = f", {joint_bound}" if joint_bound else ""
+        return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_clauses(warnings)}"
+    change = (
+        f"{detected['direction']} by {abs(detected['difference']):.3g}{unit} {agreeing_text(detected)} "
+        f"({_interval(alpha, detected['interval'])})"
+    )
+    joint_bound = f" ({joint_bound})" if joint_bound else ""
     return (
-        f"{metric}: equivalent within {within}{yet} at {confidence_text(alpha)} "
-        f"confidence over {_setting(over)} ({bound}{jointly}){_beside(warnings)}"
+        f"{equivalent}, yet {change}, {sample}; any margin below {bound}{joint_bound} would not have "
+        f"passed{_clauses(warnings)}"
     )
 
 
@@ -68,11 +78,11 @@ def _differs(
     metric, margin, margin_unit, transform, over, alpha, detected, difference, interval, p_beyond, warnings
 ) -> str:
     """The arms differ by more than the margin."""
-    unit = difference_unit(transform)
     return (
-        f"{metric}: differs by {difference:+.3g}{unit}, beyond {margin}{unit * (margin_unit == '')}, over "
-        f"{_setting(over)}{_agreement(detected)} ({_interval(alpha, interval)}; Holm-corrected "
-        f"p = {p_beyond:.2g} of a true difference within the margin){_beside(warnings)}"
+        f"{metric}: differs by {difference:+.3g}{difference_unit(transform)}, more than "
+        f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{_agreement(detected)} "
+        f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the true difference were within the margin, "
+        f"Holm-corrected){_clauses(warnings)}"
     )
 
 
@@ -98,12 +108,14 @@ def _detected(
 ) -> str:
     """A difference was detected, and may lie within the margin."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
-    against = _against(margin, margin_unit, transform, alpha, difference, interval, bound)
+    margin = _with_unit(margin, margin_unit, transform)
+    estimate = _estimate(margin, transform, alpha, difference, interval, bound)
     needed = _needed_for_the_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
     return (
         f"{metric}: a difference {'was detected' if significant else 'is likely'} over {_setting(over)} "
-        f"(Holm p = {p_difference:.2g}){_agreement(detected)}, and whether it stays within the margin is "
-        f"open: {against}; {_spread(over, sd_difference, pair_correlation)}, {needed}{_beside(warnings)}"
+        f"(p = {p_difference:.2g}, Holm-corrected){_agreement(detected)}, but it is undecided whether it "
+        f"stays within the margin: {estimate}; {_spread(over, sd_difference, pair_correlation)}; "
+        f"{needed}{_clauses(warnings)}"
     )
 
 
@@ -125,21 +137,22 @@ def _undecided(
 ) -> str:
     """Neither equivalence nor a difference was shown."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
-    against = _against(margin, margin_unit, transform, alpha, difference, interval, bound)
-    now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
+    margin = _with_unit(margin, margin_unit, transform)
+    estimate = _estimate(margin, transform, alpha, difference, interval, bound)
+    power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
     return (
-        f"{metric}: not decided over {_setting(over)}: {against}; "
-        f"{_spread(over, sd_difference, pair_correlation)}, power now {now}, {_needed(over, power)}"
-        f"{_beside(warnings)}"
+        f"{metric}: undecided over {_setting(over)}: {estimate}; "
+        f"{_spread(over, sd_difference, pair_correlation)}; power now {power_now}; {_needed(over, power)}"
+        f"{_clauses(warnings)}"
     )
 
 
 def _limit_holds(metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings) -> str:
     """The limit holds."""
-    found = _limited(measure, limit, limited, alpha, interval, detected)
+    value = _limited(measure, limit, limited, alpha, interval, detected)
     return (
         f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
-        f"({found}){_beside(warnings)}"
+        f"({value}){_clauses(warnings)}"
     )
 
 
@@ -147,50 +160,55 @@ def _limit_broken(
     metric, margin, over, alpha, measure, limit, limited, interval, detected, p_beyond, warnings
 ) -> str:
     """The limit is broken."""
-    found = _limited(measure, limit, limited, alpha, interval, detected)
-    p_value = f"p = {p_beyond:.2g} if the limit were kept, Holm-corrected"
-    return f"{metric}: not {margin} over {_setting(over)} ({found}, {p_value}){_beside(warnings)}"
+    value = _limited(measure, limit, limited, alpha, interval, detected)
+    p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
+    return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(
     metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings
 ) -> str:
     """It is not shown whether the limit holds; `interval` is None for one pair."""
-    head = f"{metric}: {margin}: not decided over {_setting(over)}"
+    head = f"{metric}: {margin}: undecided over {_setting(over)}"
     if interval is None:
         needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"
         return f"{head}: {_measured(measure, limit, limited)}; {needed}"
-    found = _limited(measure, limit, limited, alpha, interval, detected)
-    return f"{head}: {found}; more seeds narrow it{_beside(warnings)}"
+    value = _limited(measure, limit, limited, alpha, interval, detected)
+    return f"{head}: {value}; more seeds narrow the interval{_clauses(warnings)}"
 
 
 def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
-    """The arms are the same bit for bit."""
-    return f"{metric}: the same bit for bit over {_setting(over)}"
+    """The arms are bit-identical."""
+    return f"{metric}: bit-identical over {_setting(over)}"
 
 
 def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
-    """The arms are not the same bit for bit."""
-    return f"{metric}: not the same bit for bit over {_setting(over)}: {where}"
+    """The arms are not bit-identical."""
+    return f"{metric}: not bit-identical over {_setting(over)}: {where}"
 
 
 # --- parts of outcomes ---
 
 
 def _setting(over: Mapping[str, Any]) -> str:
-    """What an outcome is said of and no more: `5 pairs, this recipe, steps 33-40`."""
+    """Return the sample and the steps of an outcome: `5 pairs, this recipe, steps 33-40`."""
     steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
     return f"{_sample(over)}, {'this recipe, ' * over['recipe']}steps {steps}"
 
 
 def _sample(over: Mapping[str, Any]) -> str:
-    """What a claim was tested over: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
+    """Return the runs that a claim was tested on: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
     if over["runs"] is None:
         return f"{over['pairs']} pair{'s' * (over['pairs'] != 1)}"
     return f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
 
 
-def _beside(warnings: Sequence[str]) -> str:
+def _with_unit(margin: str, margin_unit: str, transform: str) -> str:
+    """Return a margin with its scale; one in sigmas or percent names its unit itself."""
+    return margin + difference_unit(transform) * (margin_unit == "")
+
+
+def _clauses(warnings: Sequence[str]) -> str:
     return "".join(f"; {warning}" for warning in warnings)
 
 
@@ -199,31 +217,23 @@ def _agreement(detected: Detected) -> str:
 
 
 def _interval(alpha: float, interval: Sequence[float]) -> str:
-    return f"{interval_level_text(alpha)} interval [{interval[0]:.3g}, {interval[1]:.3g}]"
+    return f"{interval_level_text(alpha)} CI {interval_text(interval)}"
 
 
-def _against(
-    margin: str,
-    margin_unit: str,
-    transform: str,
-    alpha: float,
-    difference: float,
-    interval: Sequence[float],
-    bound: str,
+def _estimate(
+    margin: str, transform: str, alpha: float, difference: float, interval: Sequence[float], bound: str
 ) -> str:
-    unit = difference_unit(transform)
-    within = margin + unit * (margin_unit == "")
     return (
-        f"mean difference {difference:+.3g}{unit}, {_interval(alpha, interval)}, certified bound {bound} "
-        f"against {within}"
+        f"mean difference {difference:+.3g}{difference_unit(transform)} ({_interval(alpha, interval)}), "
+        f"certified bound {bound} against {margin}"
     )
 
 
 def _spread(over: Mapping[str, Any], sd: float, pair_correlation: float | None) -> str:
     if over["runs"] is not None:
-        return f"sd of a run of each arm {sd:.3g}"
+        return f"sd of the runs of an arm {sd:.3g}"
     correlation = "undefined" if pair_correlation is None else f"{pair_correlation:.2f}"
-    return f"s_d {sd:.3g}, pair correlation {correlation}"
+    return f"sd of the paired differences {sd:.3g}, correlation within pairs {correlation}"
 
 
 def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
@@ -233,47 +243,47 @@ def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
         point = pairs_or_more_text(power["pairs_needed"])
         needed = f"{point} ({low} to {high}) {AT_OBSERVED}, if the arms are truly equal"
     if over["runs"] is None:
-        return f"pairs needed for 80 % power {needed}"
+        return f"pairs needed for 80 % power: {needed}"
     paired = (
         f"pairing by seed would need about {pairs_or_more_text(power['pairs_if_shared'])} at a correlation "
         f"of {power['shared_correlation']}"
     )
-    return f"runs of each arm needed for 80 % power {needed}; {paired}"
+    return f"runs of each arm needed for 80 % power: {needed}; {paired}"
 
 
 def _needed_for_the_observed(
-    over: Mapping[str, Any], power: Mapping[str, Any], margin_unit: str, beyond: bool
+    over: Mapping[str, Any], power: Mapping[str, Any], margin_unit: str, exceeds_margin: bool
 ) -> str:
-    """What more pairs would bring if the true difference is the observed one."""
+    """Return how many pairs would decide if the true difference is the observed one."""
     if margin_unit == "sigma":
         return _needed(over, power)
     pairs = units(paired=over["runs"] is None)
-    if beyond:
+    if exceeds_margin:
         return f"no number of {pairs} shows equivalence if the true difference is the observed one"
     needed = pairs_or_more_text(power["pairs_needed_observed"])
-    return f"{pairs} needed for 80 % power {needed}, if the true difference is the observed one"
+    return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
 def _measured(measure: str, limit: float, limited: float) -> str:
     """Name what a limit is on: a ratio, a ratio of excesses, a distance of weights, or a reduction."""
-    what = {
+    quantity = {
         "ratio": "treatment / baseline",
         "excess": "treatment / baseline of the excess over 1",
-        "distance": "the arms' distance, in units of how far the baseline moved,",
+        "distance": "the arms' distance, relative to how far the baseline moved,",
     }.get(measure, f"the treatment's {measure}")
-    return f"{what} is {beside_limit(limited, limit)}"
+    return f"{quantity} is {beside_limit(limited, limit)}"
 
 
 def _limited(
     measure: str, limit: float, limited: float, alpha: float, interval: Sequence[float], detected: Detected
 ) -> str:
     low, high = (beside_limit(end, limit) for end in interval)
-    found = f"{_measured(measure, limit, limited)}, {interval_level_text(alpha)} interval [{low}, {high}]"
+    value = f"{_measured(measure, limit, limited)}, {interval_level_text(alpha)} CI [{low}, {high}]"
     if detected is None:
-        return found
+        return value
     if measure in ("ratio", "excess"):
-        return f"{found}{_agreement(detected)}"
-    return f"{found}, and {detected['direction']} than the baseline: {measured_text(detected)}"
+        return f"{value}{_agreement(detected)}"
+    return f"{value}; {detected['direction']} than the baseline: {measured_text(detected)}"
 
 
 MESSAGES: dict[Code, Message] = {
@@ -282,9 +292,9 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_DETECTED: _detected,
     Code.CLAIM_UNDECIDED: _undecided,
     Code.CLAIM_NOT_TESTED: _not_tested,
-    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: {pairs:count usable pair}; equivalence needs the spread over at "
-    "least two: only step one, the guards and the divergence were looked at",
-    Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs two runs of each arm, or more",
+    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, and equivalence needs at "
+    "least two to estimate the spread; only step one, the guards and the divergence were checked",
+    Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
     Code.LIMIT_HOLDS: _limit_holds,
     Code.LIMIT_BROKEN: _limit_broken,
     Code.LIMIT_UNDECIDED: _limit_undecided,

@@ -1,4 +1,4 @@
-"""Sentences about endings: how a process ended, why a run failed or was stopped, where a run hangs."""
+"""Sentences about endings: how a process ended, why a run failed or was stopped, and where a run hangs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,74 +8,74 @@ from abrun.reasons import Code
 
 GIB = 2**30
 OUT_OF_MEMORY = (
-    ", when memory ran out (the machine's, not a GPU's): run fewer at once (--jobs), ask Slurm for more "
+    ": the machine, not a GPU, ran out of memory; run fewer jobs at once (--jobs), ask Slurm for more "
     "(launcher.sbatch.mem), or use smaller batches"
 )
 
 
 def _several_errors(errors: Sequence[str], out_of_memory: bool) -> str:
-    """The errors that agents printed; also whether Slurm says memory ran out."""
+    """The errors that agents printed; `out_of_memory`: Slurm reports OOM."""
     return f"{'; '.join(errors)}{OUT_OF_MEMORY if out_of_memory else ''}"
 
 
 def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
     """A collective failed because other ranks ended, hang, or cannot be reached."""
-    waited = "" if waited_s is None else f" for {waited_s:g} s"
+    waited = "timed out" if waited_s is None else f"timed out after {waited_s:g} s"
     return (
-        f"waited in vain{waited} for other ranks, in a collective during {doing or 'the start'}: "
-        f"they ended, hang, or cannot be reached ({error})"
+        f"waiting for other ranks {waited}, in a collective during {doing or 'the start'}: they ended, hang, "
+        f"or cannot be reached ({error})"
     )
 
 
 def _memory_ran_out(on_gpu: bool, doing: str, others: Mapping[str, int] | None, error: str) -> str:
     """A GPU, or the machine, ran out of memory."""
-    cure = (
-        "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or see what takes how "
-        "much with: abrun memory-profile RECIPE"
+    remedy = (
+        "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or find what takes the "
+        "memory: abrun memory-profile RECIPE"
     )
     if others:
-        cure = (
+        remedy = (
             f"other processes hold {others['other_bytes'] / GIB:.1f} of its "
-            f"{others['total_bytes'] / GIB:.1f} GiB, this one {others['own_bytes'] / GIB:.1f}: run fewer at "
-            "once (--jobs), or end what else is on that GPU"
+            f"{others['total_bytes'] / GIB:.1f} GiB, this one {others['own_bytes'] / GIB:.1f}: run fewer "
+            "jobs at once (--jobs), or end the other processes on that GPU"
         )
-    whose = "a GPU" if on_gpu else "the machine"
-    return f"{whose} ran out of memory during {doing or 'the start'}: {cure} ({error})"
+    device = "a GPU" if on_gpu else "the machine"
+    return f"{device} ran out of memory during {doing or 'the start'}; {remedy} ({error})"
 
 
 def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
-    """No sign of life of any rank, and where each is (at most four)."""
-    words = [
+    """No rank makes progress; `ranks` says where at most four of them are."""
+    places = [
         f"rank {rank['rank']}{' (on {})'.format(rank['host']) if rank['host'] else ''} in {rank['place']} "
         f"during {rank['doing']}"
         for rank in ranks
     ]
-    words += [f"{num_unstarted} rank(s) that never came to their first line"] if num_unstarted else []
-    words += [f"and {num_more} more"] if num_more else []
-    return f"no sign of life for {silent_s:.0f} s: {'; '.join(words)}"
+    places += [f"{num_unstarted} rank(s) that never started"] if num_unstarted else []
+    places += [f"and {num_more} more"] if num_more else []
+    return f"no progress for {silent_s:.0f} s: {'; '.join(places)}"
 
 
 def _nodes_silent(nodes: Sequence[Mapping[str, Any]], silent_s: float) -> str:
-    """No sign of life of the agents of these nodes."""
+    """The agents of these nodes do not report."""
     names = ", ".join(f"node {node['node']} ({node['host']})" for node in nodes)
-    return f"no sign of life of {names} for {silent_s:.0f} s"
+    return f"no report from {names} for {silent_s:.0f} s"
 
 
 def _alias_not_logged(name, metric, num_steps, logged, num_more, close) -> str:
     """An alias names a metric that the log lacks after some steps."""
-    shown = ", ".join(logged) + ", ..." * bool(num_more)
+    names = ", ".join(logged) + ", ..." * bool(num_more)
     hint = f"; did you mean {close!r}?" if close else ""
-    return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {shown}{hint}"
+    return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {names}{hint}"
 
 
 def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str], log: str) -> str:
     """A command ended and its log holds no metrics."""
-    why = problem or "; ".join(notes) or "it holds no numbers"
-    return f"no metrics: trainer.metrics: {format} at {path}: {why}; mend format or path, or look into {log}"
+    reason = problem or "; ".join(notes) or "it holds no numbers"
+    return f"no metrics: trainer.metrics: {format} at {path}: {reason}; correct format or path, or read {log}"
 
 
 def _job_ended(job: str, state: str) -> str:
-    """The cluster says that a job ended in this state."""
+    """The cluster reports that a job ended in this state."""
     return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
 
 
@@ -90,34 +90,34 @@ MESSAGES: dict[Code, Message] = {
     Code.RANK_FAILED: "rank {rank} of {num_ranks}{host:if  (on {host})}: {cause}",
     Code.EXCEPTION: "{kind:if {kind}: }{error}{origin:if  (from {origin})}",
     Code.RANKS_LOST: _ranks_lost,
-    Code.RANKS_NOT_FOUND: "rank {rank} does not find all others at {address}: {error}",
-    Code.COLLECTIVE_TIMED_OUT: "waited in vain for {waited_s:.0f} s for other ranks, in a collective of "
-    "NCCL ({work})",
+    Code.RANKS_NOT_FOUND: "rank {rank} cannot reach all other ranks at {address}: {error}",
+    Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL "
+    "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
     Code.NODE_LOST: "{node} is lost: {error}",
     Code.JOB_WAITS: "job {job} waits: {why}",
     Code.RUN_WAITS: "job {job} waits {why}",
     Code.JOB_STATE: "job {job} is {state}: {message}",
-    Code.JOB_BEGINS_OR_ENDS: "job {job} begins or ends on {nodes}",
+    Code.JOB_BEGINS_OR_ENDS: "job {job} is starting or ending on {nodes}",
     Code.JOB_ENDED: _job_ended,
-    Code.JOB_LEFT_NOTHING: "{ending}, and left no word in {directory}: do the nodes share it? Look into "
-    "{folder}, and ask: scontrol show job {job}",
-    Code.JOB_RUN_SILENT: "{ending}, and its run left no word, as on a full disk",
+    Code.JOB_LEFT_NOTHING: "{ending}, and wrote nothing to {directory} (do the nodes share it?); look into "
+    "{folder}, and run: scontrol show job {job}",
+    Code.JOB_RUN_SILENT: "{ending}, and its run wrote no result (disk full?)",
     Code.JOB_STOPPED: "job {job} was stopped",
-    Code.JOB_FORGOTTEN: "job {job} is no longer known at {url}, as when a head has been restarted",
+    Code.JOB_FORGOTTEN: "job {job} is unknown at {url} (was the Ray head restarted?)",
     Code.JOB_CANCELLED: "job {job} was cancelled while it waited; continue with --resume",
     Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
     Code.RESUMABLE: "{ending}; continue with --resume",
-    Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; --resume makes it anew",
+    Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; create it again with --resume",
     Code.ATTEMPT_REMOVED: "{path}: was removed; attempt {attempt} stops",
-    Code.ATTEMPT_FENCED: "{path}: attempt {newest} owns this run now; attempt {attempt} stops",
-    Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} launches this; wait for it, {pid:if stop it with: kill "
-    "{pid}|stop it there}{may_take_over:if , or claim its place with --take-over}",
-    Code.FILE_LOCKED: "{path}: another process changes it; wait for it and try again",
-    Code.FOLDER_LOCKED: "{folder}: another {command} is at work there; wait for it, or give another --output",
-    Code.LOCK_TAKEN_OVER: "took over the lock of {owner}, {is_gone:if which is gone|{as_asked:if as "
-    "asked|which shows no life}}",
-    Code.TAKEN_OVER: "{path}: {owner} has taken this over; this one stops its runs",
+    Code.ATTEMPT_FENCED: "{path}: attempt {newest} now owns this run; attempt {attempt} stops",
+    Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} is already launching this; wait for it, {pid:if stop it with: "
+    "kill {pid}|stop it there}{may_take_over:if , or take over with --take-over}",
+    Code.FILE_LOCKED: "{path}: another process is changing it; wait for it and try again",
+    Code.FOLDER_LOCKED: "{folder}: another {command} is working there; wait for it, or give another --output",
+    Code.LOCK_TAKEN_OVER: "took over the lock of {owner}{is_gone:if , which has ended|{as_asked:if  "
+    "(--take-over)|, which no longer renews it}}",
+    Code.TAKEN_OVER: "{path}: {owner} has taken over; this launcher stops its runs",
     Code.NO_TEMPORARY_FILES: "temporary files: {error}; free some space there, or set TMPDIR",
     Code.RANKS_NOT_STARTED: "node {node} cannot start its ranks: {error}",
     Code.TIME_LIMIT_REACHED: "limits.run_s: not finished after {limit_s:g} s",
@@ -125,21 +125,21 @@ MESSAGES: dict[Code, Message] = {
     Code.RANKS_SILENT: _ranks_silent,
     Code.NODES_SILENT: _nodes_silent,
     Code.NO_NEW_STEP: "no step after step {step} for {silent_s:.0f} s",
-    Code.NO_SIGN_OF_LIFE: "no sign of life for {silent_s:.0f} s",
+    Code.NO_SIGN_OF_LIFE: "no progress for {silent_s:.0f} s",
     Code.STOPPED_BY_SIGNAL: "stopped by a signal; continue with --resume",
-    Code.LAUNCHER_GONE: "it and its launcher are gone and left no word, as after a kill; continue with "
-    "--resume",
-    Code.PROCESS_GONE: "its process is gone and left no word, as on a full disk",
+    Code.LAUNCHER_GONE: "run and launcher ended without writing a result (killed?); continue with --resume",
+    Code.PROCESS_GONE: "process died without writing a result (disk full?)",
     Code.NOT_STARTED: "not started: {cause}: {ending}",
     Code.WARM_START_FAILED: "the warm start in {directory} {status}",
-    Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed alike at their start",
-    Code.RUN_DIRECTORY_GONE: "{directory} is gone",
+    Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed in the same way at their start",
+    Code.RUN_DIRECTORY_GONE: "{directory} no longer exists",
     Code.COMMAND_NOT_STARTED: "trainer.argv: got {command:repr}, which cannot be started: {error}; give the "
     "path of an executable file",
     Code.ALIAS_NOT_LOGGED: _alias_not_logged,
     Code.NO_METRICS: _no_metrics,
     Code.METRICS_UNREADABLE: "metrics: {problem}",
-    Code.METRICS_LEAD_TO_RUN_FILE: "{path}: leads to a file of abrun's: {target}",
-    Code.METRICS_LOST_ROWS: "{path}: lost its rows up to step {step} while the command ran: train again "
-    "with --resume, without the trainer's checkpoints if it would go on from them",
+    Code.METRICS_LEAD_TO_RUN_FILE: "{path}: points to {target}, which is reserved for abrun; write to a file "
+    "of your own",
+    Code.METRICS_LOST_ROWS: "{path}: lost its rows up to step {step} while the command ran; train again with "
+    "--resume, and remove the trainer's checkpoints if it would continue from them",
 }

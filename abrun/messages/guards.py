@@ -6,38 +6,42 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _its_baseline(paired: bool) -> str:
-    return "its baseline" if paired else "every baseline run"
-
-
 def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
     """No watched metric is NaN or Inf (`clean`), or only as those of the baseline are (`broken`)."""
-    its = _its_baseline(paired)
-    sentences = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
-    sentences += (
-        [f"{'some' if clean else 'NaN or Inf'} in {', '.join(broken)}, as in {its}"] if broken else []
-    )
-    return "; ".join(sentences) or "none of the watched metrics is recorded"
+    clauses = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
+    if broken:
+        baseline = "its baseline" if paired else "every baseline run"
+        clauses.append(f"NaN or Inf in {', '.join(broken)}, but also in {baseline}")
+    return "; ".join(clauses) or "none of the watched metrics is recorded"
 
 
 def _not_finite_more_often(metric: str, share: float, baseline_share: float, p: float, level: float) -> str:
     """A metric is NaN or Inf at more steps than in the baseline."""
     return (
         f"{metric} is NaN or Inf at {100 * share:.3g} % of the treatment's steps and "
-        f"{100 * baseline_share:.3g} % of the baseline's (p = {p:.2g} of no more, level {level:.2g})"
+        f"{100 * baseline_share:.3g} % of the baseline's ({_p_value(p, level)})"
     )
 
 
 def _token_error_kept(metric: str, above: float | None, value: float, limit: float) -> str:
     """The error keeps its limit: the worst run's median, or (`above`) the share of steps above a limit."""
-    what = "the worst run's median" if above is None else f"the share of steps above {above:g}"
-    return f"{metric}: {what} is {_number(value)} (limit {limit:g})"
+    statistic = "the worst run's median" if above is None else f"the share of steps above {above:g}"
+    return f"{metric}: {statistic} is {_number(value)} (limit {limit:g})"
 
 
 def _token_error_exceeded(metric, above, value, limit, baseline, p, level) -> str:
-    """The error of trainer against rollout engine is beyond its limit."""
-    kept = _token_error_kept(metric, above, value, limit)
-    return f"{kept}, {_number(baseline)} in the baseline (p = {p:.2g} of no more, level {level:.2g})"
+    """The error of trainer against rollout engine exceeds its limit."""
+    value_text = _token_error_kept(metric, above, value, limit)
+    return f"{value_text}, {_number(baseline)} in the baseline ({_p_value(p, level)})"
+
+
+def _p_value(p: float, level: float) -> str:
+    return f"p = {p:.2g} if it were no larger, tested at {level:.2g}"
+
+
+def _ratio_exceeded(quantity: str, ratio: float, limit: float, p: float, level: float) -> str:
+    """The ratio of the arms exceeds its limit."""
+    return f"{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g}; {_p_value(p, level)})"
 
 
 def _number(value: float) -> str:
@@ -45,18 +49,17 @@ def _number(value: float) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.RUNS_FINISHED: "every {arm} run finished where {paired:if its baseline|every baseline run} did",
+    Code.RUNS_FINISHED: "no {arm} run failed{paired:if  where its baseline finished}",
     Code.NO_BASELINE_FINISHED: "no baseline run finished",
     Code.NO_RUN_ENDED: "no {arm} run has ended",
-    Code.ENDINGS_NOT_KNOWN: "the runs do not say whether they finished",
-    Code.RUN_FAILED: "{run} failed at step {step} where {paired:if its baseline|every baseline run} "
-    "finished ({failure}){num_more:if  (and {num_more} more)}; if the machine was at fault, launch with "
-    "--resume",
+    Code.ENDINGS_NOT_KNOWN: "the runs do not record whether they finished",
+    Code.RUN_FAILED: "{run} failed at step {step}{num_more:if  (and {num_more} more)}, but {paired:if its "
+    "baseline|every baseline run} finished ({failure}); if the machine was at fault, launch with --resume",
     Code.NOTHING_RECORDED: "no {arm} run has recorded anything",
     Code.FINITE: _finite,
-    Code.NOT_FINITE: "{metric} is {value} in {run} from step {step}, and finite in {paired:if its "
+    Code.NOT_FINITE: "{metric} is {value} in {run} from step {step}, but finite in {paired:if its "
     "baseline|every baseline run}",
-    Code.STAYS_NOT_FINITE: "{metric} is {value} in {run} from step {step} to the end, and not in {paired:if "
+    Code.STAYS_NOT_FINITE: "{metric} is {value} in {run} from step {step} to the end, but not in {paired:if "
     "its baseline|every baseline run}",
     Code.NOT_FINITE_IN_WINDOW: "{metric} is {value} in {run} at step {step}, inside the window of its claim",
     Code.NOT_FINITE_MORE_OFTEN: _not_finite_more_often,
@@ -66,6 +69,5 @@ MESSAGES: dict[Code, Message] = {
     Code.TOKEN_ERROR_EXCEEDED: _token_error_exceeded,
     Code.RATIO_NOT_RECORDED: "{quantity}: not recorded in finished runs of both arms",
     Code.RATIO_KEPT: "{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g})",
-    Code.RATIO_EXCEEDED: "{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g}; p = {p:.2g} of "
-    "no more, level {level:.2g})",
+    Code.RATIO_EXCEEDED: _ratio_exceeded,
 }

@@ -1,4 +1,4 @@
-"""Sentences on injected faults: what caught one, and what could show one that was not caught."""
+"""Sentences on injected faults: what caught one, and what would show one that was missed."""
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import units
@@ -6,11 +6,11 @@ from abrun.reasons import Code
 
 
 def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:
-    """Ways to show a injected fault that was not caught."""
+    """Ways to show an injected fault that was missed."""
     unit = units(paired=paired)
     ways = [f"more than {num_pairs} {unit}" if num_pairs is not None else f"a smaller margin and more {unit}"]
     if rounded_metric is not None:
-        ways = [f"policy.dtype: float32, where rounding is no reason for {rounded_metric} at step one"]
+        ways = [f"policy.dtype: float32, which rules out rounding of {rounded_metric} at step one"]
     if tolerance is not None:
         ways.append(_lower_tolerance(**tolerance))
     if amount is not None:
@@ -20,8 +20,8 @@ def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, nu
 
 def _lower_tolerance(metric: str, deviation: float, aa_deviation: float) -> str:
     return (
-        f"compare.step_one_tolerance below {deviation:.2g} ({metric} deviates so far at step one, and in its "
-        f"reruns by {aa_deviation:.2g})"
+        f"compare.step_one_tolerance below {deviation:.2g} (the deviation of {metric} at step one; its A/A "
+        f"reruns deviate by {aa_deviation:.2g})"
     )
 
 
@@ -30,12 +30,12 @@ MESSAGES: dict[Code, Message] = {
     "{tolerance:.2g}",
     Code.FOUND_BY_GUARD: "{value:.3g}, limit {limit:.3g}",
     Code.LIMITED_METRIC: "{metric} is {value:.3g}, {limit}",
-    Code.MOVED_METRIC: "{metric} moves by {difference:+.2g}, bound {bound}, margin {margin}",
-    Code.FINAL_WEIGHTS_NOT_RECORDED: "the {arm} of seed {seed} does not say what weights it ended with",
-    Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} keep no sketches of the same first and last "
-    "weights (older versions kept samples, which do not show such a distance); abrun's own trainer does, of "
-    "this version: launch them again",
-    Code.WEIGHTS_DID_NOT_MOVE: "the baseline of seed {seed} ended with the weights that it began with, or "
-    "with no numbers",
+    Code.MOVED_METRIC: "{metric} changes by {difference:+.2g}, certified bound {bound}, margin {margin}",
+    Code.FINAL_WEIGHTS_NOT_RECORDED: "the {arm} run of seed {seed} does not record its final weights",
+    Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} have no sketches of the same first and last "
+    "weights, as older versions of abrun or other trainers do not keep them; launch them again with this "
+    "version of abrun's own trainer",
+    Code.WEIGHTS_DID_NOT_MOVE: "the baseline of seed {seed} ended with its initial weights, or with NaN or "
+    "Inf",
     Code.FAULT_MISSED: _fault_missed,
 }

@@ -1,4 +1,4 @@
-"""How a message becomes a sentence: a template with a few formats of its own, or a function."""
+"""The messages of reason codes, and their rendering: templates with a few extra formats, or functions."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from typing import Any
 Message = str | Callable[..., str]
 """The wording of one code: a template in the syntax of `str.format`, or a function of the values by name.
 
-What follows a template's last semicolon is its remedy. A function's docstring describes the code.
+The text after a template's last semicolon is its remedy. A function's docstring describes the code.
 """
 
 
@@ -19,7 +19,7 @@ def render(message: Message, values: Mapping[str, Any]) -> str:
 
 
 def value_names(message: Message) -> list[str]:
-    """Return the names of the values that a message takes, in their order."""
+    """Return the names of the values that a message takes, in order."""
     return list(inspect.signature(message).parameters) if callable(message) else _fields(message)
 
 
@@ -33,11 +33,13 @@ def _fields(template: str) -> list[str]:
 def _filled(template: str, values: Mapping[str, Any]) -> str:
     """Return a template with its values filled in.
 
-    Beside Python's formats: `{seeds:list}` joins with commas, `{versions:join , then }` with another text,
-    `{runs:first}` and `{runs:some}` are one name, or five, `and 2 more`; `{pairs:count pair}` is `1 pair` or
-    `2 pairs`, `{seeds:plural seed}` is `seed` or `seeds`, `{value:repr}` quotes as Python does, and
-    `{paired:if its baseline|every baseline run}` chooses between two templates by whether a value is true;
-    without a second one it is left out otherwise.
+    In addition to Python's formats:
+    `{seeds:list}` joins with commas, `{versions:join , then }` with another text;
+    `{runs:first}` and `{runs:some}` give one name, or up to five, and the number of the others;
+    `{pairs:count pair}` gives `1 pair` or `2 pairs`, `{seeds:plural seed}` gives `seed` or `seeds`;
+    `{value:repr}` quotes as Python does;
+    `{paired:if its baseline|every baseline run}` gives the first text if the value is true, else the second
+    (or nothing).
     """
     filled = ""
     for text, field, kind, conversion in _FORMATTER.parse(template):
@@ -46,8 +48,8 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
             continue
         value = _FORMATTER.convert_field(_FORMATTER.get_field(field, (), values)[0], conversion)
         if kind and kind.startswith("if "):
-            chosen = _CLAUSES.match(kind.removeprefix("if "))
-            filled += _filled(chosen["yes" if value else "no"] or "", values) if chosen else ""
+            clauses = _CLAUSES.match(kind.removeprefix("if "))
+            filled += _filled(clauses["yes" if value else "no"] or "", values) if clauses else ""
         else:
             filled += _formatted(value, kind or "")
     return filled
@@ -60,17 +62,17 @@ def _formatted(value: Any, spec: str) -> str:
     if kind == "join":
         return noun.join(map(str, value))
     if kind in ("first", "some"):
-        shown = value[: 1 if kind == "first" else _MOST_NAMED]
-        return ", ".join(shown) + (f" and {len(value) - len(shown)} more" if len(value) > len(shown) else "")
+        names = value[: 1 if kind == "first" else _MAX_NAMES]
+        return ", ".join(names) + (f" and {len(value) - len(names)} more" if len(value) > len(names) else "")
     if kind == "repr":
         return repr(value)
     if kind in ("count", "plural"):
         number = value if isinstance(value, int | float) else len(value)
-        plural = noun if number == 1 else f"{noun}s"
-        return f"{number} {plural}" if kind == "count" else plural
+        noun = noun if number == 1 else f"{noun}s"
+        return f"{number} {noun}" if kind == "count" else noun
     return format(value, spec)
 
 
-_MOST_NAMED = 5
+_MAX_NAMES = 5
 _FORMATTER = string.Formatter()
 _CLAUSES = re.compile(r"(?P<yes>(?:[^{|]|\{[^}]*\})*)(?:\|(?P<no>.*))?$")  # braces may hold a bar

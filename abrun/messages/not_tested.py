@@ -1,12 +1,13 @@
-"""Sentences on what a comparison leaves out, and on what it did not test."""
+"""Sentences on runs that a comparison leaves out, and on what it did not test."""
 
 from abrun.messages.message import Message
 from abrun.reasons import Code
 
-_MOST_LISTED = 4
+_MAX_LISTED = 4
 
 
 def how_to_rerun(has_recipe: bool) -> str:
+    """Return how to get same-seed reruns of the baseline."""
     return "controls.aa_reruns" if has_recipe else "names that end in -aa1"
 
 
@@ -14,17 +15,20 @@ def _step_one_not_settled(
     metric, seed, deviation, scale, scale_from, tolerance, tolerance_from, raised_by_rounding, has_recipe
 ) -> str:
     """A first step neither agrees nor shows a fault; the sentence says what would settle it."""
-    seen = (
+    deviation_text = (
         f"step one of {metric}: in seed {seed} it deviates by {deviation:.2g} of {scale_from} ({scale:.3g})"
     )
     limit = f"{tolerance:.2g} ({tolerance_from})"
     reruns = how_to_rerun(has_recipe)
     if tolerance >= 1:
-        return f"{seen}, and {limit} allows anything: more reruns narrow it ({reruns})"
-    # Of what rounding raises, the baseline's reruns say nothing
-    settling = "one step in float32" if raised_by_rounding else f"reruns where they differ ({reruns})"
-    settles = f"{'compare.step_one_tolerance, or ' * has_recipe}{settling}"
-    return f"{seen}, beyond {limit}, and nothing says how far rounding takes it here: give {settles}"
+        return f"{deviation_text}, but a tolerance of {limit} allows anything; add A/A reruns ({reruns})"
+    # Reruns of the baseline do not show how far rounding goes in another implementation.
+    remedy = "one step in float32" if raised_by_rounding else f"A/A reruns that differ ({reruns})"
+    remedies = f"{'compare.step_one_tolerance, or ' * has_recipe}{remedy}"
+    return (
+        f"{deviation_text}, more than {limit}, and the size of rounding errors is unknown; settle it with "
+        f"{remedies}"
+    )
 
 
 def _no_reruns(has_recipe: bool) -> str:
@@ -35,27 +39,31 @@ def _no_reruns(has_recipe: bool) -> str:
 def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
     """A failure rate that so few runs can miss."""
     runs = f"{num_runs} {'seed' if paired else 'treated run'}{'s' * (num_runs != 1)}"
-    return f"rare failures: {runs} can miss a failure rate of up to {100 * rate:.0f} % (95 % bound)"
+    return (
+        f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "
+        "possible (95 % bound)"
+    )
 
 
 def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
     """Seeds that --seeds leaves out."""
-    more = f" and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
-    endings = f" ({', '.join(broken[:_MOST_LISTED])}{more})" if broken else ""
+    more = f" and {len(broken) - _MAX_LISTED} more" if len(broken) > _MAX_LISTED else ""
+    endings = f" ({', '.join(broken[:_MAX_LISTED])}{more})" if broken else ""
     return f"left out by --seeds: seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{endings}"
 
 
 NOT_TESTED: dict[Code, Message] = {
     Code.STEP_ONE_NOT_SETTLED: _step_one_not_settled,
     Code.STEP_ONE_NOT_READ: "step one: {why}",
-    Code.RUNS_DO_NOT_SAY: "the runs do not say: {missing:list}",
+    Code.RUNS_DO_NOT_SAY: "not recorded by the runs: {missing:list}",
     Code.OTHER_CODE: "whether the different code of the runs changes their numbers",
     Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine: {metric} is {recorded:if not a "
     "number at any step of any run|not recorded}",
-    Code.NOT_PAIRED: "how the arms part step by step, and from their first one: they are "
-    "unpaired{num_shared_seeds:if  ({num_shared_seeds:count seed} of both arms not paired, as asked)}",
+    Code.NOT_PAIRED: "step one and the divergence step by step: the runs are unpaired{num_shared_seeds:if , "
+    "although both arms have {num_shared_seeds:count common seed}}",
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
-    Code.ULP_RUN_NOT_FINISHED: "what one ULP grows into: {run} did not finish ({why}): launch with --resume",
+    Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation: {run} did not finish ({why}); launch with "
+    "--resume",
     Code.NO_RERUNS: _no_reruns,
     Code.LEARNING_NOT_RECORDED: "whether the baseline learned: no reward, accuracy or supervised loss is "
     "recorded",
@@ -63,18 +71,18 @@ NOT_TESTED: dict[Code, Message] = {
     Code.NO_MARGIN: "whether the arms converge alike: no claim has a margin",
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned anything: `climbs: false` is declared for "
     "{metrics:list}",
-    Code.NO_FAULT_INJECTED: "what it would have caught: no fault was injected{faults:if  beside "
+    Code.NO_FAULT_INJECTED: "which bugs it would catch: no fault was injected{faults:if  besides "
     "{faults:list}}{can_inject:if  (abrun sensitivity)}",
-    Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, without a claim",
-    Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these runs' "
-    "configurations, seeds} and steps {first}-{last}",
+    Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, but without a claim",
+    Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, "
+    "seeds} and steps {first}-{last}",
 }
 LEFT_OUT: dict[Code, Message] = {
-    Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and with them {partners:list}}",
+    Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and the other arm's {partners:list}}",
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
-    Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), which "
-    "{repeated_by} repeats",
-    Code.COUNTER_RESTARTED: "the step counter begins anew in {runs:first} ({num_repeated} of {num_steps} "
-    "steps are there twice): the last values count, and step one of such a run is not read",
+    Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), repeated "
+    "by {repeated_by}",
+    Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first}: {num_repeated} of {num_steps} steps "
+    "were logged twice; the last values count, and step one is not read",
 }
 MESSAGES = {**NOT_TESTED, **LEFT_OUT}

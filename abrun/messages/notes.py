@@ -1,29 +1,28 @@
-"""Sentences of notes: what readers have to know beside a verdict, and what was guessed of runs."""
+"""Sentences of notes: facts that readers need beside a verdict, and guesses about runs."""
 
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import units
+from abrun.messages.numbers import interval_text, units
 from abrun.messages.validity import first_and_more
 from abrun.reasons import Code
 
 
 def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
-    """One arm counts its steps from one more."""
-    (left, one), (right, other) = grids.items()
+    """One arm's step counter is one ahead of the other's."""
+    counts = ", ".join(f"{name} counts {grid['first']}-{grid['last']}" for name, grid in grids.items())
     return (
-        f"{metric}: the counters differ by one: {left} counts {one['first']}-{one['last']}, {right} "
-        f"{other['first']}-{other['last']}, so that at the same number {late} has made one update fewer; "
-        f"{_compared_on(num_shared, first, last)}"
+        f"{metric}: the step counters differ by one ({counts}), so at the same step {late} has made one "
+        f"update fewer; {_compared_on(num_shared, first, last)}"
     )
 
 
 def _grids_differ(metric, grids, averaged, num_shared, first, last) -> str:
     """Runs recorded a metric at different steps."""
-    described = ", ".join(f"{name} {_grid(**grid)}" for name, grid in grids.items())
-    often = "; who logs less often may log averages" * averaged
+    ranges = ", ".join(f"{name} {_grid(**grid)}" for name, grid in grids.items())
+    caution = "; the runs that log less often may log averages" * averaged
     return (
-        f"{metric}: recorded at different steps ({described}); {_compared_on(num_shared, first, last)}{often}"
+        f"{metric}: recorded at different steps ({ranges}); {_compared_on(num_shared, first, last)}{caution}"
     )
 
 
@@ -37,15 +36,15 @@ def _compared_on(num_shared: int, first: int, last: int) -> str:
 
 def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
     """The runs were compared several times."""
-    *others, last = map(str, num_pairs)
+    *earlier, latest = map(str, num_pairs)
     return (
-        f"{_mark(arm)}these runs were read {len(num_pairs)} times, at {', '.join(others)} and {last} "
-        f"{units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments at the "
-        f"margin, not in {level:g}; judge fresh seeds alone"
+        f"{_arm_mark(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
+        f"{latest} {units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments "
+        f"at the margin, not in {level:g}; compare fresh seeds alone"
     )
 
 
-def _mark(arm: str | None) -> str:
+def _arm_mark(arm: str | None) -> str:
     return f"{arm}: " if arm else ""
 
 
@@ -66,50 +65,48 @@ def _ledger(
     disagree,
 ) -> str:
     """Sum of the entries of a reference's ledger."""
-    shown = ""
+    direct_drift = ""
     if direct:
-        shown = f", direct [{direct[0]:.3g}, {direct[1]:.3g}] by {direct_by}"
-        shown += f" for {num_chains:.3g} possible chains" if num_chains > 1 else ""
-    more = num_tried - num_entries
+        direct_drift = f", direct comparison {interval_text(direct)} by {direct_by}"
+        direct_drift += f" for {num_chains:.3g} possible chains" if num_chains > 1 else ""
+    num_rejected = num_tried - num_entries
+    rejected = f", {num_rejected} of them rejected" if num_rejected else ""
     text = (
         f"ledger of {metric} over steps {first}-{last}: {num_entries} change{'s' * (num_entries != 1)}, "
         f"drift spent {bound:.3g} of {budget:g} ({100 * confidence:g} % bound by {bound_by}; chain "
-        f"[{chain[0]:.3g}, {chain[1]:.3g}]{shown}; jointly over {num_tried} judged changes"
-        f"{f', {more} of them not accepted' if more else ''})"
+        f"{interval_text(chain)}{direct_drift}; jointly over {num_tried} evaluated changes{rejected})"
     )
     if disagree:
-        text += "; chain and direct comparison exclude each other: something moved that is in no entry"
+        text += "; chain and direct comparison contradict each other: something changed that no entry records"
     if bound > budget:
-        text += (
-            "; the budget is exceeded: re-anchor: run the anchor's arm against today's, and freeze today's"
-        )
+        text += "; the budget is exceeded: compare the anchor's arm with today's, then freeze today's"
     return text
 
 
 def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
-    """Runs, or attempts of one run, are of different code."""
-    listed = (f"{', then '.join(of['code'])} ({first_and_more(of['runs'])})" for of in versions)
-    return f"the runs are of different code: {', '.join(listed)}"
+    """Runs, or attempts of one run, used different code."""
+    groups = (f"{', then '.join(group['code'])} ({first_and_more(group['runs'])})" for group in versions)
+    return f"the runs used different code: {', '.join(groups)}"
 
 
 def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
-    """LM head or logits have another precision."""
-    differences = [f"{label} in {own} instead of {usual}" for label, (usual, own) in precisions.items()]
+    """LM head or logits have another precision than the baseline's."""
+    differences = [f"{label} in {dtype} instead of {usual}" for label, (usual, dtype) in precisions.items()]
     return f"{arm}: {', '.join(differences)}"
 
 
 POST_HOC: dict[Code, Message] = {
     Code.NOTHING_DECLARED: "no comparison was declared before these runs",
-    Code.COMPARISON_CHANGED: "the comparison is not the one declared when the experiment was launched",
-    Code.PAIRS_ADDED: "{num_pairs} pairs were added after the launch; declare compare.interim to analyse "
-    "more than once",
-    Code.CLAIMS_CHANGED: "the claims are not those declared when the experiment was launched",
-    Code.PAIRING_CHANGED: "the arms were not paired, which was not declared when the experiment was launched",
-    Code.STEP_ONE_DROPPED: "step one was left out, which was not declared when the experiment was launched",
+    Code.COMPARISON_CHANGED: "the comparison is not the one declared at launch",
+    Code.PAIRS_ADDED: "{num_pairs} pairs were added after the launch; to analyse more than once, declare "
+    "compare.interim",
+    Code.CLAIMS_CHANGED: "the claims are not those declared at launch",
+    Code.PAIRING_CHANGED: "the arms were compared unpaired, which was not declared at launch",
+    Code.STEP_ONE_DROPPED: "step one was left out, which was not declared at launch",
     Code.READ_SEVERAL_TIMES: _read_several_times,
     Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }{num_comparisons} comparisons of these runs with different "
-    "claims or interim analyses: the level holds for one that was declared in advance (simulated: of 20 "
-    "windows some one matches falsely in 0.08 to 0.29 of experiments)",
+    "claims or interim analyses: the error rate holds only for one declared in advance (simulated: out of 20 "
+    "windows, some window matches falsely in 0.08 to 0.29 of experiments)",
 }
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",
@@ -121,19 +118,19 @@ NOTES: dict[Code, Message] = {
     Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor; drift "
     "spent 0 of {budget:g}",
     Code.LEDGER: _ledger,
-    Code.SEED_NOT_KNOWN: "numbered, its seed is not known: {place}",
+    Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
 
 
 GUESSED: dict[Code, Message] = {
     Code.SEEDS_FROM: "{arm:if arms and }seeds from {how}: {arm:if {arm}, }seed {seed}",
     Code.ARMS_FROM_NAMES: "each of the {num_arms} arms from the names of its runs",
-    Code.NOTHING_SAYS_SEEDS: "runs are independent: nothing says their seeds; --pattern '*-s{{seed}}' says "
-    "where they stand",
+    Code.NOTHING_SAYS_SEEDS: "seeds are unknown, so the runs are independent; to name the seeds: --pattern "
+    "'*-s{{seed}}'",
     Code.LOG_READ_AS: "{guess}",
-    Code.ARMS_SHARE_NO_SEED: "runs are independent: the arms have no seed in common",
-    Code.SOURCES_ARE_ARMS: "each of the {num_sources} sources is an arm; where they are seeds of one, name "
+    Code.ARMS_SHARE_NO_SEED: "the arms have no common seed, so the runs are independent",
+    Code.SOURCES_ARE_ARMS: "each of the {num_sources} sources is an arm; if they are seeds of one arm, give "
     "their folder",
-    Code.BASELINE_GUESSED: "the baseline is {baseline:repr} (--baseline says otherwise: {others})",
+    Code.BASELINE_GUESSED: "the baseline is {baseline:repr} (--baseline selects another: {others})",
 }
 MESSAGES = {**POST_HOC, **NOTES, **GUESSED}

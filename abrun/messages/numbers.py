@@ -1,22 +1,27 @@
-"""How sentences and tables write a claim's numbers."""
+"""The numbers of claims as sentences and tables write them: one function for each quantity."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-AT_OBSERVED = "at the observed sd"  # of numbers of pairs; `abrun plan --from` takes its upper bound
+# `abrun plan --from` plans with the upper bound of the sd instead, and so needs more pairs.
+AT_OBSERVED = "at the observed sd"
 
 
 def bound_text(bound: float) -> str:
-    """An upper bound in three digits, rounded up: 0.05004 is no 0.05, at which a claim would not pass."""
-    if not 0 < bound < math.inf:
-        return f"{bound:.3g}"
-    unit = max(10.0 ** (math.floor(math.log10(bound)) - 2), math.ulp(0.0))
-    return f"{math.ceil(round(bound / unit, 6)) * unit:.3g}"
+    """Return an upper bound in three digits, rounded up: a claim with a bound of 0.05004 fails at 0.05."""
+    return _rounded(bound, math.ceil) if bound > 0 else f"{bound:.3g}"
+
+
+def _rounded(value: float, to_integer: Callable[[float], int]) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.3g}"
+    unit = max(10.0 ** (math.floor(math.log10(abs(value))) - 2), math.ulp(0.0))
+    return f"{to_integer(round(value / unit, 6)) * unit:.3g}"
 
 
 def beside_limit(value: float, limit: float) -> str:
-    """Four digits, or as many as show on which side of a limit it lies: 1.00005 is no 1."""
+    """Return a value in four digits, or in more if only they show on which side of the limit it lies."""
     for digits in range(4, 10):
         if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
             return f"{value:.{digits}g}"
@@ -24,23 +29,28 @@ def beside_limit(value: float, limit: float) -> str:
 
 
 def difference_text(difference: float, interval: Sequence[float]) -> str:
-    """A difference and its interval, in the digits that every table and sentence gives them in."""
-    return f"{difference:+.3g} [{interval[0]:.3g}, {interval[1]:.3g}]"
+    """Return a difference and its interval as every table and sentence writes them."""
+    return f"{difference:+.3g} {interval_text(interval)}"
+
+
+def interval_text(interval: Sequence[float]) -> str:
+    """Return an interval in three digits, rounded outward: its wider end reads like the certified bound."""
+    return f"[{_rounded(interval[0], math.floor)}, {_rounded(interval[1], math.ceil)}]"
 
 
 def difference_unit(transform: str) -> str:
-    """How a difference of transformed values is read."""
+    """Return the scale of a difference in parentheses; empty if the values are not transformed."""
     scale = difference_scale(transform)
     return f" ({scale})" if scale else ""
 
 
 def difference_scale(transform: str) -> str:
-    """The scale of a difference of transformed values; empty for that of the values."""
+    """Return the scale of a difference; empty if the values are not transformed."""
     return {"identity": "", "log": "log ratio", "log_excess": "log ratio of the excess over 1"}[transform]
 
 
 def certified_text(certified_bound: float | None, certified_number: float | None, margin_unit: str) -> str:
-    """The smallest margin that would have passed, in the margin's own unit."""
+    """Return the smallest margin that would have passed, in the margin's own unit."""
     number = certified_bound if certified_number is None else certified_number
     if number is None:
         return "-"
@@ -50,7 +60,7 @@ def certified_text(certified_bound: float | None, certified_number: float | None
 
 
 def agreeing_text(detected: Mapping[str, Any]) -> str:
-    """In which seeds, or runs, the direction of a detected difference holds."""
+    """Return in how many seeds, or runs, a detected difference has its direction: `in 4 of 4 seeds`."""
     agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
     return (
         f"{agreeing} seeds" if detected["paired"] else f"{agreeing} treated runs, against the baseline's mean"
@@ -58,22 +68,22 @@ def agreeing_text(detected: Mapping[str, Any]) -> str:
 
 
 def agreement_text(detected: Mapping[str, Any]) -> str:
-    """`lower in 4 of 4 seeds`."""
+    """Return a direction and its seeds: `lower in 4 of 4 seeds`."""
     return f"{detected['direction']} {agreeing_text(detected)}"
 
 
 def measured_text(detected: Mapping[str, Any]) -> str:
-    """`-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+    """Return a difference and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
     return f"{difference_text(detected['difference'], detected['interval'])}, {agreeing_text(detected)}"
 
 
 def detected_text(detected: Mapping[str, Any]) -> str:
-    """`lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+    """Return all of a detected difference: `lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
     return f"{detected['direction']}: {measured_text(detected)}"
 
 
 def margin_text(number: float, unit: str) -> str:
-    """`±0.05`, `±5 % of the baseline's level`, `±1 sigma of the baseline`."""
+    """Return a margin: `±0.05`, `±5 % of the baseline's level` or `±1 sigma of the baseline`."""
     if unit == "":
         return f"±{number:g}"
     return (
@@ -88,7 +98,7 @@ def margin_of_reference_text(margin: float, sigmas: float, reference: str) -> st
 
 
 def interval_level_text(alpha: float) -> str:
-    """`90 %`, of the interval that two one-sided tests at `alpha` give."""
+    """Return the level of the interval that two one-sided tests at `alpha` give: `90 %`."""
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
@@ -97,7 +107,7 @@ def confidence_text(alpha: float) -> str:
 
 
 def units(*, paired: bool) -> str:
-    """Return what is counted: a pair is a run of each arm."""
+    """Return the noun of a sample size: pairs, or runs of each arm."""
     return "pairs" if paired else "runs of each arm"
 
 
@@ -106,5 +116,5 @@ def pairs_or_more_text(count: int | None) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """`no GPUs`, `1 GPU`, `2 GPUs`."""
+    """Return a number and its noun: `no GPUs`, `1 GPU`, `2 GPUs`."""
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

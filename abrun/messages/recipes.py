@@ -5,8 +5,8 @@ import textwrap
 from abrun.messages.message import Message
 from abrun.reasons import Code
 
-MAX_NAMED = 100  # characters, of fields that are refused beside the first
-# What pydantic's kinds of errors allow; its numbers are filled in.
+MAX_NAMED = 100  # characters of the names of further invalid fields
+# Values that pydantic allows, by its kinds of errors, which supply the numbers.
 ALLOWED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys to values",
@@ -24,38 +24,38 @@ ALLOWED = {
     "number_list_type": "a list of numbers",
     "string_type": "text",
 }
-_OF_NODES = (
-    "it is written into scripts and shown by clusters: let the nodes have it in their own environment or "
-    "files, or name it in launcher.secrets of a jobset or skypilot"
+_SECRET_OF_NODES = (
+    "scripts would contain it and clusters would show it; set it in the nodes' own environment or files, or "
+    "name it in launcher.secrets of a jobset or skypilot"
 )
-_INSTEAD = (
-    "pass it to a command as a variable of its environment, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, "
-    "which is read at every start and never stored"
+_SECRET_BY_VARIABLE = (
+    "pass it as an environment variable, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, which is read at every "
+    "start and never stored"
 )
 
 
 def _line(source: str, field: str, problem: str, others: list[str]) -> str:
-    """A rule over one or several fields is broken."""
+    """A rule for one or several fields is broken."""
     named = textwrap.shorten(", ".join(others), MAX_NAMED, placeholder=" ...")
     more = f" (and {len(others)} more: {named})" if others else ""
     return f"{source}: {f'{field}: ' if field else ''}{problem}{more}"
 
 
 def _unknown_key(source: str, field: str, nearest: str | None, allowed: list[str], others: list[str]) -> str:
-    """A recipe has a key that does not exist there."""
-    meant = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(allowed)}"
-    return _line(source, field, f"unknown key; {meant}", others)
+    """A recipe has an unknown key."""
+    remedy = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(allowed)}"
+    return _line(source, field, f"unknown key; {remedy}", others)
 
 
 def _key_of_other_type(source: str, field: str, types: list[str], others: list[str]) -> str:
     """A section of this type has no such key."""
-    named = ", ".join(map(repr, types))
-    problem = f"unknown key with this type; use type: {named}, or leave it out (null if it is inherited)"
+    names = ", ".join(map(repr, types))
+    problem = f"not a key of this type; use type: {names}, or drop it (null if it is inherited)"
     return _line(source, field, problem, others)
 
 
 def _missing_type(source: str, field: str, allowed: list[str], others: list[str]) -> str:
-    """A section does not say its type."""
+    """A section has no type."""
     return _line(source, field, f"missing; allowed: {', '.join(map(repr, allowed))}", others)
 
 
@@ -66,8 +66,8 @@ def _unknown_type(source: str, field: str, got: str, expected: str, others: list
 
 def _length(source: str, field: str, got: str, kind: str, limit: int, others: list[str]) -> str:
     """A list is too short or too long."""
-    size = f"{limit} or more: add one" if kind == "too_short" else f"{limit} or less: leave some out"
-    return _line(source, field, f"got {got}; allowed: a list of {size}", others)
+    allowed = f"at least {limit}" if kind == "too_short" else f"at most {limit}"
+    return _line(source, field, f"got {got}; allowed: a list of {allowed}", others)
 
 
 def _not_allowed(source, field, got, kind, limits, advice, others) -> str:
@@ -80,16 +80,13 @@ def _not_allowed(source, field, got, kind, limits, advice, others) -> str:
 def _index(source: str, field: str, got: str, length: int) -> str:
     """--set names an entry that a list does not have."""
     allowed = f"0 to {length - 1}" if length > 1 else "0" if length else "none, it is empty"
-    return (
-        f"{source}: got {got} as the index into {field}; allowed: {allowed}; or give the list whole: "
-        f"{field}=[...]"
-    )
+    return f"{source}: got index {got} for {field}; allowed: {allowed}; or give the whole list: {field}=[...]"
 
 
 def _yaml_line(source: str, line: int | None, unquoted: bool, problem: str) -> str:
     """A line is not readable as YAML."""
     place = "" if line is None else f", line {line}"
-    hint = " ('${NAME}' inside of {...} takes quotes)" if unquoted else ""
+    hint = " ('${NAME}' inside {...} needs quotes)" if unquoted else ""
     return f"{source}{place}{hint}: not readable as YAML: {problem}"
 
 
@@ -99,13 +96,15 @@ def _value_missing(source: str, field: str, others: list[str]) -> str:
 
 
 def _secret_in_command(source: str, field: str, word: str) -> str:
-    """A command line holds what looks like a secret."""
-    return f"{source}: {field}: {word} is given a secret; {_INSTEAD}"
+    """A command line contains what looks like a secret."""
+    return f"{source}: {field}: {word} looks like a secret; {_SECRET_BY_VARIABLE}"
 
 
 def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
-    """A recipe holds what looks like a secret."""
-    return f"{source}: {field}: looks like a secret; {_OF_NODES if of_launcher else _INSTEAD}"
+    """A recipe contains what looks like a secret."""
+    return (
+        f"{source}: {field}: looks like a secret; {_SECRET_OF_NODES if of_launcher else _SECRET_BY_VARIABLE}"
+    )
 
 
 MESSAGES: dict[Code, Message] = {
@@ -121,95 +120,95 @@ MESSAGES: dict[Code, Message] = {
     Code.WRITE_INSTEAD: "write {value}",
     Code.WRITE_UNQUOTED: "write it without quotes",
     Code.WRITE_QUOTED: "put it in quotes",
-    Code.DEFAULTS_CYCLE: "{source}: defaults: a cycle of recipes ({cycle:join  > }); drop one link",
-    Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (byte {byte} is none of it); "
-    "save it as UTF-8",
+    Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit from each other ({cycle:join  > }); drop one",
+    Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (at byte {byte}); save it as "
+    "UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,
     Code.YAML_LINE_INVALID: _yaml_line,
     Code.SECRET_IN_COMMAND: _secret_in_command,
     Code.SECRET_IN_RECIPE: _secret_in_recipe,
-    Code.TOO_FEW_PROBLEMS: "validation.num_prompts: got {got}; {field}, {path}, has "
-    "{problems:count problem}: use at most that many",
-    Code.TOO_FEW_PROMPTS: "validation.num_prompts: got {got}; the task has about {prompts} different "
-    "prompts, and at most half can be held out: use {most}, or a larger task",
-    Code.VALIDATION_TAKES_ALL: "validation: holds out every problem of {field}, {path}; use a smaller "
+    Code.TOO_FEW_PROBLEMS: "validation.num_prompts: got {got}, but {field} ({path}) has only {problems:count "
+    "problem}; use at most that many",
+    Code.TOO_FEW_PROMPTS: "validation.num_prompts: got {got}, but the task has about {prompts} different "
+    "prompts and at most half can be held out; use {most}, or a larger task",
+    Code.VALIDATION_TAKES_ALL: "validation: holds out every problem of {field} ({path}); use a smaller "
     "num_prompts, or another file for validation.path",
     Code.PROBLEMS_UNREADABLE: "{field}: got {path:repr}, which cannot be read: {problem}; give a JSON-lines "
     "file",
     Code.PROBLEM_TOO_DEEP: "{field}: {path}, line {line}: nested too deeply",
     Code.PROBLEM_INVALID: "{field}: {path}, line {line}: {problem}; correct or remove the line",
-    Code.PROBLEMS_EMPTY: "{field}: got {path:repr}, which has no problems; give a JSON-lines file with some",
+    Code.PROBLEMS_EMPTY: "{field}: got {path:repr}, which has no problems; give a JSON-lines file with "
+    "problems",
     Code.REASONING_TASK_UNKNOWN: "task.name: got {got:repr}; reasoning-gym {version} has {allowed:list}",
-    Code.REASONING_PARAMETERS_REFUSED: "task.parameters: got {got} with task.name {task:repr}, which "
-    "refuses them: {error}",
+    Code.REASONING_PARAMETERS_REFUSED: "task.parameters: got {got} with task.name {task:repr}, which refuses "
+    "them: {error}",
     Code.REASONING_SCORER_RUNS_CODE: "task.name: got {task:repr}, whose scorer runs completions as Python; "
     "use another task, or answer: final_number",
-    Code.REASONING_TASK_NOT_REPEATABLE: "task.name: got {task:repr}, which draws another problem from the "
-    "same seed; use another task",
+    Code.REASONING_TASK_NOT_REPEATABLE: "task.name: got {task:repr}, which does not repeat its problems with "
+    "the same seed; use another task",
     Code.REASONING_TASK_WITHOUT_ANSWER: "task.name: got {task:repr}, whose problems have no answer that its "
-    "scorer takes; use another task",
-    Code.VERIFIER_RAISED: "task.verifier: {verifier:repr} raised {error} for the prompt at {prompt}; it "
-    "must return a number for every completion",
+    "scorer accepts; use another task",
+    Code.VERIFIER_RAISED: "task.verifier: {verifier:repr} raised {error} for the prompt at {prompt}; it must "
+    "return a number for every completion",
     Code.VERIFIER_RETURNED: "task.verifier: {verifier:repr} returned {returned} for the prompt at {prompt}; "
     "it must return a finite number",
-    Code.VERIFIER_IMPORT_FAILED: "task.verifier: got {verifier:repr}; importing {module} raised {error}; "
+    Code.VERIFIER_IMPORT_FAILED: "task.verifier: got {verifier:repr}, but importing {module} raised {error}; "
     "name an installed module, or one in the directory where abrun is started",
     Code.VERIFIER_INVALID: "task.verifier: got {verifier:repr}; {problem}; name a function (prompt, "
     "completion, answer) -> number",
-    Code.AUTO_NEEDS_LAUNCH: "{recipe}: {field}: got 'auto', which abrun launch alone decides; give "
-    "{instead} (which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)",
-    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, which injects "
-    "none; drop it",
-    Code.CONTROL_OF_FAULTY_BASELINE: "{source}: got {fault:repr} with a baseline that has a fault; drop one "
-    "of them",
-    Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop it",
-    Code.RECIPE_TOO_DEEP: "{source}: nested too deeply to be a recipe; a few levels are enough",
-    Code.CLAIM_LIMIT_SYNTAX: "--claim: got {got}, a limit with a colon in it; write '<0.9x' for a ratio "
-    "to the baseline, and '<0.9' for a level",
+    Code.AUTO_NEEDS_LAUNCH: "{recipe}: {field}: got 'auto', which only abrun launch resolves; give {instead} "
+    "(to see which fit: abrun launch RECIPE --dry-run --device-memory 80GiB)",
+    Code.CONTROL_NEEDS_ABRUN_TRAINER: "{source}: got {fault:repr} with a foreign trainer, but faults can "
+    "only be injected into abrun's own; drop it",
+    Code.CONTROL_OF_FAULTY_BASELINE: "{source}: got {fault:repr}, but the baseline already has an injected "
+    "fault; drop one of them",
+    Code.CONTROL_NEEDS: "{source}: got {fault:repr}, which {needs}, or drop the fault",
+    Code.RECIPE_TOO_DEEP: "{source}: nested too deeply; a recipe needs only a few levels",
+    Code.CLAIM_LIMIT_SYNTAX: "--claim: got {got}, a limit with a colon; write '<0.9x' for a ratio to the "
+    "baseline, or '<0.9' for a level",
     Code.PROFILE_INVALID: "{source}: got {got}; allowed: mappings under {allowed:list}",
-    Code.DEFAULTS_TOO_MANY_FILES: "{source}: defaults: got more than {max_files} files behind one recipe; "
+    Code.DEFAULTS_TOO_MANY_FILES: "{source}: defaults: the recipe inherits from more than {max_files} files; "
     "merge some",
-    Code.RECIPE_EMPTY: "{source}: an empty recipe; abrun init writes one to begin with",
-    Code.RECIPE_NOT_A_MAPPING: "{source}: got {got}; a recipe is a mapping of keys to values",
+    Code.RECIPE_EMPTY: "{source}: the recipe is empty; create one with abrun init",
+    Code.RECIPE_NOT_A_MAPPING: "{source}: got {got}; allowed: a mapping of keys to values",
     Code.DEFAULTS_INVALID: "{source}: defaults: got {got}; allowed: a path or a list of paths",
     Code.DEFAULTS_TOO_MANY: "{source}: defaults: got {got} paths; allowed: at most {max_parents}",
-    Code.DEFAULTS_MISSING: "{source}: defaults: {parent}: no such recipe; give a path from that file's "
-    "folder (abrun recipes NAME > {file} writes one that ships)",
+    Code.DEFAULTS_MISSING: "{source}: defaults: {parent}: no such recipe; give a path relative to that "
+    "file's folder (to copy a built-in recipe: abrun recipes NAME > {file})",
     Code.RECIPE_UNREADABLE: "{source}: cannot be read as a recipe: {error}",
-    Code.RECIPE_TOO_LARGE: "{source}: larger than {max_kib} KiB, with all that the recipe inherits; a "
-    "recipe states differences: keep data elsewhere",
-    Code.OVERRIDE_WITHOUT_EFFECT: "--set {field}: every arm sets it; write arms.{arm}.{field}",
-    Code.OVERRIDE_INDEX_OF_NO_LIST: "{source}: got the index {index} where {field} is no list (but {got}); "
-    "give the list whole: {field}=[...]",
-    Code.FOLDER_WITHOUT_RECIPE: "{source}: cannot be read as a recipe: a folder without {file}; give a "
-    "recipe's file, or an experiment's folder, for what that was launched with",
+    Code.RECIPE_TOO_LARGE: "{source}: the recipe and its parents exceed {max_kib} KiB; keep data in other "
+    "files",
+    Code.OVERRIDE_WITHOUT_EFFECT: "--set {field}: has no effect, because every arm sets it; use "
+    "arms.{arm}.{field}",
+    Code.OVERRIDE_INDEX_OF_NO_LIST: "{source}: got index {index}, but {field} is {got}, not a list; give the "
+    "whole list: {field}=[...]",
+    Code.FOLDER_WITHOUT_RECIPE: "{source}: cannot be read as a recipe: the folder has no {file}; give a "
+    "recipe file, or an experiment's folder to use the recipe it was launched with",
     Code.SECRET_IN_ENV: "{source}: {field}: looks like a secret; write ${{{variable}}} and export {variable}",
     Code.SEEDS_BACKWARDS: "--seeds: got {got:repr}, which runs backwards; write {last}-{first}",
     Code.SEEDS_TOO_MANY: "--seeds: got {got:repr}; allowed: at most {max_seeds} seeds",
-    Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, "
-    "for that seed alone {got}-{got}",
+    Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, for "
+    "that seed alone {got}-{got}",
     Code.MAX_SEEDS_BELOW_FIRST: "--max-seeds: got {got} with {first} seeds; allowed: {first} or more",
-    Code.UPLOAD_NEEDS_FILE: "--wandb: got --format {formats}, which leaves no file to upload; add html, or "
+    Code.UPLOAD_NEEDS_FILE: "--wandb: got --format {formats}, which writes no file to upload; add html or "
     "json",
-    Code.REFERENCE_WITHOUT_LEDGER: "{reference}: got a reference without a ledger; freeze one: abrun freeze "
+    Code.REFERENCE_WITHOUT_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze "
     "SOURCE -o FILE --budget 0.05",
-    Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} and --sigma or --correlation, which it measures; "
-    "drop them, or plan without it: abrun plan RECIPE --sigma X",
-    Code.PLAN_NEEDS_RECIPE: "plan: got no recipe; give one, or --from EXPERIMENT, whose own it is then",
-    Code.SEARCHES_TWO: "--max-sequences: got it with --max-seq-len; search for one at a time: drop one of "
-    "them",
-    Code.OPTION_NOT_PREDICTED: "{option}: got it with --predict, which measures nothing; drop one of the "
-    "two (what a device has: --device-memory)",
+    Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} with --sigma or --correlation, which --from "
+    "measures; drop them, or plan without --from: abrun plan RECIPE --sigma X",
+    Code.PLAN_NEEDS_RECIPE: "plan: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe",
+    Code.SEARCHES_TWO: "--max-sequences cannot be combined with --max-seq-len; search for one at a time",
+    Code.OPTION_NOT_PREDICTED: "{option} cannot be combined with --predict, which measures nothing; drop one "
+    "of them (to set a device's memory: --device-memory)",
     Code.OPTION_NEEDS_PREDICT: "{option} requires --predict; add it, or drop {option}",
-    Code.MASTER_DTYPE_UNKNOWN: "--master-dtype: got {got:repr}; use {allowed}",
-    Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr} with --kind {kind}, which takes {takes}",
-    Code.OPTION_NOT_ASKED: "{option}: missing, and nobody is there to be asked; give one, such as {option} "
-    "{example} (all: abrun init --help)",
-    Code.NO_FAULT_CAN_BE_INJECTED: "{recipe}: controls.faults: got none that can be injected; see: abrun "
-    "faults",
-    Code.FILE_EXISTS: "{path}: is there already; give another --name, or another --to",
-    Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, neither a file here nor a recipe that ships",
-    Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which names no frozen runs; make some (abrun "
-    "freeze EXPERIMENT --output FILE), and give it the line compare: {{reference: FILE}}",
-    Code.NO_SUCH_RECIPE: "{got}: no such recipe: neither a file here nor one that ships; {hint}",
+    Code.MASTER_DTYPE_UNKNOWN: "--master-dtype: got {got:repr}; allowed: {allowed}",
+    Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr}, but --kind {kind} takes {takes}",
+    Code.OPTION_NOT_ASKED: "{option}: missing, and there is no terminal to ask on; give it, such as {option} "
+    "{example} (all options: abrun init --help)",
+    Code.NO_FAULT_CAN_BE_INJECTED: "{recipe}: controls.faults: no fault can be injected; see: abrun faults",
+    Code.FILE_EXISTS: "{path}: already exists; choose another --name or --to",
+    Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, which is neither a file here nor a built-in recipe",
+    Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which has no compare.reference; make one "
+    "(abrun freeze EXPERIMENT --output FILE), and add compare: {{reference: FILE}}",
+    Code.NO_SUCH_RECIPE: "{got}: no such recipe, neither a file here nor built in; {hint}",
 }

@@ -1,4 +1,4 @@
-"""Records that hold reasons, as JSON: a sentence where the reason stands, its code and values beside it."""
+"""Records with reasons as JSON: a sentence for each reason, and its code and values next to it."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,15 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that stored JSON has as text
+# Stored JSON has these numbers as text.
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def as_json(record: Any) -> Any:
     """Return a dataclass as JSON.
 
-    A field `problem` with a reason becomes its sentence, and `problem_code` has code and values; a field
-    `reasons` with several becomes sentences, and `reason_codes` has code and values of each.
+    A field `problem` with one reason becomes a sentence, and `problem_code` has its code and values. A field
+    `reasons` with several becomes a list of sentences, and `reason_codes` has the code and values of each.
     """
     if isinstance(record, Reason):
         return sentence(record)
@@ -29,53 +30,53 @@ def as_json(record: Any) -> Any:
     content: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        name = field.metadata.get("alias", field.name)  # as pydantic calls it, too
+        name = field.metadata.get("alias", field.name)  # the name that pydantic uses
         content[name] = as_json(value)
-        beside = name_of_codes(name, field.type)
-        if beside:
-            content[beside] = coded(value)
+        codes_name = name_of_codes(name, field.type)
+        if codes_name:
+            content[codes_name] = coded(value)
     return content
 
 
 def with_reasons(content: Any) -> Any:
-    """Return the JSON of records with the reasons themselves where `as_json` has sentences."""
+    """Return the JSON of records with reasons in the place of the sentences that `as_json` wrote."""
     if isinstance(content, list):
         return [with_reasons(entry) for entry in content]
     if not isinstance(content, Mapping):
         return content
     restored = {name: with_reasons(value) for name, value in content.items()}
-    for beside in content:
-        name, _, kind = beside.rpartition("_")
+    for codes_name in content:
+        name, _, kind = codes_name.rpartition("_")
         name = f"{name}s" if kind == "codes" and name not in content else name
         if kind in ("code", "codes") and name in content:
-            restored[name] = _decoded(restored.pop(beside))
+            restored[name] = _decoded(restored.pop(codes_name))
     return restored
 
 
 def reason_from_json(content: Mapping[str, Any]) -> Reason:
-    """Return the reason that code and values stand for."""
+    """Return the reason of a code and its values, the inverse of `coded`."""
     return Reason(Code(content["code"]), {name: _decoded(value) for name, value in content["values"].items()})
 
 
 def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason | None:
-    """Return what a record says of an ending: by its code, or else, as of an older version, by its text."""
+    """Return a stored reason by its code; if this version does not know it, return its text as a reason."""
     try:
         reason = reason_from_json(content or {})
         sentence(reason)
         if set(reason.values) == set(value_names(MESSAGES[reason.code])):
             return reason
-    except Exception:  # of whatever another version, or damage, put in place of the values
+    except Exception:  # another version, or damage, can put anything in the place of the values
         pass
     return None if text is None else Code.FOREIGN_TEXT(text=text)
 
 
 def print_reason(reason: Reason) -> None:
-    """Tell whoever reads this process's output a reason: a line of JSON, written at once."""
+    """Print a reason as one line of JSON, for the process that reads this one's output."""
     print(f"{json.dumps(coded(reason))}\n", end="", flush=True)
 
 
 def printed_reason(line: str) -> Reason | None:
-    """Return the reason of a line that `print_reason` wrote; None for any other line."""
+    """Return the reason that `print_reason` wrote as this line; None for any other line."""
     if not line.startswith("{"):
         return None
     try:
@@ -85,7 +86,7 @@ def printed_reason(line: str) -> Reason | None:
 
 
 def name_of_codes(name: str, annotation: Any) -> str | None:
-    """Return the name of the entry with codes beside a field; None for a field that holds no reasons."""
+    """Return the JSON key for the codes of a field; None for a field without reasons."""
     arguments = get_args(annotation)
     if annotation is Reason or (Reason in arguments and get_origin(annotation) not in (list, tuple)):
         return f"{name}_code"
@@ -93,7 +94,7 @@ def name_of_codes(name: str, annotation: Any) -> str | None:
 
 
 def coded(value: Any) -> Any:
-    """Return a reason as code and values, also one among lists and mappings; anything else as it is."""
+    """Return a reason as code and values, also inside lists and mappings; anything else unchanged."""
     if isinstance(value, Reason):
         return {"code": value.code.value, "values": coded(value.values)}
     if isinstance(value, Mapping):

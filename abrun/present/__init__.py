@@ -1,1 +1,1 @@
-"""How results look: tables, Markdown, figures and the console, the same wherever they are shown."""
+"""Presentation of results: tables, Markdown, figures and the console."""

@@ -1,4 +1,4 @@
-"""How figures look and are saved. matplotlib is loaded by what draws them alone."""
+"""Style and saving of figures. Importing this module does not import matplotlib."""
 
 import contextlib
 import io
@@ -13,10 +13,10 @@ from abrun.runs.files import write_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by people with any colour vision; the baseline is always the first.
+# The palette of Okabe and Ito, safe for colour-blind readers. The baseline has the first colour.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-FIGURES = ("png", "svg")
-LEGEND_ROW = 0.19  # inches of height
+FIGURE_FORMATS = ("png", "svg")
+LEGEND_ROW_INCHES = 0.19
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -30,30 +30,34 @@ STYLE: Any = {
     "legend.framealpha": 0.8,
     "legend.edgecolor": "none",
     "legend.fontsize": 8,
-    "text.parse_math": False,  # a metric may be called $x$
-    "svg.hashsalt": "abrun",  # ids of an SVG are random otherwise
+    # A metric may be called $x$.
+    "text.parse_math": False,
+    # Without a salt, the ids in an SVG are random and the bytes differ from run to run.
+    "svg.hashsalt": "abrun",
     "svg.fonttype": "none",
 }
 
 
 @contextlib.contextmanager
-def style() -> Iterator[None]:
-    """Set what every figure is drawn and saved in."""
+def figure_style() -> Iterator[None]:
+    """Apply the common style while figures are drawn and saved."""
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name's letters that the font does not have
+        # matplotlib warns of each letter that the font lacks.
+        warnings.simplefilter("ignore", UserWarning)
         yield
 
 
-def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FIGURES) -> list[Path]:
-    """Write the figure in each format, and return the files: the same figure gives the same bytes."""
+def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FIGURE_FORMATS) -> list[Path]:
+    """Write the figure in each format and return the paths. The same figure gives the same bytes."""
     if layout := figure.get_layout_engine():
+        # Lay out once, so that all formats agree.
         layout.execute(figure)
-        figure.set_layout_engine("none")  # laid out once for all formats
+        figure.set_layout_engine("none")
     paths = [stem.with_name(f"{stem.name}.{form}") for form in formats]
     for form, path in zip(formats, paths, strict=True):
-        # No date and no version of matplotlib in the file.
+        # Keep the date and the version of matplotlib out of the file.
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         drawing = io.BytesIO()
         figure.savefig(drawing, format=form, dpi=150, metadata=metadata)
@@ -61,12 +65,12 @@ def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FIGURES) 
     return paths
 
 
-def legend_below(figure: "Figure", handles: Mapping[str, Any], columns: int = 2) -> None:
-    """Name what is drawn, once for all panels; the figure grows by it, so that panels keep their heights."""
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (1 + -(-len(handles) // columns)))
+def add_legend_below(figure: "Figure", handles: Mapping[str, Any], columns: int = 2) -> None:
+    """Add one legend for all panels below them. The figure grows, so the panels keep their height."""
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * (1 + -(-len(handles) // columns)))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
-def short(name: str, most: int) -> str:
-    """Shorten a name to `most` characters by cutting its middle: names differ at their ends."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+def shorten(name: str, max_chars: int) -> str:
+    """Shorten a name to `max_chars` characters by cutting its middle: names often differ at their ends."""
+    return name if len(name) <= max_chars else f"{name[: max_chars // 2 - 1]}...{name[2 - max_chars // 2 :]}"

@@ -1,15 +1,16 @@
-"""Text as Markdown shows it, with nothing in it that would be read as more."""
+"""Escaping of text for Markdown."""
 
 import re
 
 from abrun.redaction import shown
 
 
-def escaped(text: str) -> str:
-    """Escape what Markdown or the HTML in it would read as more than text."""
-    escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
-    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", escaped)
+def escape_markdown(text: str) -> str:
+    """Escape characters that Markdown, or HTML within it, would interpret."""
+    marks_escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", shown(text))
+    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", marks_escaped)
 
 
-def code(text: str) -> str:
-    return escaped(text) if "`" in text else f"`{shown(text)}`"
+def code_span(text: str) -> str:
+    """Return `text` as inline code, or escaped if it holds a backtick."""
+    return escape_markdown(text) if "`" in text else f"`{shown(text)}`"

@@ -1,50 +1,51 @@
-"""A table as data, rendered from the same object for a terminal, in Markdown and as HTML."""
+"""Tables as data, rendered for a terminal, as Markdown or as HTML."""
 
 import html
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from abrun.present.markdown import escaped
+from abrun.present.markdown import escape_markdown
 from abrun.redaction import shown
 
 if TYPE_CHECKING:
     import rich.table
     from rich.text import Text
 
-Cell: TypeAlias = "str | Text"  # a string is shown without secrets and controls; Text as it is
+# A string is shown without secrets and control characters, a Text as it is.
+Cell: TypeAlias = "str | Text"
 PLAIN = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "bold"}
 GRID = PLAIN | {"padding": (0, 2), "collapse_padding": True, "show_header": False, "show_edge": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading and how the cells below it stand."""
+    """A heading and the layout of the cells below it."""
 
     title: Cell
-    numeric: bool = False  # at the right
+    numeric: bool = False  # right-aligned
     no_wrap: bool = False
-    fold: bool = False  # a word that is longer than the column goes on in the next line; else it is cut
+    fold: bool = False  # break a word that is wider than the column, instead of cutting it
 
 
 def columns(
     *titles: Cell, numeric: Collection[Cell] = (), no_wrap: Collection[Cell] = (), fold: bool = False
 ) -> list[Column]:
-    """Return a column for each title; `numeric` and `no_wrap`: the titles of which this is true."""
+    """Return a column for each title. `numeric` and `no_wrap` list the titles that these apply to."""
     return [Column(title, title in numeric, title in no_wrap, fold) for title in titles]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns and rows. A terminal draws lines around a table with a title; without columns it is a grid."""
+    """Columns and rows. On a terminal a titled table has borders, and one without columns is a plain grid."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
-    sections: Collection[int] = ()  # rows below a line
+    sections: Collection[int] = ()  # indices of rows with a line above
 
-    def rich(self, **layout: Any) -> "rich.table.Table":
-        """Return rich's table; `layout` replaces its arguments. If it expands, columns are equally wide."""
+    def to_rich(self, **layout: Any) -> "rich.table.Table":
+        """Return a rich table; `layout` overrides its arguments. If it expands, columns are equally wide."""
         from rich.table import Table as RichTable
 
         titled = {"title": shown(self.title), "title_justify": "left"}
@@ -65,21 +66,21 @@ class Table:
         return table
 
     def __rich__(self) -> "rich.table.Table":
-        return self.rich()
+        return self.to_rich()
 
-    def markdown(self, escape: Callable[[str], str] = escaped) -> list[str]:
+    def to_markdown(self, escape: Callable[[str], str] = escape_markdown) -> list[str]:
         """Return the lines of a Markdown table."""
         titles = [column.title for column in self.columns]
         lines = [titles, ["---"] * len(titles), *self.rows]
         return [f"| {' | '.join(escape(str(cell)) for cell in line)} |" for line in lines]
 
-    def html(self) -> str:
-        """Return an HTML table; cells of text, not numbers, have the class `text`."""
-        body = "".join(self._html_row("td", row) for row in self.rows)
-        head = self._html_row("th", [column.title for column in self.columns])
+    def to_html(self) -> str:
+        """Return an HTML table. Cells of non-numeric columns have the class `text`."""
+        body = "".join(self._to_html_row("td", row) for row in self.rows)
+        head = self._to_html_row("th", [column.title for column in self.columns])
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
-    def _html_row(self, tag: str, cells: Sequence[Cell]) -> str:
+    def _to_html_row(self, tag: str, cells: Sequence[Cell]) -> str:
         marked = (
             f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(shown(str(cell)))}</{tag}>"
             for column, cell in zip(self.columns, cells, strict=True)

@@ -1,4 +1,4 @@
-"""The way to the user's terminal: whatever is printed there moves no cursor and sets no style but ours."""
+"""The console that abrun prints to. Printed text cannot move the cursor or set styles."""
 
 import os
 import sys
@@ -11,9 +11,10 @@ from rich.text import Text
 
 
 class Terminal(Console):
-    """A console that prints strings as they are: no markup, emoji code or highlight in them is read.
+    """A console that prints strings literally, without markup, emoji codes or highlighting.
 
-    Styles come as `Text`. Control characters in texts are shown as `?`: rich's own style and place.
+    Styled output is passed as `Text`. Control characters in text are printed as `?`; rich's own control
+    segments pass.
     """
 
     def render_str(
@@ -26,19 +27,19 @@ class Terminal(Console):
             if segment.control or segment.text.isprintable() or segment.text == "\n":
                 yield segment
             else:
-                kept = (char if char.isprintable() or char == "\n" else "?" for char in segment.text)
-                yield Segment("".join(kept), segment.style)
+                printable = (char if char.isprintable() or char == "\n" else "?" for char in segment.text)
+                yield Segment("".join(printable), segment.style)
 
     def say(self, line: str) -> None:
-        """Print a line that is as long as it is: the terminal wraps it."""
+        """Print a line without wrapping it; the terminal does that."""
         self.print(line, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError that is being handled; rich would end the process."""
+        """Re-raise the BrokenPipeError being handled; rich would end the process."""
         raise
 
 
 def terminal(file: IO[str] | None = None) -> Terminal:
-    """Return a console that prints to `file`, or to what sys.stdout is by then."""
-    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Terminal(file=file, highlight=False, width=None if fixed else 120)
+    """Return a console that prints to `file`, or to sys.stdout as it is at the time of printing."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Terminal(file=file, highlight=False, width=None if has_width else 120)

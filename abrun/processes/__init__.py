@@ -1,6 +1,6 @@
-"""Processes of this host: started in their own groups, found, stopped and killed, and what their end means.
+"""Processes on this host: start, find, stop and kill them, and explain how they ended.
 
-One place for launchers, foreign runs and our trainer.
+Used by launchers, foreign runs and abrun's own trainer.
 """
 
 import base64
@@ -22,23 +22,26 @@ import psutil
 
 from abrun.reasons import Code, Reason
 
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-RUN_DIR = "ABRUN_RUN_DIR"  # the environment variable that every process of a run has
-INSISTS_AFTER_S = 2.0
-PAUSE_S = 10.0  # more than a busy machine lets a process wait
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Every process of a run has this environment variable.
+RUN_DIR_VARIABLE = "ABRUN_RUN_DIR"
+FORCE_AFTER_S = 2.0
+# Longer than a process has to wait for the CPU on a busy machine.
+MIN_PAUSE_S = 10.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SLURM_STARVED = r"^slurmstepd: error: Detected .*oom.?kill|^srun: error: .*(Out Of Memory|OUT_OF_MEMORY)"
-MODULE = ("-P", "-m")  # of our own processes: a module of the working directory must not shadow any
-STARTER = Path(__file__).with_name("starter.py")
+SLURM_OOM = r"^slurmstepd: error: Detected .*oom.?kill|^srun: error: .*(Out Of Memory|OUT_OF_MEMORY)"
+# Interpreter options of abrun's own processes. With -P, the working directory cannot shadow a module.
+MODULE_OPTIONS = ("-P", "-m")
+STARTER_SCRIPT = Path(__file__).with_name("starter.py")
 Popen = subprocess.Popen[bytes]
-# The last line of a traceback, but not of torchrun's own
+# Matches the last line of a traceback, except torchrun's own.
 PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interrupt)\b.*"
 
 # --- starting and stopping ---
 
 
-class Fork:
-    """A child that was forked, with what abrun asks of a `subprocess.Popen`."""
+class ForkedChild:
+    """A forked child, with the part of the `subprocess.Popen` interface that abrun uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -52,7 +55,8 @@ class Fork:
         return self.returncode
 
     def terminate(self) -> None:
-        if self.poll() is None:  # else its id may be another's
+        # After the exit, another process may have this pid.
+        if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
@@ -60,233 +64,255 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
-Child = Popen | Fork
+Child = Popen | ForkedChild
 
 
-def start(argv: Sequence[str], env: Mapping[str, str], *, dies_by: int, **options: Any) -> Popen:
-    """A process that gets the signal `dies_by` when this one dies, however soon (on Linux).
+def start_process(argv: Sequence[str], env: Mapping[str, str], *, death_signal: int, **options: Any) -> Popen:
+    """Start a process that receives `death_signal` as soon as this process dies (on Linux).
 
-    In a session or group of its own it ignores no signal to stop, whatever this process ignores.
-    `options` are those of `subprocess.Popen`. Raises OSError where it cannot be started.
+    A process that leads its own session or group starts with default handling of all stop signals,
+    even if this process ignores them. `options` are passed to `subprocess.Popen`. Raises OSError if
+    the command cannot be started.
     """
     options |= {"env": dict(env), "stdin": subprocess.DEVNULL}
     if sys.platform != "linux":
         return Popen(argv, **options)
-    failures, failing = os.pipe()
+    error_read_end, error_write_end = os.pipe()
     try:
-        tied = (sys.executable, "-IS", str(STARTER), str(int(dies_by)), str(os.getpid()), str(failing), *argv)
-        inherited = (failing, *options.pop("pass_fds", ()))
-        process = Popen(tied, pass_fds=inherited, **options)
+        starter_argv = (
+            sys.executable,
+            "-IS",
+            str(STARTER_SCRIPT),
+            str(int(death_signal)),
+            str(os.getpid()),
+            str(error_write_end),
+            *argv,
+        )
+        inherited_fds = (error_write_end, *options.pop("pass_fds", ()))
+        process = Popen(starter_argv, pass_fds=inherited_fds, **options)
     except BaseException:
-        os.close(failures)
+        os.close(error_read_end)
         raise
     finally:
-        os.close(failing)
-    with open(failures, "rb") as file:
-        number = file.read()
-    if number:
+        os.close(error_write_end)
+    with open(error_read_end, "rb") as file:
+        error_number = file.read()
+    if error_number:
         process.wait()
-        raise OSError(int(number), os.strerror(int(number)), argv[0])
+        raise OSError(int(error_number), os.strerror(int(error_number)), argv[0])
     return process
 
 
-def end_group(process: Popen, grace_s: float, insisted: Callable[[], bool] = lambda: False) -> None:
-    """SIGTERM to a process group, time for a checkpoint, then SIGKILL: at once where somebody insists."""
+def end_group(process: Popen, grace_s: float, is_forced: Callable[[], bool] = lambda: False) -> None:
+    """Send SIGTERM to a process group, wait `grace_s` for a checkpoint, then send SIGKILL.
+
+    SIGKILL follows at once when `is_forced` returns True.
+    """
     _signal_group(process, signal.SIGTERM)
-    wait(process, grace_s, insisted)
+    wait_for_exit(process, grace_s, is_forced)
     _signal_group(process, signal.SIGKILL)
     process.wait()
 
 
-def wait(process: Child, timeout_s: float, stopped: Callable[[], Any]) -> int | None:
-    """The exit status, or None where time is up or `stopped` has become true."""
+def wait_for_exit(process: Child, timeout_s: float, should_stop: Callable[[], Any]) -> int | None:
+    """Return the exit status, or None on timeout or once `should_stop` returns true."""
     deadline = time.monotonic() + timeout_s
-    while process.poll() is None and time.monotonic() < deadline and not stopped():
+    while process.poll() is None and time.monotonic() < deadline and not should_stop():
         time.sleep(0.05)
     return process.poll()
 
 
-def die_with_parent(number: int, parent: int) -> None:
-    """From now on the death of the parent is this signal to this process, at once if that has happened."""
+def die_with_parent(signal_number: int, parent_pid: int) -> None:
+    """Send this process `signal_number` when its parent dies, or exit now if the parent is already dead."""
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(shell_code(-number))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
+        os._exit(shell_exit_code(-signal_number))
 
 
-def adopt_orphans(adopts: bool = True) -> None:
-    """What a process below this one leaves behind becomes this one's child (on Linux): `below` finds it."""
+def adopt_orphans(is_enabled: bool = True) -> None:
+    """Adopt processes that descendants leave behind, so that `find_descendants` finds them (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_enabled))
 
 
-def reap_adopted(own: Collection[int]) -> None:
-    """Forget the children that have ended, up to one of this process's own: each keeps an id until then.
+def reap_orphans(own_pids: Collection[int]) -> None:
+    """Reap zombies of adopted processes until the next zombie is one of `own_pids`.
 
-    For who adopts orphans. Only where all of its own children are known: their ends are others' to ask for.
+    For a process that adopts orphans and knows all its own children: others wait for those.
     """
-    with contextlib.suppress(ChildProcessError):  # there is no child at all
+    with contextlib.suppress(ChildProcessError):  # no children
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None or ended.si_pid in own:
+            if ended is None or ended.si_pid in own_pids:
                 return
             os.waitpid(ended.si_pid, 0)
 
 
-def end_like(status: int) -> int:
-    """End as a process below has ended: returns its exit code, or dies by the same signal."""
-    if status < 0:
+def exit_like(exit_status: int) -> int:
+    """End like a child process: return its exit code, or die by the same signal."""
+    if exit_status < 0:
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return shell_code(status)
+            signal.signal(-exit_status, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_status)
+    return shell_exit_code(exit_status)
 
 
-def _signal_group(process: Popen, number: int) -> None:
+def _signal_group(process: Popen, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal_number)
 
 
-# --- being asked to stop ---
+# --- stop requests ---
 
 
 class StopRequests:
-    """The signals to stop that have come: the first asks; one of its kind two seconds later insists.
+    """Stop signals received so far. The same signal again at least two seconds later forces the stop.
 
-    Sooner is no second thought: a closing terminal sends SIGHUP twice, systemd SIGTERM and SIGHUP.
+    An earlier repeat does not count: a closing terminal sends SIGHUP twice, systemd SIGTERM and SIGHUP.
     """
 
     def __init__(self) -> None:
-        self.first: int | None = None
-        self.insisted = False
-        self._heard_s: dict[int, float] = {}
+        self.first_signal: int | None = None
+        self.is_forced = False
+        self._first_heard_s: dict[int, float] = {}
 
-    def hear(self, number: int, frame: object = None) -> None:
-        """A signal handler."""
+    def hear(self, signal_number: int, frame: object = None) -> None:
+        """Record a stop signal (signal handler)."""
         now = time.monotonic()
-        if self.first is None:
-            self.first = number
-        if now - self._heard_s.setdefault(number, now) >= INSISTS_AFTER_S:
-            self.insisted = True
+        if self.first_signal is None:
+            self.first_signal = signal_number
+        if now - self._first_heard_s.setdefault(signal_number, now) >= FORCE_AFTER_S:
+            self.is_forced = True
 
 
 @contextlib.contextmanager
-def stopping_signals() -> Iterator[StopRequests]:
-    """Signals to stop are noted instead of obeyed. One that is ignored already, as under nohup, stays so.
+def catch_stop_signals() -> Iterator[StopRequests]:
+    """Record stop signals instead of obeying them. Ignored signals stay ignored.
 
-    SIGINT is, in a process that a shell script has started with `&`.
+    SIGHUP is ignored under nohup, SIGINT in a process that a shell script started with `&`.
     """
     requests = StopRequests()
-    if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
+    # Python allows signal handlers in the main thread only.
+    if threading.current_thread() is not threading.main_thread():
         yield requests
         return
-    old = {
-        number: signal.signal(number, requests.hear)
-        for number in STOPPING_SIGNALS
-        if signal.getsignal(number) != signal.SIG_IGN
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, requests.hear)
+        for signal_number in STOP_SIGNALS
+        if signal.getsignal(signal_number) != signal.SIG_IGN
     }
     try:
         yield requests
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-class Awake:
-    """Since when this process has been running without a pause: in a frozen container nobody gives a sign."""
+class PauseDetector:
+    """Detects pauses of this process, such as a frozen container, during which no rank can report."""
 
     def __init__(self) -> None:
-        self._since_s = self._seen_s = time.monotonic()
+        self._since_s = self._last_called_s = time.monotonic()
 
-    def since_s(self) -> float:
-        """To be asked every second or so."""
+    def running_since_s(self) -> float:
+        """Return the time since which this process has run without a pause. Call it about once a second."""
         now = time.monotonic()
-        if now - self._seen_s > PAUSE_S:
+        if now - self._last_called_s > MIN_PAUSE_S:
             self._since_s = now
-        self._seen_s = now
+        self._last_called_s = now
         return self._since_s
 
 
-# --- what an exit status means ---
+# --- exit status ---
 
 
-def killed_by(status: int) -> str | None:
-    """The name of the signal that ended a process, by its exit status as `subprocess` gives it."""
-    if status >= 0:
+def signal_name(exit_status: int) -> str | None:
+    """Return the name of the signal that ended a process, or None; `exit_status` as in `subprocess`."""
+    if exit_status >= 0:
         return None
     try:
-        return signal.Signals(-status).name
+        return signal.Signals(-exit_status).name
     except ValueError:  # a real-time signal has no name
-        return f"signal {-status}"
+        return f"signal {-exit_status}"
 
 
-def shell_code(status: int) -> int:
-    """The exit code with which a shell would report an exit status."""
-    return status if status >= 0 else 128 - status
+def shell_exit_code(exit_status: int) -> int:
+    """Return the exit code that a shell reports for an exit status."""
+    return exit_status if exit_status >= 0 else 128 - exit_status
 
 
-def first_cause(printed: str) -> str:
-    """Of chained tracebacks the first one, which the others were raised from."""
+def first_traceback(printed: str) -> str:
+    """Return the first of several chained tracebacks: the original cause."""
     return printed.partition("\nThe above exception was the direct cause of")[0].strip()
 
 
-def ending_of(status: int, printed: str, oom_kills_before: int | None) -> Reason:
-    """A process's end, with the error that is the last in what it printed, or else its last line.
+def ending_reason(exit_status: int, printed: str, oom_kills_before: int | None) -> Reason:
+    """Describe how a process ended, with the last error that it printed, or else its last line.
 
-    Where the kernel has killed more for want of memory than `oom_kills` said when it started, or Slurm says
-    that it has, it says so.
+    Reports an out-of-memory kill if Slurm says so, or if the kernel's count of OOM kills has risen above
+    `oom_kills_before`, the count when the process started.
     """
-    name = killed_by(status)
-    if name == "SIGKILL" or status == shell_code(-signal.SIGKILL):  # that of a shell's child
-        now = oom_kills()
-        is_counted = now is not None and oom_kills_before is not None and now > oom_kills_before
-        if memory_ran_out(printed) or is_counted:
-            return Code.OUT_OF_MEMORY_KILLED(signal=name, exit_code=None if name else status)
-        return Code.KILLED(signal=name) if name else Code.EXIT_CODE(exit_code=status, last_line=None)
-    if name:
-        return Code.KILLED(signal=name)
-    said = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)
-    return Code.EXIT_CODE(exit_code=status, last_line=said[-1].strip() if said else None)
+    killed_by = signal_name(exit_status)
+    # A shell reports the SIGKILL of its child as an exit code.
+    if killed_by == "SIGKILL" or exit_status == shell_exit_code(-signal.SIGKILL):
+        oom_kills_now = count_oom_kills()
+        is_counted = (
+            oom_kills_now is not None and oom_kills_before is not None and oom_kills_now > oom_kills_before
+        )
+        if is_slurm_oom(printed) or is_counted:
+            return Code.OUT_OF_MEMORY_KILLED(signal=killed_by, exit_code=None if killed_by else exit_status)
+        return (
+            Code.KILLED(signal=killed_by)
+            if killed_by
+            else Code.EXIT_CODE(exit_code=exit_status, last_line=None)
+        )
+    if killed_by:
+        return Code.KILLED(signal=killed_by)
+    error_lines = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)
+    return Code.EXIT_CODE(exit_code=exit_status, last_line=error_lines[-1].strip() if error_lines else None)
 
 
-def is_wordless(ending: Reason) -> bool:
-    """Return True if an end is told by exit codes or signals alone: what is behind it may be anything."""
+def is_unexplained(ending: Reason) -> bool:
+    """Return True if only an exit code or a signal is known, so the cause may be anything."""
     match ending.code:
         case Code.SEE_LOG:
-            return is_wordless(ending["ending"])
+            return is_unexplained(ending["ending"])
         case Code.RANK_FAILED:
-            return is_wordless(ending["cause"])
+            return is_unexplained(ending["cause"])
         case Code.SEVERAL_ERRORS:
-            return not ending["out_of_memory"] and all(map(is_wordless, ending["errors"]))
+            return not ending["out_of_memory"] and all(map(is_unexplained, ending["errors"]))
         case Code.EXIT_CODE:
             return ending["last_line"] is None
     return ending.code == Code.KILLED
 
 
-def memory_ran_out(printed: str) -> bool:
-    """Whether Slurm says of a step that the kernel has killed some of it for want of memory."""
-    return bool(re.search(SLURM_STARVED, printed, re.MULTILINE))
+def is_slurm_oom(printed: str) -> bool:
+    """Return True if Slurm reports that the kernel killed processes of a step for lack of memory."""
+    return bool(re.search(SLURM_OOM, printed, re.MULTILINE))
 
 
-def oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory: in this control group, else on this host.
+def count_oom_kills() -> int | None:
+    """Return the number of processes that the kernel's OOM killer has killed.
 
-    None where nobody counts. See memory.events in the kernel's cgroup-v2.rst, memory.oom_control in
-    cgroup-v1/memory.rst, and vmstat's oom_kill.
+    Counts those of this control group, or else of this host. Returns None if there is no counter. See
+    memory.events in the kernel's cgroup-v2.rst, memory.oom_control in cgroup-v1/memory.rst, and oom_kill in
+    vmstat.
     """
-    groups = {}
+    control_groups = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            groups[controllers] = path
+            control_groups[controllers] = path
     root = "/sys/fs/cgroup"
     counters = (
-        *(f"{root}{path}/memory.events" for path in (groups.get("", ""), "")),
-        *(f"{root}/memory{path}/memory.oom_control" for path in (groups.get("memory", ""), "")),
+        *(f"{root}{path}/memory.events" for path in (control_groups.get("", ""), "")),
+        *(f"{root}/memory{path}/memory.oom_control" for path in (control_groups.get("memory", ""), "")),
         "/proc/vmstat",
     )
-    for counter in counters:  # the narrowest first: others' processes are not counted there
+    # Narrowest group first, so that other users' processes do not count.
+    for counter in counters:
         with contextlib.suppress(OSError):
             counts = re.findall(r"^oom_kill (\d+)$", Path(counter).read_text(), re.MULTILINE)
             if counts:
@@ -294,56 +320,65 @@ def oom_kills() -> int | None:
     return None
 
 
-# --- finding ---
+# --- finding processes ---
 
 
-def mark_of(run_dir: str | Path) -> str:
-    """Return the name that a copy of a process takes for its run: at most 15 bytes, which `ps -e` shows."""
+def process_name_of(run_dir: str | Path) -> str:
+    """Return the name of a run's forked processes: at most 15 bytes, as shown by `ps -e`."""
     digest = hashlib.sha256(os.fsencode(os.path.realpath(run_dir))).digest()
     return f"abrun-{base64.urlsafe_b64encode(digest)[:9].decode()}"
 
 
-def below(pid: int) -> set[psutil.Process]:
-    """Return every living process below another, in whatever session or process group."""
-    return {process for process, above in _living().items() if pid in above and process.pid != pid}
+def find_descendants(pid: int) -> set[psutil.Process]:
+    """Return all living descendants of a process, in any session or process group."""
+    return {process for process, lineage in _list_living().items() if pid in lineage and process.pid != pid}
 
 
-def children(pid: int) -> set[int]:
-    """Return the living processes that another one has started, and those that it has adopted."""
-    return {process.pid for process, above in _living().items() if above[1:2] == [pid]}
+def find_children(pid: int) -> set[int]:
+    """Return the pids of the living children of a process, adopted ones included."""
+    return {process.pid for process, lineage in _list_living().items() if lineage[1:2] == [pid]}
 
 
-def processes_of(run_dir: Path) -> set[psutil.Process]:
-    """Return every living process that was started for a run, and all below, in whatever session.
+def find_run_processes(run_dir: Path) -> set[psutil.Process]:
+    """Return all living processes of a run and their descendants, in any session.
 
-    RUN_DIR in its environment tells, or its name, which a copy gets and what it forks inherits. Left out are
-    this process and those it descends from.
+    A process belongs to the run by RUN_DIR_VARIABLE in its environment, or by the process name that forked
+    processes get and pass on. Excludes this process and its ancestors.
     """
-    path, mark, living = os.path.realpath(run_dir), mark_of(run_dir), _living()
-    roots = set[int]()
+    path, process_name, living = os.path.realpath(run_dir), process_name_of(run_dir), _list_living()
+    root_pids = set[int]()
     for process in living:
         with contextlib.suppress(psutil.Error, OSError):
-            if process.name() == mark or process.environ().get(RUN_DIR) == path:
-                roots.add(process.pid)
-    here = next((above for process, above in living.items() if process.pid == os.getpid()), [])
-    return {process for process, above in living.items() if roots & {*above} and process.pid not in here}
+            if process.name() == process_name or process.environ().get(RUN_DIR_VARIABLE) == path:
+                root_pids.add(process.pid)
+    own_lineage = next((lineage for process, lineage in living.items() if process.pid == os.getpid()), [])
+    return {
+        process
+        for process, lineage in living.items()
+        if root_pids & {*lineage} and process.pid not in own_lineage
+    }
 
 
-def end_all(find: Callable[[], set[psutil.Process]], timeout_s: float = 5.0) -> set[psutil.Process]:
-    """SIGKILL to all that `find` finds, until it finds no more; returns what is left after `timeout_s`."""
+def kill_all(
+    find_processes: Callable[[], set[psutil.Process]], timeout_s: float = 5.0
+) -> set[psutil.Process]:
+    """Send SIGKILL to all processes that `find_processes` returns, until it returns none.
+
+    Returns the processes that are left after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
-    while (found := find()) and time.monotonic() < deadline:
-        for process in found:
-            with contextlib.suppress(psutil.Error):  # such as an id that is another process's by now
+    while (remaining := find_processes()) and time.monotonic() < deadline:
+        for process in remaining:
+            with contextlib.suppress(psutil.Error):  # for example, the pid was reused
                 process.kill()
         time.sleep(0.01)
-    return found
+    return remaining
 
 
-def _living() -> dict[psutil.Process, list[int]]:
-    """Return the living processes of this host, each with its own id and those of all above, from it upwards.
+def _list_living() -> dict[psutil.Process, list[int]]:
+    """Return the living processes of this host, each with its lineage: its own pid, then its ancestors' pids.
 
-    None where /proc is that of another namespace: its ids mean other processes here.
+    Returns nothing if /proc belongs to another pid namespace.
     """
     if sys.platform == "linux" and os.readlink("/proc/self") != str(os.getpid()):
         return {}

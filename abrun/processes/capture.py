@@ -1,4 +1,4 @@
-"""What this process and those below it print, kept in a file of bounded size: its head and its tail."""
+"""Capture of what this process and its descendants print, in a log file of bounded size."""
 
 import contextlib
 import os
@@ -7,40 +7,41 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Of content, with `more` to come: it masked, and its end that may be the start of a secret
-HideBytes = Callable[..., tuple[bytes, bytes]]
+# Called with content and `more=` (more will follow). Returns the masked content, and a tail to hold back
+# because a secret may start there.
+MaskBytes = Callable[..., tuple[bytes, bytes]]
 
 
 @contextlib.contextmanager
-def capped(log: Path, most_bytes: int, hide: HideBytes) -> Iterator[Callable[[], None]]:
+def capture_output(log: Path, max_bytes: int, mask: MaskBytes) -> Iterator[Callable[[], None]]:
     """Pass stdout and stderr through this process, which masks secrets, if stdout goes into `log`.
 
-    The log keeps its head and its tail, `most_bytes` in all. If stdout goes elsewhere, as to a terminal,
-    nothing changes. A full disk loses lines, but blocks nobody. A thread passes it on from the call of what
-    this yields, or from the end: before it this process may fork.
+    The log keeps its head and its tail, `max_bytes` in total. If stdout goes elsewhere, such as to a
+    terminal, nothing changes. A full disk loses lines but blocks nothing. The thread that copies starts when
+    the yielded function is called, or at the end; until then this process may fork.
     """
-    log_file = _opened_output(log)
+    log_file = _open_if_stdout(log)
     if log_file is None:
         yield lambda: None
         return
-    reading, writing = os.pipe()
-    printed = os.dup(1), os.dup(2)
-    pump = threading.Thread(target=_pump, args=(reading, log_file, most_bytes, hide), daemon=True)
-    _redirect(writing, writing)
-    os.close(writing)
+    read_end, write_end = os.pipe()
+    original_streams = os.dup(1), os.dup(2)
+    pump = threading.Thread(target=_copy_to_log, args=(read_end, log_file, max_bytes, mask), daemon=True)
+    _redirect(write_end, write_end)
+    os.close(write_end)
     try:
         yield pump.start
     finally:
         if pump.ident is None:
             pump.start()
-        _redirect(*printed)  # the last ends of the pipe here: the pump ends when those below have ended
+        _redirect(*original_streams)  # closes this process's write ends; the thread ends with the descendants
         pump.join(timeout=5)
-        for number in printed:
-            os.close(number)
+        for fd in original_streams:
+            os.close(fd)
 
 
-def _opened_output(log: Path) -> int | None:
-    """Open the log to read and change it, where stdout goes into it."""
+def _open_if_stdout(log: Path) -> int | None:
+    """Open the log for reading and writing, or return None if stdout does not go into it."""
     try:
         file = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -58,18 +59,18 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _pump(reading: int, log_file: int, most_bytes: int, hide: HideBytes) -> None:
-    head, num_cut, rest, read = 0, 0, b"", b"_"
-    with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
-        while read:
-            read = pipe.read(1 << 16) or b""
-            content, rest = hide(rest + read, more=bool(read))
+def _copy_to_log(read_end: int, log_file: int, max_bytes: int, mask: MaskBytes) -> None:
+    head, num_bytes_cut, held_back, new_bytes = 0, 0, b"", b"_"
+    with os.fdopen(read_end, "rb", buffering=0) as pipe, os.fdopen(log_file, "r+b", buffering=0) as file:
+        while new_bytes:
+            new_bytes = pipe.read(1 << 16) or b""
+            content, held_back = mask(held_back + new_bytes, more=bool(new_bytes))
             with contextlib.suppress(OSError):
                 size = file.seek(0, os.SEEK_END) + file.write(content)
-                if size > most_bytes:
-                    head = head or os.pread(file.fileno(), most_bytes // 4, 0).rfind(b"\n") + 1
-                    tail = os.pread(file.fileno(), most_bytes // 2, size - most_bytes // 2)
-                    num_cut += size - head - len(tail)
+                if size > max_bytes:
+                    head = head or os.pread(file.fileno(), max_bytes // 4, 0).rfind(b"\n") + 1
+                    tail = os.pread(file.fileno(), max_bytes // 2, size - max_bytes // 2)
+                    num_bytes_cut += size - head - len(tail)
                     file.seek(head)
-                    file.write(f"[abrun: {num_cut} bytes cut here]\n".encode() + tail)
+                    file.write(f"[abrun: {num_bytes_cut} bytes cut here]\n".encode() + tail)
                     file.truncate()

@@ -1,6 +1,7 @@
-"""What a rank is doing, in a line that it overwrites, for the process that watches over the ranks of a node.
+"""Progress of a rank: a status line that it overwrites, read by the agent that watches the ranks of a node.
 
-A rank that hangs in a loop, a lock or a collective gives no sign; the log, which others fill, does not tell.
+A rank that hangs in a loop, a lock or a collective stops updating its line. The log does not show that,
+since other code writes to it too.
 """
 
 import contextlib
@@ -20,146 +21,161 @@ import psutil
 
 from abrun.processes import die_with_parent
 
-AGENT = "ABRUN_AGENT"  # the environment variable that names the process that watches
-FOLDER = "ABRUN_PROGRESS"  # and where the lines are
-LISTENING = "ABRUN_LISTENING"  # of the first rank: the descriptor of the socket where all ranks meet
-SHOW_STACK = signal.SIGUSR2
-PATIENCE, LEAST_PATIENCE_S = 10, 60.0  # a silence longer than that many steps, and than that, is unusual
-FEWEST_STEPS, LAST_STEPS = 3, 20  # to judge by: the first ones compile
-STUCK = {
+# Environment variables: the agent's pid, the folder of the status lines, and, for rank 0, the descriptor of
+# the socket at which all ranks rendezvous.
+AGENT_PID_VARIABLE = "ABRUN_AGENT"
+FOLDER_VARIABLE = "ABRUN_PROGRESS"
+LISTENING_FD_VARIABLE = "ABRUN_LISTENING"
+DUMP_STACK_SIGNAL = signal.SIGUSR2
+# A rank seems to hang if it is silent for longer than this many steps and this many seconds.
+PATIENCE_STEPS, MIN_PATIENCE_S = 10, 60.0
+# Number of recent steps that a typical step time is computed from. The first steps compile.
+MIN_STEPS, MAX_STEPS = 3, 20
+STUCK_STATES = {
     psutil.STATUS_STOPPED: "a process that a signal has stopped",
     psutil.STATUS_DISK_SLEEP: "a call of the system that does not return",
 }
-_LINE = 200  # bytes
+_STATUS_LINE_BYTES = 200
 
 
-class _Line:
-    """This process's line: none until it joins."""
+class _StatusLine:
+    """The status line of this process; it has no file until `report_to_agent` opens one."""
 
     def __init__(self) -> None:
         self.file: int | None = None
-        self.doing = ""
-        self.usual = False  # whether what this rank does now is a part of every step
-        self.waits = False  # for the other ranks, where no code of torch shows it
-        self.beat_s = 0.0  # the last sign of life
-        self.stepped_s: float | None = None
-        self.steps_s = deque[float](maxlen=LAST_STEPS)
+        self.activity = ""
+        self.in_every_step = False  # the current activity is part of every step
+        self.is_waiting = False  # for other ranks, outside of torch's own code
+        self.reported_s = 0.0
+        self.step_ended_s: float | None = None
+        self.steps_s = deque[float](maxlen=MAX_STEPS)
 
 
-_line = _Line()
+_status_line = _StatusLine()
 
 
-def join() -> None:
-    """Live no longer than the process that watches, say what this rank does, show its stack when asked.
+def report_to_agent() -> None:
+    """Tie this rank's life to the agent's, open its status line, and dump its stack on request.
 
-    The first thing that a rank does, before it imports anything large. Nothing where nobody watches.
+    Must be the first call of a rank, before any large import. Does nothing without an agent.
     """
-    folder, agent, rank = os.environ.get(FOLDER), os.environ.get(AGENT), os.environ.get("RANK")
+    folder, agent, rank = (
+        os.environ.get(FOLDER_VARIABLE),
+        os.environ.get(AGENT_PID_VARIABLE),
+        os.environ.get("RANK"),
+    )
     if not (folder and agent and rank):
         return
     die_with_parent(signal.SIGKILL, int(agent))
-    _line.file = os.open(Path(folder) / f"rank-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
-    stack = os.open(_stack(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)  # stays open for the handler
-    # Not all threads: faulthandler can crash in one that is just ending.
-    faulthandler.register(SHOW_STACK, file=stack, all_threads=False)
-    beat("starting")
+    _status_line.file = os.open(Path(folder) / f"rank-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    # Stays open for the signal handler.
+    stack = os.open(_stack_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+    # Main thread only: faulthandler can crash in a thread that is just ending.
+    faulthandler.register(DUMP_STACK_SIGNAL, file=stack, all_threads=False)
+    report("starting")
 
 
 @contextlib.contextmanager
-def lines(folder: Path, ranks: range) -> Iterator[dict[int, int]]:
-    """Room for the lines; yields a file descriptor for each, good also once somebody tidies the folder.
+def open_status_lines(folder: Path, ranks: range) -> Iterator[dict[int, int]]:
+    """Create the status lines; yields a file descriptor per rank, usable even if the files are deleted.
 
-    Raises OSError where there is none; overwritten they need no more.
+    The lines are written once here, so that overwriting them later needs no disk space. Raises OSError if
+    there is none now.
     """
     with contextlib.ExitStack() as stack:
-        files = {}
+        fds = {}
         for rank in ranks:
-            files[rank] = os.open(folder / f"rank-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
-            stack.callback(os.close, files[rank])
-            os.pwrite(files[rank], b" " * _LINE, 0)
-        yield files
+            fds[rank] = os.open(folder / f"rank-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
+            stack.callback(os.close, fds[rank])
+            os.pwrite(fds[rank], b" " * _STATUS_LINE_BYTES, 0)
+        yield fds
 
 
-def beat(doing: str | None = None, *, usual: bool = True) -> None:
-    """A sign of life, and what begins now, where that is another thing than before. Takes microseconds.
+def report(activity: str | None = None, *, in_every_step: bool = True) -> None:
+    """Report a sign of life and, if given, the activity that begins now. Takes microseconds.
 
-    `usual`: whether it is a part of every step, so that the last steps say how long it may take at most.
+    `in_every_step`: the activity is part of every step, so recent steps bound how long it may take.
     """
-    if doing:
-        _line.doing, _line.usual = doing, usual
-    _line.beat_s = time.monotonic()
-    _write_line()
+    if activity:
+        _status_line.activity, _status_line.in_every_step = activity, in_every_step
+    _status_line.reported_s = time.monotonic()
+    _write_status_line()
 
 
 @contextlib.contextmanager
 def waiting_for_ranks() -> Iterator[None]:
-    """Say that this rank waits for the others, which gives no sign of life."""
-    _line.waits = True
-    _write_line()
+    """Report that this rank waits for other ranks, during which it cannot report anything."""
+    _status_line.is_waiting = True
+    _write_status_line()
     try:
         yield
     finally:
-        _line.waits = False
-        _write_line()
+        _status_line.is_waiting = False
+        _write_status_line()
 
 
-def _write_line() -> None:
-    if _line.file is None:
+def _write_status_line() -> None:
+    if _status_line.file is None:
         return
-    patience_s = patience(_line.steps_s) if _line.usual else math.inf
-    text = f"{os.getpid()} {_line.beat_s:.3f} {patience_s:.1f} {_line.waits:d} {_line.doing}"
-    with contextlib.suppress(OSError):  # such as a full disk
-        os.pwrite(_line.file, text.encode()[:_LINE].ljust(_LINE), 0)
+    timeout_s = hang_timeout_s(_status_line.steps_s) if _status_line.in_every_step else math.inf
+    line = _status_line
+    text = f"{os.getpid()} {line.reported_s:.3f} {timeout_s:.1f} {line.is_waiting:d} {line.activity}"
+    with contextlib.suppress(OSError):  # for example a full disk
+        os.pwrite(_status_line.file, text.encode()[:_STATUS_LINE_BYTES].ljust(_STATUS_LINE_BYTES), 0)
 
 
-def stepped() -> None:
-    """A step has ended, or the first one begins."""
+def report_step() -> None:
+    """Report that a step has ended, or that the first one begins."""
     now = time.monotonic()
-    if _line.stepped_s is not None:
-        _line.steps_s.append(now - _line.stepped_s)
-    _line.stepped_s = now
-    beat()
+    if _status_line.step_ended_s is not None:
+        _status_line.steps_s.append(now - _status_line.step_ended_s)
+    _status_line.step_ended_s = now
+    report()
 
 
-def doing() -> str:
-    """What this process said last that it does."""
-    return _line.doing
+def current_activity() -> str:
+    """Return the activity that this process reported last."""
+    return _status_line.activity
 
 
-def patience(steps_s: Sequence[float]) -> float:
-    """Seconds of silence after which a run that took these for its last steps seems to hang.
+def hang_timeout_s(steps_s: Sequence[float]) -> float:
+    """Return the seconds of silence after which a run with these recent step times seems to hang.
 
-    Infinite where they are too few to say.
+    Infinite if there are fewer than MIN_STEPS.
     """
-    if len(steps_s) < FEWEST_STEPS:
+    if len(steps_s) < MIN_STEPS:
         return math.inf
-    return max(LEAST_PATIENCE_S, PATIENCE * statistics.median(steps_s))
+    return max(MIN_PATIENCE_S, PATIENCE_STEPS * statistics.median(steps_s))
 
 
-class Sign(NamedTuple):
-    """The last that a rank has said."""
+class RankStatus(NamedTuple):
+    """The last status that a rank has reported."""
 
     pid: int
-    time_s: float  # of time.monotonic, which the processes of a host share
-    patience_s: float  # of silence from then on, after which it seems to hang
-    waits: bool  # for the other ranks
-    doing: str
+    time_s: float  # time.monotonic(), which all processes of a host share
+    hang_timeout_s: float  # seconds of silence after which the rank seems to hang
+    is_waiting: bool  # for other ranks
+    activity: str
 
 
-def signs(lines: Mapping[int, int]) -> dict[int, Sign]:
-    """The last sign of every rank that has given one, by the descriptors of their lines."""
-    found = {}
-    for rank, file in lines.items():
+def read_statuses(status_lines: Mapping[int, int]) -> dict[int, RankStatus]:
+    """Return the last status that each rank has reported, given the descriptors of the status lines."""
+    statuses = {}
+    for rank, fd in status_lines.items():
         try:
-            pid, time_s, patience_s, waits, doing = os.pread(file, _LINE, 0).decode().split(" ", 4)
-            found[rank] = Sign(int(pid), float(time_s), float(patience_s), waits == "1", doing.strip())
+            pid, time_s, timeout_s, is_waiting, activity = (
+                os.pread(fd, _STATUS_LINE_BYTES, 0).decode().split(" ", 4)
+            )
+            statuses[rank] = RankStatus(
+                int(pid), float(time_s), float(timeout_s), is_waiting == "1", activity.strip()
+            )
         except (OSError, ValueError):
             continue
-    return found
+    return statuses
 
 
-class Place(NamedTuple):
-    """The innermost function of a rank's main thread; without a file, why that is unknown."""
+class CodeLocation(NamedTuple):
+    """Innermost function of a rank's main thread. Without a file, `function` says why it is unknown."""
 
     function: str
     file: str = ""
@@ -170,36 +186,41 @@ class Place(NamedTuple):
         return f"{self.function} ({name}:{self.line})" if self.file else self.function
 
 
-def places(folder: Path, ranks: Mapping[int, Sign], patience_s: float = 0.5) -> dict[int, Place]:
-    """Return where the main thread of each rank is."""
-    for sign in ranks.values():
+def locate_ranks(
+    folder: Path, statuses: Mapping[int, RankStatus], wait_s: float = 0.5
+) -> dict[int, CodeLocation]:
+    """Return the code location of the main thread of each rank."""
+    for status in statuses.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(sign.pid, SHOW_STACK)
-    time.sleep(patience_s)
-    return {rank: _stuck(sign.pid) or _place(_stack(folder, rank)) for rank, sign in ranks.items()}
+            os.kill(status.pid, DUMP_STACK_SIGNAL)
+    time.sleep(wait_s)
+    return {
+        rank: _stuck_location(status.pid) or _stack_location(_stack_path(folder, rank))
+        for rank, status in statuses.items()
+    }
 
 
-def _stuck(pid: int) -> Place | None:
-    """Why a process cannot say where it is, by the kernel's word."""
+def _stuck_location(pid: int) -> CodeLocation | None:
+    """Return why a process cannot dump its stack, from its kernel state, or None if it can."""
     try:
-        said = STUCK.get(psutil.Process(pid).status())
+        state = STUCK_STATES.get(psutil.Process(pid).status())
     except psutil.Error:
         return None
-    return Place(said) if said else None
+    return CodeLocation(state) if state else None
 
 
-def _place(stack: Path) -> Place:
+def _stack_location(stack_file: Path) -> CodeLocation:
     try:
-        shown = stack.read_text(errors="replace")
-    except OSError:  # removed by whoever tidies the folder of temporary files
-        shown = ""
-    last = shown.rpartition("most recent call first")[2]
-    frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
+        text = stack_file.read_text(errors="replace")
+    except OSError:  # removed by a cleanup of temporary files
+        text = ""
+    newest_stack = text.rpartition("most recent call first")[2]
+    frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', newest_stack, re.MULTILINE)
     if frame is None:
-        return Place("an unknown place")
-    file, line, function = frame.groups()
-    return Place(function, file, int(line))
+        return CodeLocation("an unknown place")
+    source_file, line, function = frame.groups()
+    return CodeLocation(function, source_file, int(line))
 
 
-def _stack(folder: str | Path, rank: int | str) -> Path:
+def _stack_path(folder: str | Path, rank: int | str) -> Path:
     return Path(folder) / f"rank-{rank}.stack"

@@ -10,7 +10,7 @@ from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.launcher import LAUNCHERS
 from abrun.recipe.reading import dotted, parse_yaml
-from abrun.recipe.refusals import sections_in, shortened, type_name
+from abrun.recipe.refusals import RENAMED_KEYS, sections_in, shortened, type_name
 from abrun.recipe.run import OwnRunConfig
 from abrun.recipe.section import Section
 from abrun.regular_files import open_regular
@@ -235,6 +235,8 @@ def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tup
         below = tree[key]
     else:
         if name.isdecimal() and not isinstance(tree, Mapping):
+            if above and above[-1] in RENAMED_KEYS:
+                raise RecipeError(Code.KEY_RENAMED(source=source, field=here, name=RENAMED_KEYS[above[-1]]))
             raise RecipeError(
                 Code.OVERRIDE_INDEX_OF_NO_LIST(
                     source=source, index=shortened(name)[1:-1], field=here, got=shortened(tree)

@@ -18,14 +18,14 @@ def bucket_indices(num_steps: int, num_buckets: int = NUM_BUCKETS) -> NDArray[np
     return np.minimum(edges[:-1, None] + np.arange(width), edges[1:, None] - 1)
 
 
-def smallest_and_largest(values: Array, buckets: NDArray[np.int64]) -> Array:
+def bucket_extremes(values: Array, buckets: NDArray[np.int64]) -> Array:
     """[R, S] -> [R, 2 B]: two values a bucket, in the order in which they occurred; NaN where it has none."""
-    held = values[:, buckets]
-    missing = np.isnan(held)
-    smallest = np.where(missing, np.inf, held).argmin(axis=-1)
-    largest = np.where(missing, -np.inf, held).argmax(axis=-1)
+    bucketed = values[:, buckets]
+    missing = np.isnan(bucketed)
+    smallest = np.where(missing, np.inf, bucketed).argmin(axis=-1)
+    largest = np.where(missing, -np.inf, bucketed).argmax(axis=-1)
     order = np.stack([np.minimum(smallest, largest), np.maximum(smallest, largest)], axis=-1)
-    return np.take_along_axis(held, order, axis=-1).reshape(len(values), -1)
+    return np.take_along_axis(bucketed, order, axis=-1).reshape(len(values), -1)
 
 
 def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
@@ -38,13 +38,13 @@ def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
 
 def bucket_means(values: Array, buckets: NDArray[np.int64]) -> Array:
     """[R, S] -> [R, B]: the mean of a bucket's finite values; NaN where it has none."""
-    known, starts = np.isfinite(values), buckets[:, 0]
-    counts = np.add.reduceat(known, starts, axis=-1, dtype=np.int64)
+    is_finite, starts = np.isfinite(values), buckets[:, 0]
+    counts = np.add.reduceat(is_finite, starts, axis=-1, dtype=np.int64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        return np.add.reduceat(np.where(known, values, 0.0), starts, axis=-1) / counts
+        return np.add.reduceat(np.where(is_finite, values, 0.0), starts, axis=-1) / counts
 
 
-def averaged(steps: Steps, values: Array) -> tuple[Steps, Array]:
+def average_in_buckets(steps: Steps, values: Array) -> tuple[Steps, Array]:
     """Steps [D] and rows [R, D] to draw of [S] and [R, S]: themselves, or means where there are many."""
     buckets = bucket_indices(len(steps))
     if buckets is None:

@@ -10,36 +10,40 @@ from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.report.facts import ENGINE_ERRORS, Facts
-from abrun.report.pasted import AGAIN, UNPAIRED, folder_of, name_of
+from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
+from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
 from abrun.verdict.description import claim_on
 
 
 @dataclass(frozen=True, slots=True)
-class FreshRuns:
-    """A command on fresh runs; `with_origin` adds to a text where they come from, if not from the command."""
+class FreshRunsCommand:
+    """A command on fresh runs; `add_origin` adds to a text where they come from, if not from the command."""
 
     command: str
-    with_origin: Callable[[Reason], Reason] | None = None
+    add_origin: Callable[[Reason], Reason] | None = None
 
 
-def fresh_runs(experiment: RecordedExperiment, num_pairs: int | None = None) -> FreshRuns:
+def fresh_runs_command(experiment: RecordedExperiment, num_pairs: int | None = None) -> FreshRunsCommand:
     """Seeds that no interim analysis has used, as many as there were unless more are needed."""
-    first = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
-    last = first + count - 1
+    last_seed = first_seed + count - 1
     if experiment.regression:
         file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', experiment.name).strip('-')}-fresh.json"
         command = f"abrun freeze NEW{claim_options(experiment)} --output {file}"
-        return FreshRuns(command, lambda step: Code.FRESH_REFERENCE(step=step, first=first, last=last))
+        return FreshRunsCommand(
+            command, lambda step: Code.FRESH_REFERENCE(step=step, first=first_seed, last=last_seed)
+        )
     if experiment.directory:
-        options = f"--seeds {first}-{last}{declared_options(experiment, count)}"
-        return FreshRuns(f"abrun launch RECIPE {options} --name {folder_name(experiment, '-fresh')}")
+        options = f"--seeds {first_seed}-{last_seed}{comparison_options(experiment, count)}"
+        return FreshRunsCommand(f"abrun launch RECIPE {options} --name {folder_name(experiment, '-fresh')}")
     if not experiment.seeds_known:
         command = f"abrun compare NEW NEW --unpaired{claim_options(experiment)}"
-        return FreshRuns(command, lambda step: Code.FRESH_FOLDERS(step=step, num_runs=count))
-    command = f"abrun compare RUNS --seeds {first}-{last}"
-    return FreshRuns(command, lambda step: Code.FRESH_SEEDS(step=step, first=first, last=last))
+        return FreshRunsCommand(command, lambda step: Code.FRESH_FOLDERS(step=step, num_runs=count))
+    command = f"abrun compare RUNS --seeds {first_seed}-{last_seed}"
+    return FreshRunsCommand(
+        command, lambda step: Code.FRESH_SEEDS(step=step, first=first_seed, last=last_seed)
+    )
 
 
 def folder_name(experiment: RecordedExperiment, suffix: str = "") -> str:
@@ -47,17 +51,17 @@ def folder_name(experiment: RecordedExperiment, suffix: str = "") -> str:
     return shlex.quote(experiment.directory.name + suffix)
 
 
-def claiming(experiment: RecordedExperiment, claims: Sequence[Claim]) -> RecordedExperiment:
+def with_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> RecordedExperiment:
     """Return the experiment with other claims."""
     return replace(experiment, compare=experiment.compare.model_copy(update={"claims": [*claims]}))
 
 
 def claim_options(experiment: RecordedExperiment) -> str:
     """Return the claims as options of a command."""
-    return "".join(f" --claim {shlex.quote(claim_option(one))}" for one in experiment.compare.claims)
+    return "".join(f" --claim {shlex.quote(claim_option(claim))}" for claim in experiment.compare.claims)
 
 
-def declared_options(experiment: RecordedExperiment, num_pairs: int | None = None) -> str:
+def comparison_options(experiment: RecordedExperiment, num_pairs: int | None = None) -> str:
     """Return the option that sets the comparison, unless it is the launched one and its analyses fit."""
     compare = experiment.compare
     interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
@@ -72,135 +76,146 @@ def declared_options(experiment: RecordedExperiment, num_pairs: int | None = Non
 # --- commands of one rule each ---
 
 
-def fresh(facts: Facts) -> FreshRuns:
-    return fresh_runs(facts.experiment)
+def run_fresh_seeds(facts: NextStepFacts) -> FreshRunsCommand:
+    return fresh_runs_command(facts.experiment)
 
 
-def three_seeds(facts: Facts) -> FreshRuns:
-    return fresh_runs(facts.experiment, 3)
+def run_three_fresh_seeds(facts: NextStepFacts) -> FreshRunsCommand:
+    return fresh_runs_command(facts.experiment, 3)
 
 
-def fresh_that_decide(facts: Facts) -> FreshRuns:
-    return fresh_runs(facts.experiment, facts.num_that_decide)
+def run_enough_fresh_seeds(facts: NextStepFacts) -> FreshRunsCommand:
+    return fresh_runs_command(facts.experiment, facts.num_pairs_that_decide)
 
 
-def fresh_with_rounding(facts: Facts) -> FreshRuns:
+def run_fresh_seeds_with_tolerances(facts: NextStepFacts) -> FreshRunsCommand:
     tolerances = {"step_one_tolerance": facts.rounding_tolerances}
     compare = facts.experiment.compare.model_copy(update=tolerances)
-    needed = max((one.power.pairs_needed or 0 for one in facts.undecided), default=0)
-    return fresh_runs(replace(facts.experiment, compare=compare), needed or None)
+    num_pairs = max((claim.power.pairs_needed or 0 for claim in facts.undecided_claims), default=0)
+    return fresh_runs_command(replace(facts.experiment, compare=compare), num_pairs or None)
 
 
-def fresh_with_claim(facts: Facts) -> FreshRuns:
-    return fresh_runs(_with_claim(facts), facts.num_to_claim)
+def run_fresh_seeds_with_claim(facts: NextStepFacts) -> FreshRunsCommand:
+    return fresh_runs_command(_with_suggested_claim(facts), facts.num_pairs_to_claim)
 
 
-def plan_of_claim(facts: Facts) -> str:
-    return _plan(_with_claim(facts))
+def plan_with_claim(facts: NextStepFacts) -> str:
+    return _plan_command(_with_suggested_claim(facts))
 
 
-def plan_of_same(facts: Facts) -> str:
-    return _plan(facts.experiment)
+def plan_experiment(facts: NextStepFacts) -> str:
+    return _plan_command(facts.experiment)
 
 
-def with_other_claims(facts: Facts) -> str | FreshRuns:
-    claimed = claiming(facts.experiment, facts.other_claims)
-    return fresh_runs(claimed) if facts.launched else f"abrun compare RUNS{claim_options(claimed)}"
+def compare_with_other_claims(facts: NextStepFacts) -> str | FreshRunsCommand:
+    experiment = with_claims(facts.experiment, facts.replacement_claims)
+    return (
+        fresh_runs_command(experiment) if facts.launched else f"abrun compare RUNS{claim_options(experiment)}"
+    )
 
 
-def with_claim(facts: Facts) -> str:
-    return f"abrun compare RUNS{'' if facts.paired else UNPAIRED}{claim_options(_with_claim(facts))}"
+def compare_with_claim(facts: NextStepFacts) -> str:
+    return (
+        f"abrun compare RUNS{'' if facts.paired else UNPAIRED}{claim_options(_with_suggested_claim(facts))}"
+    )
 
 
-def at_next_analysis(facts: Facts) -> str:
-    seeds = listed([*facts.seeds, *facts.seeds_to_come])
-    return f"abrun compare RUNS --seeds {seeds} --interim {listed(facts.experiment.compare.interim)}"
+def at_next_analysis(facts: NextStepFacts) -> str:
+    seeds = join_numbers([*facts.treatment_seeds, *facts.seeds_to_come])
+    return f"abrun compare RUNS --seeds {seeds} --interim {join_numbers(facts.experiment.compare.interim)}"
 
 
-def with_other_seeds(facts: Facts) -> str:
+def compare_with_other_seeds(facts: NextStepFacts) -> str:
     """Of a reference, where later runs lack some: several are compared alone."""
-    there, here = facts.reference_seeds
-    if len(there - here) > 1:
-        seeds = listed(sorted(there - here))
+    reference_seeds, run_seeds = facts.reference_seeds
+    if len(reference_seeds - run_seeds) > 1:
+        seeds = join_numbers(sorted(reference_seeds - run_seeds))
         if facts.launched:
-            return f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {AGAIN}"
+            return f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {COMPARE_WITH_REFERENCE}"
         return f"abrun compare RUNS --seeds {seeds}"
     if not facts.launched:
         return "abrun compare RUNS"
-    options = f"--seeds {listed(sorted(there | here))} --name {folder_name(facts.experiment)}"
+    options = (
+        f"--seeds {join_numbers(sorted(reference_seeds | run_seeds))} --name {folder_name(facts.experiment)}"
+    )
     return f"abrun launch RECIPE {options} --resume --no-compare && abrun compare RUNS"
 
 
-def by_other_names(facts: Facts) -> str:
+def compare_with_aliases(facts: NextStepFacts) -> str:
     experiment = facts.experiment
     assert experiment.directory
-    path = folder_of(experiment.directory)
+    path = relative_folder(experiment.directory)
     arms = " ".join(shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms)
-    names = (f"--alias {shlex.quote(f'{ours}={theirs}')}" for ours, theirs in facts.better_aliases.items())
-    return f"abrun compare {arms} {' '.join(names)}{claim_options(experiment)}"
+    alias_options = (
+        f"--alias {shlex.quote(f'{metric}={logged_name}')}"
+        for metric, logged_name in facts.suggested_aliases.items()
+    )
+    return f"abrun compare {arms} {' '.join(alias_options)}{claim_options(experiment)}"
 
 
-def resumed(facts: Facts) -> str:
-    return f"abrun launch RECIPE {_stages(facts)}--name {folder_name(facts.experiment)} --resume"
+def resume_launch(facts: NextStepFacts) -> str:
+    return f"abrun launch RECIPE {_stage_options(facts)}--name {folder_name(facts.experiment)} --resume"
 
 
-def longer(facts: Facts) -> str:
+def launch_longer(facts: NextStepFacts) -> str:
     grid = facts.experiment.all_steps()
-    steps = f"--set steps={2 * int(grid[-1]) if len(grid) else 1}{declared_options(facts.experiment)}"
-    return f"abrun launch RECIPE {steps} {_stages(facts)}--name {folder_name(facts.experiment, '-longer')}"
+    steps = f"--set steps={2 * int(grid[-1]) if len(grid) else 1}{comparison_options(facts.experiment)}"
+    return f"abrun launch RECIPE {steps} {_stage_options(facts)}--name {folder_name(facts.experiment, '-longer')}"
 
 
-def in_float32(facts: Facts) -> str:
+def launch_in_float32(facts: NextStepFacts) -> str:
     options = "--set policy.dtype=float32 --set steps=1 --set 'controls={}'"
     return f"abrun launch RECIPE {options} --name {folder_name(facts.experiment, '-float32')}"
 
 
-def frozen(facts: Facts) -> str:
-    experiment, of, file = facts.experiment, "RUNS", f"{name_of(facts.experiment)}.json"
+def freeze_runs(facts: NextStepFacts) -> str:
+    experiment, source, file = facts.experiment, "RUNS", f"{experiment_argument(facts.experiment)}.json"
     if facts.launched:
-        of, file = name_of(experiment), f"{folder_name(experiment)}.json"
-    return f"abrun freeze {of}{'' if facts.declared else claim_options(experiment)} --output {file}"
+        source, file = experiment_argument(experiment), f"{folder_name(experiment)}.json"
+    return f"abrun freeze {source}{'' if facts.is_declared else claim_options(experiment)} --output {file}"
 
 
-def status(facts: Facts) -> str:
-    return f"abrun status {name_of(facts.experiment)}"
+def show_status(facts: NextStepFacts) -> str:
+    return f"abrun status {experiment_argument(facts.experiment)}"
 
 
-def first_log(facts: Facts) -> str:
-    began = next(run for run in facts.broken if run.status != "missing")
-    return f"abrun logs {name_of(facts.experiment)}/{began.name}"
+def show_first_log(facts: NextStepFacts) -> str:
+    first_started = next(run for run in facts.unfinished_runs if run.status != "missing")
+    return f"abrun logs {experiment_argument(facts.experiment)}/{first_started.name}"
 
 
-def mismatch(facts: Facts) -> str:
-    before = [f" --step {one.step - 1}" for one in facts.deviating if one.metric in ENGINE_ERRORS]
-    return f"abrun mismatch {_first_run(facts)}{''.join(before[:1])}"  # its first update
+def measure_mismatch(facts: NextStepFacts) -> str:
+    step_options = [
+        f" --step {check.step - 1}" for check in facts.failed_checks if check.metric in ENGINE_ERRORS
+    ]
+    return f"abrun mismatch {_first_failing_run_path(facts)}{''.join(step_options[:1])}"  # its first update
 
 
-def samples(facts: Facts) -> str:
-    step = f" --step {facts.deviating[0].step}" if facts.deviating else ""
-    other = f"{name_of(facts.experiment)}/{facts.experiment.baseline}/seed-{facts.first_run[1]}"
-    return f"abrun samples {_first_run(facts)} --against {other}{step}"
+def show_samples(facts: NextStepFacts) -> str:
+    step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
+    baseline_run = f"{experiment_argument(facts.experiment)}/{facts.experiment.baseline}/seed-{facts.first_failing_run[1]}"
+    return f"abrun samples {_first_failing_run_path(facts)} --against {baseline_run}{step}"
 
 
-def listed(seeds: Sequence[int]) -> str:
+def join_numbers(seeds: Sequence[int]) -> str:
     return ",".join(map(str, seeds))
 
 
-def _first_run(facts: Facts) -> str:
-    arm, seed = facts.first_run
-    return f"{name_of(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
+def _first_failing_run_path(facts: NextStepFacts) -> str:
+    arm, seed = facts.first_failing_run
+    return f"{experiment_argument(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
 
 
-def _with_claim(facts: Facts) -> RecordedExperiment:
+def _with_suggested_claim(facts: NextStepFacts) -> RecordedExperiment:
     assert facts.claimable
-    return claiming(facts.experiment, [claim_on(facts.claimable)])
+    return with_claims(facts.experiment, [claim_on(facts.claimable)])
 
 
-def _plan(experiment: RecordedExperiment) -> str:
-    return f"abrun plan RECIPE{declared_options(experiment)} --from {name_of(experiment)}"
+def _plan_command(experiment: RecordedExperiment) -> str:
+    return f"abrun plan RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
 
 
-def _stages(facts: Facts) -> str:
+def _stage_options(facts: NextStepFacts) -> str:
     """An experiment with interim analyses is launched in stages, however it was begun."""
     interim = facts.experiment.compare.interim
     return f"--until-decided --max-seeds {interim[-1]} " if interim else ""

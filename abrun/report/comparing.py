@@ -18,6 +18,7 @@ from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
 from abrun.extras import lacking
 from abrun.metric_names import default_transform
+from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
@@ -27,7 +28,7 @@ from abrun.recorded.reference import freeze, load_reference, make_regression_exp
 from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
-from abrun.report.write import FIGURES, FORMATS, drawable, report_folder, terminal_summary, write_report
+from abrun.report.write import FORMATS, choose_report_folder, render_terminal, writable_formats, write_report
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import frozen_claims
 from abrun.verdict.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
@@ -64,7 +65,7 @@ class Comparison:
 
     def summary(self) -> "RenderableType":
         """For a terminal: the verdict first, then why, then the evidence, then the files."""
-        return terminal_summary(self.content, self.files, self.next_steps, self.declared)
+        return render_terminal(self.content, self.files, self.next_steps, self.declared)
 
 
 class CompareOptions(TypedDict, total=False):
@@ -113,39 +114,46 @@ def compare_contents(
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
-        several = len(experiment.arms) > 1
-        if arm is None and several:
+        has_several_arms = len(experiment.arms) > 1
+        if arm is None and has_several_arms:
             raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
         experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
-        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if several else REPORT_AGAINST_REFERENCE
+        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if has_several_arms else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
     experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
     claims = sorted(experiment.compare.claims, key=str)  # in whatever order they were given
-    of_any_order = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
+    compare_sha256 = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
     if directory is None:
-        named = [*contents.sources, *([str(reference)] if reference else [])]
-        how = [*map(str, reading.given_options.items()), str(arm), of_any_order]
-        experiment = replace(experiment, request_sha256=_sha256([*map(os.path.abspath, named), *how]))
-    default = directory / folder if directory else report_folder(experiment)
-    of_declared = None
-    if directory and _changed(experiment.compare, declared):
-        of_declared, default = default, default.with_name(f"{folder}{POST_HOC}{of_any_order[:8]}")
-    if output is None and default.is_symlink():  # a stranger's could lead anywhere
-        raise ComparisonError(Code.REPORT_IS_LINK(folder=default))
+        source_names = [*contents.sources, *([str(reference)] if reference else [])]
+        reading_options = [*map(str, reading.given_options.items()), str(arm), compare_sha256]
+        experiment = replace(
+            experiment, request_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
+        )
+    default_folder = directory / folder if directory else choose_report_folder(experiment)
+    declared_folder = None
+    if directory and _find_change(experiment.compare, declared):
+        declared_folder, default_folder = (
+            default_folder,
+            default_folder.with_name(f"{folder}{POST_HOC}{compare_sha256[:8]}"),
+        )
+    if output is None and default_folder.is_symlink():  # a stranger's could lead anywhere
+        raise ComparisonError(Code.REPORT_IS_LINK(folder=default_folder))
     comparison = compare(
-        experiment, declared=declared, output=output or default, formats=formats, command=command
+        experiment, declared=declared, output=output or default_folder, formats=formats, command=command
     )
-    stays = of_declared is not None and output is None and exists(of_declared / "verdict.json")
-    return replace(comparison, declared=of_declared if stays else None)
+    has_declared_report = (
+        declared_folder is not None and output is None and exists(declared_folder / "verdict.json")
+    )
+    return replace(comparison, declared=declared_folder if has_declared_report else None)
 
 
 def _sha256(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def verdict_in(experiment_dir: Path) -> Verdict | None:
+def read_last_verdict(experiment_dir: Path) -> Verdict | None:
     """The verdict that the last report in an experiment's directory gives; None where there is none."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
@@ -168,23 +176,23 @@ def compare(
     `declared`: the comparison before `with_options`, where that changed it. Raises ComparisonError for what
     holds nothing to compare.
     """
-    formats = drawable() if formats is None else formats
+    formats = writable_formats() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
-    if set(formats) & set(FIGURES) and (missing := lacking("figures")):
+    if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
     if not experiment.treatments:
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
-    late = post_hoc(experiment, declared or experiment.compare)
-    content = verdict_file(experiment, arms, late, find_earlier_claim_tests(output))
+    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
+    content = verdict_file(experiment, arms, post_hoc_reason, find_earlier_claim_tests(output))
     readings = [make_claim_test(experiment, arm.arm) for arm in tested(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
-    steps = next_steps(experiment, content, command)
-    return Comparison(content=content, arms=arms, files=files, next_steps=steps)
+    steps_to_take = next_steps(experiment, content, command)
+    return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 
 
 def with_options(
@@ -200,16 +208,16 @@ def with_options(
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
     ComparisonError for a claim that cannot be read on these runs.
     """
-    changed: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if claims is not None:
         claims = resolve_claims(experiment, claims)
-        if _claimed(claims) != _claimed(experiment.compare.claims):
-            changed["claims"] = claims
+        if _count_claims(claims) != _count_claims(experiment.compare.claims):
+            changes["claims"] = claims
     if not step_one:
-        changed["step_one"] = False
+        changes["step_one"] = False
     if unpaired:
-        changed["paired"] = False
-    return replace(experiment, compare=experiment.compare.model_copy(update=changed))
+        changes["paired"] = False
+    return replace(experiment, compare=experiment.compare.model_copy(update=changes))
 
 
 @np.errstate(all="ignore")
@@ -230,26 +238,26 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
-def post_hoc(experiment: RecordedExperiment, declared: Compare) -> Reason | None:
+def find_post_hoc_reason(experiment: RecordedExperiment, declared: Compare) -> Reason | None:
     """Return why the comparison is not the one hashed at launch; None: it is.
 
     Planning assumptions are no claim.
     """
     if experiment.launched_compare_sha256 is None:
         return Code.NOTHING_DECLARED()
-    if changed := _changed(experiment.compare, declared):
+    if changed := _find_change(experiment.compare, declared):
         return changed
     if compare_hash(declared) != experiment.launched_compare_sha256:
         return Code.COMPARISON_CHANGED()
-    most = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
-    added = most - experiment.launched_pairs
-    if added > 0:
-        return Code.PAIRS_ADDED(num_pairs=added)
+    max_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
+    num_added = max_pairs - experiment.launched_pairs
+    if num_added > 0:
+        return Code.PAIRS_ADDED(num_pairs=num_added)
     return None
 
 
-def _changed(compare: Compare, declared: Compare) -> Reason | None:
-    if _claimed(compare.claims) != _claimed(declared.claims):
+def _find_change(compare: Compare, declared: Compare) -> Reason | None:
+    if _count_claims(compare.claims) != _count_claims(declared.claims):
         return Code.CLAIMS_CHANGED()
     if compare.paired != declared.paired:
         return Code.PAIRING_CHANGED()
@@ -258,12 +266,12 @@ def _changed(compare: Compare, declared: Compare) -> Reason | None:
     return None
 
 
-_CLAIMED = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+_CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
 
 
-def _claimed(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
+def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
     """What is claimed, in whatever order, without the assumptions of planning."""
     return Counter(
-        (*one.model_dump(include=_CLAIMED).values(), one.transform or default_transform(one.metric))
-        for one in claims
+        (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
+        for claim in claims
     )

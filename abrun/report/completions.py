@@ -13,82 +13,99 @@ from abrun.recorded.samples import SamplesByStep, read_run_samples
 from abrun.redaction import shown
 from abrun.runs.samples import Sample
 
-MOST_STEPS = 8  # the first and the last among them
-MOST_PROMPTS = 4  # of a step
-MOST_CHARACTERS = 1500  # of a text, from its beginning and its end
+MAX_STEPS = 8  # the first and the last among them
+MAX_PROMPTS = 4  # of a step
+MAX_CHARACTERS = 1500  # of a text, from its beginning and its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class PromptCompletions:
     """One prompt and what each arm said to it; None: the arm has kept none of it."""
 
     prompt: str
-    said: list[dict[str, Any] | None]  # by arm, in the order of `Completions.arms`
+    completions: list[dict[str, Any] | None]  # by arm, in the order of `Completions.arms`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completions:
+class ReportedCompletions:
     """Of the first seed of which the baseline and a treatment have kept some; or why they cannot be read."""
 
     seed: int | None
     arms: list[int]  # indices, the baseline first
-    steps: list[tuple[int, list[Prompt]]]
+    steps: list[tuple[int, list[PromptCompletions]]]
     num_steps: int  # that all of them kept, of which these are
     problem: str | None = None
 
 
-def completions(experiment: RecordedExperiment) -> Completions | None:
+def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions | None:
     """None where no seed has any in two arms, as of runs that another framework logged."""
     try:
         for seed in experiment.arm(experiment.baseline):
-            kept = {arm: samples for arm in experiment.arms if (samples := _kept(experiment, arm, seed))}
-            if experiment.baseline in kept and len(kept) > 1:
-                return _of_seed(experiment, seed, kept)
+            samples_by_arm = {
+                arm: samples for arm in experiment.arms if (samples := _read_samples(experiment, arm, seed))
+            }
+            if experiment.baseline in samples_by_arm and len(samples_by_arm) > 1:
+                return _collect_seed(experiment, seed, samples_by_arm)
     except StoreError as error:
-        return Completions(seed=None, arms=[], steps=[], num_steps=0, problem=shown(str(error)))
+        return ReportedCompletions(seed=None, arms=[], steps=[], num_steps=0, problem=shown(str(error)))
     return None
 
 
-def _kept(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
+def _read_samples(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
     run = experiment.arm(arm).get(seed)
     return read_run_samples(Path(run.place)) if run and not run.thinned else {}
 
 
-def _of_seed(
-    experiment: RecordedExperiment, seed: int, kept: Mapping[str, SamplesByStep]
-) -> Completions | None:
-    shared = sorted(set.intersection(*(set(samples) for samples in kept.values())))
-    if not shared:
+def _collect_seed(
+    experiment: RecordedExperiment, seed: int, samples_by_arm: Mapping[str, SamplesByStep]
+) -> ReportedCompletions | None:
+    shared_steps = sorted(set.intersection(*(set(samples) for samples in samples_by_arm.values())))
+    if not shared_steps:
         return None
-    chosen = np.unique(np.linspace(0, len(shared) - 1, min(MOST_STEPS, len(shared))).round().astype(int))
-    return Completions(
+    chosen = np.unique(
+        np.linspace(0, len(shared_steps) - 1, min(MAX_STEPS, len(shared_steps))).round().astype(int)
+    )
+    return ReportedCompletions(
         seed=seed,
-        arms=[experiment.arms.index(arm) for arm in kept],
-        steps=[(shared[at], _prompts([samples[shared[at]] for samples in kept.values()])) for at in chosen],
-        num_steps=len(shared),
+        arms=[experiment.arms.index(arm) for arm in samples_by_arm],
+        steps=[
+            (
+                shared_steps[index],
+                _align_prompts([samples[shared_steps[index]] for samples in samples_by_arm.values()]),
+            )
+            for index in chosen
+        ],
+        num_steps=len(shared_steps),
     )
 
 
-def _prompts(of_arms: Iterable[tuple[Sample, ...]]) -> list[Prompt]:
-    said = [{one.prompt: one for one in samples} for samples in of_arms]
-    prompts = list(dict.fromkeys(prompt for one in said for prompt in one))
-    prompts.sort(key=lambda prompt: -sum(prompt in one for one in said))  # those that all have come first
+def _align_prompts(samples_of_arms: Iterable[tuple[Sample, ...]]) -> list[PromptCompletions]:
+    by_prompt = [{sample.prompt: sample for sample in samples} for samples in samples_of_arms]
+    prompts = list(dict.fromkeys(prompt for samples in by_prompt for prompt in samples))
+    prompts.sort(
+        key=lambda prompt: -sum(prompt in samples for samples in by_prompt)
+    )  # those that all have come first
     return [
-        Prompt(prompt=_text(prompt), said=[_said(one.get(prompt)) for one in said])
-        for prompt in prompts[:MOST_PROMPTS]
+        PromptCompletions(
+            prompt=_shorten_text(prompt),
+            completions=[_completion_json(samples.get(prompt)) for samples in by_prompt],
+        )
+        for prompt in prompts[:MAX_PROMPTS]
     ]
 
 
-def _said(one: Sample | None) -> dict[str, Any] | None:
-    if one is None:
+def _completion_json(sample: Sample | None) -> dict[str, Any] | None:
+    if sample is None:
         return None
-    return {key: value for key, value in asdict(one).items() if key != "prompt"} | {"text": _text(one.text)}
+    return {key: value for key, value in asdict(sample).items() if key != "prompt"} | {
+        "text": _shorten_text(sample.text)
+    }
 
 
-def _text(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Lines stay lines; of a long text its beginning and its end, where the answer is."""
-    cut = len(text) - MOST_CHARACTERS
-    if cut > 0:
-        head, tail = text[: MOST_CHARACTERS * 2 // 3], text[-(MOST_CHARACTERS // 3) :]
-        text = f"{head}\n[{cut} characters left out]\n{tail}"
+    num_cut = len(text) - MAX_CHARACTERS
+    if num_cut > 0:
+        head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-(MAX_CHARACTERS // 3) :]
+        text = f"{head}\n[{num_cut} characters left out]\n{tail}"
     return "\n".join(shown(line) for line in text.splitlines())

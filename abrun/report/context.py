@@ -7,9 +7,9 @@ from typing import Any
 
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shown
-from abrun.report.completions import Completions, completions
-from abrun.report.evidence import Levels, levels
-from abrun.report.injected import in_short
+from abrun.report.completions import ReportedCompletions, collect_completions
+from abrun.report.evidence import Levels, claim_levels
+from abrun.report.injected import sensitivity_summary
 from abrun.report.next_step import NextStep, next_steps
 from abrun.verdict.verdict_file import VerdictFile
 
@@ -21,54 +21,61 @@ class Context:
     """A function of the runs and of `command`: the same ones give the same report."""
 
     command: str  # that made the report
-    ran: str | None  # from the first start of a run to the last end; None: unknown
+    time_range: str | None  # from the first start of a run to the finish end; None: unknown
     environment: str | None  # devices and the versions that matter most
     levels: list[Levels]
     next_steps: list[NextStep]
-    completions: Completions | None
+    completions: ReportedCompletions | None
     has_recipe: bool  # in which what the report lacks can be asked for
     injected_faults: str | None  # in a few words; None: without a recipe there can be none
 
 
-def context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
+def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=shown(command or f"abrun compare {experiment.name}"),
-        ran=_ran(experiment),
-        environment=_environment(experiment, content),
-        levels=levels(content),
+        time_range=_time_range(experiment),
+        environment=_describe_environments(experiment, content),
+        levels=claim_levels(content),
         next_steps=next_steps(experiment, content, command),
-        completions=completions(experiment),
+        completions=collect_completions(experiment),
         has_recipe=experiment.has_recipe,
-        injected_faults=in_short(experiment, content.sensitivity),
+        injected_faults=sensitivity_summary(experiment, content.sensitivity),
     )
 
 
-def _ran(experiment: RecordedExperiment) -> str | None:
+def _time_range(experiment: RecordedExperiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
-    first, last = (
-        datetime.fromtimestamp(one, UTC) for one in (min(s[0] for s in spans), max(s[1] for s in spans))
+    start, finish = (
+        datetime.fromtimestamp(seconds, UTC)
+        for seconds in (min(s[0] for s in spans), max(s[1] for s in spans))
     )
-    end = f"{last:%H:%M}" if first.date() == last.date() else f"{last:%Y-%m-%d %H:%M}"
-    return f"{first:%Y-%m-%d %H:%M} to {end} UTC"
+    end = f"{finish:%H:%M}" if start.date() == finish.date() else f"{finish:%Y-%m-%d %H:%M}"
+    return f"{start:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _environment(experiment: RecordedExperiment, content: VerdictFile) -> str | None:
+def _describe_environments(experiment: RecordedExperiment, content: VerdictFile) -> str | None:
     """Of the first runs that say it, and how many others read differently; the report has them all."""
     runs = experiment.runs.values()
-    shown = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
-    found = dict.fromkeys(_machine(one.environment, shown) for one in content.environments)
-    first, *others = [text for text in found if text] or [None]
-    return f"{first}; {len(others)} more environment{'s' * (len(others) > 1)}" if others else first
+    packages = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
+    descriptions = dict.fromkeys(
+        _describe_machine(group.environment, packages) for group in content.environments
+    )
+    first_description, *other_descriptions = [text for text in descriptions if text] or [None]
+    return (
+        f"{first_description}; {len(other_descriptions)} more environment{'s' * (len(other_descriptions) > 1)}"
+        if other_descriptions
+        else first_description
+    )
 
 
-def _machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:
+def _describe_machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:
     versions = environment.get("versions") or {}
-    parts = [
+    fields = [
         ", ".join(sorted(set(map(str, environment.get("devices") or [])))),
         *(f"{name} {versions[name]}" for name in packages if versions.get(name)),
         f"Python {environment['python']}" if environment.get("python") else "",
         f"code {', then '.join(environment['code'])}" if environment.get("code") else "",
     ]
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, fields))

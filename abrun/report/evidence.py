@@ -22,43 +22,45 @@ from abrun.verdict.step_one import StepOne, share_of_scale
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile, of_arm
 
-MOST_LEVELS = 2  # of an arm's claims; the page has all
+MAX_LEVELS = 2  # of an arm's claims; the page has all
 
 
-def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
+def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     """The evidence beside the claims, a line each and arm."""
     for arm, section in content.arms.items():
-        mark = f"{arm}, " if len(content.arms) > 1 else ""
-        if mark:
+        label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
+        if label_prefix:
             yield arm, section.verdict
-        alone = of_arm(content, arm)
-        yield from ((f"{mark}levels", one.text) for one in levels(alone)[:MOST_LEVELS])
+        arm_content = of_arm(content, arm)
+        yield from ((f"{label_prefix}levels", level.text) for level in claim_levels(arm_content)[:MAX_LEVELS])
         if section.treatment_diff:
-            yield f"{mark}treatment", _differences(section.treatment_diff)
-        shared = _shared_steps(content, section.coverage)
+            yield f"{label_prefix}treatment", _treatment_text(section.treatment_diff)
+        shared_steps = _shared_steps_text(content, section.coverage)
         if section.num_runs:
-            both = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
-            yield f"{mark}runs", f"{both}, unpaired; {shared}"
+            run_counts = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
+            yield f"{label_prefix}runs", f"{run_counts}, unpaired; {shared_steps}"
         else:
-            yield f"{mark}pairs", f"{_pairs(section)}; {shared}"
-            yield f"{mark}step one", _step_one(alone.step_one)
+            yield f"{label_prefix}pairs", f"{_pairs_text(section)}; {shared_steps}"
+            yield f"{label_prefix}step one", _step_one_text(arm_content.step_one)
         if section.num_metrics and content.post_hoc:
-            yield f"{mark}metrics", _metrics(alone.descriptions, section.num_metrics)
-        yield f"{mark}guards", _guards(alone.guards)
+            yield f"{label_prefix}metrics", _metrics_text(arm_content.descriptions, section.num_metrics)
+        yield f"{label_prefix}guards", _guards_text(arm_content.guards)
         if not section.num_runs:
-            yield f"{mark}divergence", _divergence(alone.divergence)
-        yield from ((f"{mark}final weights", _final_weights(one)) for one in alone.final_weights)
-        savings = "; ".join(_saving(one) for one in alone.savings if "," not in one.quantity)
+            yield f"{label_prefix}divergence", _divergence_text(arm_content.divergence)
+        yield from (
+            (f"{label_prefix}final weights", _final_weights_text(one)) for one in arm_content.final_weights
+        )
+        savings = "; ".join(_saving_text(one) for one in arm_content.savings if "," not in one.quantity)
         if savings:
             yield f"{arm} / {content.baseline}", savings
-        taken = [analysis for analysis in section.interim_analyses if analysis.verdict]
+        completed = [analysis for analysis in section.interim_analyses if analysis.verdict]
         if section.interim_analyses:
-            taken_text = (
-                ", ".join(f"{analysis.num_pairs} pairs: {analysis.verdict}" for analysis in taken)
+            analyses_done = (
+                ", ".join(f"{analysis.num_pairs} pairs: {analysis.verdict}" for analysis in completed)
                 or "none yet"
             )
             planned = ", ".join(str(analysis.num_pairs) for analysis in section.interim_analyses)
-            yield f"{mark}interim analyses", f"declared at {planned} pairs; taken: {taken_text}"
+            yield f"{label_prefix}interim analyses", f"declared at {planned} pairs; taken: {analyses_done}"
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
     if content.not_tested:
@@ -66,145 +68,157 @@ def evidence(content: VerdictFile) -> Iterator[tuple[str, str]]:
     for guess in content.guessed:
         yield "guessed", sentence(guess)
     if content.notes:
-        more = f"; and {len(content.notes) - 3} more" if len(content.notes) > 3 else ""
-        yield "notes", "; ".join(sentences(content.notes[:3])) + more
+        omitted = f"; and {len(content.notes) - 3} more" if len(content.notes) > 3 else ""
+        yield "notes", "; ".join(sentences(content.notes[:3])) + omitted
 
 
-def _shared_steps(content: VerdictFile, coverage: Coverage) -> str:
-    shared, everything = coverage.shared_steps, coverage.all_steps
-    is_thinned = content.reference and content.baseline == REFERENCE and shared < everything
-    why = " (a reference keeps every step of its claims' windows, and fewer outside)"
-    return f"{shared} of {everything} steps shared{why * bool(is_thinned)}"
+def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
+    num_shared, num_all = coverage.shared_steps, coverage.all_steps
+    is_thinned = content.reference and content.baseline == REFERENCE and num_shared < num_all
+    explanation = " (a reference keeps every step of its claims' windows, and fewer outside)"
+    return f"{num_shared} of {num_all} steps shared{explanation * bool(is_thinned)}"
 
 
-def _pairs(section: ArmSection) -> str:
+def _pairs_text(section: ArmSection) -> str:
     """Return how many pairs the verdict is over: with interim analyses, those of the last one taken."""
     if section.interim_analyses:
         return f"{section.num_pairs} compared, of {section.num_planned_pairs} planned"
     return f"{section.num_pairs} of {section.num_planned_pairs} finished"
 
 
-def _metrics(described: Sequence[Description], counts: Sequence[int]) -> str:
-    shown = [one.metric for one in described]
-    more = counts[0] - len(shown)
-    named = f": {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
-    return f"{counts[0]} of {counts[1]} recorded in every run{named}"
+def _metrics_text(described: Sequence[Description], counts: Sequence[int]) -> str:
+    metrics = [description.metric for description in described]
+    num_omitted = counts[0] - len(metrics)
+    names_text = f": {', '.join(metrics)}" + (f" and {num_omitted} more" if num_omitted > 0 else "")
+    return f"{counts[0]} of {counts[1]} recorded in every run{names_text}"
 
 
-def changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
+def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return what a treatment changes, a clause for each key."""
     return [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
 
 
-def _differences(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
-    shown = changes(treatment_diff)
-    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
+    change_texts = describe_changes(treatment_diff)
+    return "; ".join(change_texts[:4]) + (
+        f" and {len(change_texts) - 4} more" if len(change_texts) > 4 else ""
+    )
 
 
-def _step_one(checks: Sequence[StepOne]) -> str:
+def _step_one_text(checks: Sequence[StepOne]) -> str:
     if not checks:
         return "not read"
-    failed = [one.metric for one in checks if one.result == "fail"]
-    unsure = [one.metric for one in checks if one.result == "open"]
-    untested = [one for one in checks if one.result == "not tested"]
-    tested = [one for one in checks if one.result != "not tested"]
+    failed_metrics = [check.metric for check in checks if check.result == "fail"]
+    open_metrics = [check.metric for check in checks if check.result == "open"]
+    untested = [check for check in checks if check.result == "not tested"]
+    tested = [check for check in checks if check.result != "not tested"]
     state = (
-        f"fails for {', '.join(failed)}"
-        if failed
-        else f"open for {', '.join(unsure)}"
-        if unsure
+        f"fails for {', '.join(failed_metrics)}"
+        if failed_metrics
+        else f"open for {', '.join(open_metrics)}"
+        if open_metrics
         else f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
     )
-    said = []
-    if tested and not any(one.deviation for one in tested):
-        said.append(f"{state} exactly")
+    clauses = []
+    if tested and not any(check.deviation for check in tested):
+        clauses.append(f"{state} exactly")
     elif tested:
-        said.append(f"{state}; {'of these ' * bool(untested)}the arms differ most in {_furthest(tested)}")
+        clauses.append(
+            f"{state}; {'of these ' * bool(untested)}the arms differ most in {_largest_deviation_text(tested)}"
+        )
     if untested:
-        more = f", and {len(untested) - 1} more" * (len(untested) > 1)
-        said.append(f"not tested: {_furthest(untested)}{more}")
-    return "; ".join(said)
+        omitted = f", and {len(untested) - 1} more" * (len(untested) > 1)
+        clauses.append(f"not tested: {_largest_deviation_text(untested)}{omitted}")
+    return "; ".join(clauses)
 
 
-def _furthest(checks: Sequence[StepOne]) -> str:
+def _largest_deviation_text(checks: Sequence[StepOne]) -> str:
     """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
-    one = max(checks, key=lambda one: one.deviation / one.tolerance)
-    share = share_of_scale(one.deviation, one.scale, one.scale_from)
-    return f"{one.metric}: by {share}, where {one.tolerance:.2g} is allowed ({one.tolerance_from})"
+    check = max(checks, key=lambda check: check.deviation / check.tolerance)
+    share = share_of_scale(check.deviation, check.scale, check.scale_from)
+    return f"{check.metric}: by {share}, where {check.tolerance:.2g} is allowed ({check.tolerance_from})"
 
 
-def _guards(guards: Sequence[Guard]) -> str:
+def _guards_text(guards: Sequence[Guard]) -> str:
     broken = [
-        f"{one.guard}: {one.result}" for one in guards if one.result in ("fail", "baseline too", "open")
+        f"{guard.guard}: {guard.result}"
+        for guard in guards
+        if guard.result in ("fail", "baseline too", "open")
     ]
     passed = [
-        f"{one.guard} (at its limit)" if one.limit and one.value == one.limit > 0 else one.guard
-        for one in guards
-        if one.result == "pass"
+        f"{guard.guard} (at its limit)" if guard.limit and guard.value == guard.limit > 0 else guard.guard
+        for guard in guards
+        if guard.result == "pass"
     ]
     return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
 
 
-def _divergence(divergences: Sequence[Divergence]) -> str:
+def _divergence_text(divergences: Sequence[Divergence]) -> str:
     if not divergences:
         return "no finished pair"
-    first = divergences[0]
-    repeating = [one for one in divergences if one.noise_floor == "zero"]
-    measured = [one for one in divergences[:3] if one.noise_floor == "measured"]
-    said = [*map(_against_noise, measured), *([_repeats(repeating)] if repeating else [])]
-    said = said or ["noise floor unknown (no A/A reruns)"]
-    if first.ulp:
-        said.append(f"{first.metric}: {_against_ulp(first.ulp)}")
-    if first.share_of_seed_spread is not None:
-        share = f"{first.share_of_seed_spread:.2g} of its spread over seeds"
-        said.append(f"mean |difference| of {first.metric} {share}")
-    return "; ".join(said)
+    first_divergence = divergences[0]
+    repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
+    measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]
+    clauses = [*map(_noise_floor_text, measured), *([_bitwise_reruns_text(repeating)] if repeating else [])]
+    clauses = clauses or ["noise floor unknown (no A/A reruns)"]
+    if first_divergence.ulp:
+        clauses.append(f"{first_divergence.metric}: {_ulp_text(first_divergence.ulp)}")
+    if first_divergence.share_of_seed_spread is not None:
+        share = f"{first_divergence.share_of_seed_spread:.2g} of its spread over seeds"
+        clauses.append(f"mean |difference| of {first_divergence.metric} {share}")
+    return "; ".join(clauses)
 
 
-def _against_ulp(grown: UlpGrowth) -> str:
-    if grown.ratio is None:
+def _ulp_text(growth: UlpGrowth) -> str:
+    if growth.ratio is None:
         return "against what one ULP grows into: no ratio, as one of them is 0"
-    interval = f" [{grown.ci95[0]:.2g}, {grown.ci95[1]:.2g}]" if grown.ci95 else ""
-    return f"{grown.ratio:.2g}x{interval} what one ULP grows into"
+    interval = f" [{growth.ci95[0]:.2g}, {growth.ci95[1]:.2g}]" if growth.ci95 else ""
+    return f"{growth.ratio:.2g}x{interval} what one ULP grows into"
 
 
-def _repeats(divergences: Sequence[Divergence]) -> str:
+def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
     """Said once of all metrics of which reruns of the baseline are no distance away."""
-    steps = [one.first_step_apart for one in divergences if one.first_step_apart is not None]
+    steps = [
+        divergence.first_step_apart for divergence in divergences if divergence.first_step_apart is not None
+    ]
     treatment = "so does the treatment"
     if steps:
-        first = min(steps)
-        earliest = [one.metric for one in divergences if one.first_step_apart == first]
-        more = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
-        treatment = f"the arms differ from step {first} on" + f" ({earliest[0]}{more})" * (
+        first_step = min(steps)
+        earliest = [
+            divergence.metric for divergence in divergences if divergence.first_step_apart == first_step
+        ]
+        omitted = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
+        treatment = f"the arms differ from step {first_step} on" + f" ({earliest[0]}{omitted})" * (
             len(divergences) > 1
         )
-    of = f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0].metric}"
-    return f"reruns of the baseline repeat it bit for bit{of}; {treatment}"
+    metrics_text = (
+        f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0].metric}"
+    )
+    return f"reruns of the baseline repeat it bit for bit{metrics_text}; {treatment}"
 
 
-def _against_noise(one: Divergence) -> str:
-    return f"{one.metric}: {one.ratio:.2g}x the A/A noise floor"
+def _noise_floor_text(divergence: Divergence) -> str:
+    return f"{divergence.metric}: {divergence.ratio:.2g}x the A/A noise floor"
 
 
-def _final_weights(one: FinalWeights) -> str:
-    equal = f"equal bit for bit in {one.num_equal} of {one.num_pairs} pairs"
-    if one.num_equal == one.num_pairs or one.seed is None:
-        return equal
-    floor = one.aa_relative_difference
-    against = "" if floor is None else f"; A/A: {floor:.2g}"
-    grown = one.ulp_relative_difference
-    against += "" if grown is None else f"; what one ULP grows into: {grown:.2g}"
+def _final_weights_text(weights: FinalWeights) -> str:
+    equal_text = f"equal bit for bit in {weights.num_equal} of {weights.num_pairs} pairs"
+    if weights.num_equal == weights.num_pairs or weights.seed is None:
+        return equal_text
+    aa_difference = weights.aa_relative_difference
+    controls_text = "" if aa_difference is None else f"; A/A: {aa_difference:.2g}"
+    ulp_difference = weights.ulp_relative_difference
+    controls_text += "" if ulp_difference is None else f"; what one ULP grows into: {ulp_difference:.2g}"
     return (
-        f"{equal}; distance {one.relative_difference:.2g} of the baseline's norm (seed {one.seed}"
-        f"{against}); estimated from a sketch, within 8 %"
+        f"{equal_text}; distance {weights.relative_difference:.2g} of the baseline's norm (seed {weights.seed}"
+        f"{controls_text}); estimated from a sketch, within 8 %"
     )
 
 
-def _saving(one: Saving) -> str:
-    ci95 = one.ci95
+def _saving_text(saving: Saving) -> str:
+    ci95 = saving.ci95
     interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
-    return f"{one.quantity} {one.ratio:.3g}{interval}"
+    return f"{saving.quantity} {saving.ratio:.3g}{interval}"
 
 
 # --- levels of the arms in the windows of claims ---
@@ -218,28 +232,28 @@ class Levels:
     arm: str
     where: str  # metric and steps
     means: str  # of both arms, with the reach of the interval
-    beside: str  # the margin as a share of them, and the spreads; may be empty
+    details: str  # the margin as a share of them, and the spreads; may be empty
 
     @property
     def text(self) -> str:
-        return f"{self.where}: {self.means}{'; ' if self.beside else ''}{self.beside}"
+        return f"{self.where}: {self.means}{'; ' if self.details else ''}{self.details}"
 
 
-def levels(content: VerdictFile) -> list[Levels]:
+def claim_levels(content: VerdictFile) -> list[Levels]:
     """Of verdict.json's claims that have levels of both arms, in their order."""
     baseline = content.baseline
-    found = []
+    claim_texts = []
     for index, claim in enumerate(content.claims):
-        means = _means(claim, baseline)
+        means = _means_text(claim, baseline)
         if means:
             steps = f", steps {claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else ""
-            beside = "; ".join(filter(None, (_margin(claim), _spread(claim))))
+            details = "; ".join(filter(None, (_margin_text(claim), _spread_text(claim))))
             where = f"{claim.claim.metric}{steps}"
-            found.append(Levels(claim=index, arm=claim.arm, where=where, means=means, beside=beside))
-    return found
+            claim_texts.append(Levels(claim=index, arm=claim.arm, where=where, means=means, details=details))
+    return claim_texts
 
 
-def _means(claim: ClaimResult, baseline: str) -> str | None:
+def _means_text(claim: ClaimResult, baseline: str) -> str | None:
     base, treatment, interval = (
         claim.estimate.baseline_mean,
         claim.estimate.treatment_mean,
@@ -250,35 +264,37 @@ def _means(claim: ClaimResult, baseline: str) -> str | None:
     difference = treatment - base
     confidence = interval_level_text(claim.claim.alpha)
     if claim.claim.transform == "identity":
-        of = "difference" if claim.claim.num_runs else "paired difference"
-        apart = f"{difference_text(difference, interval)} ({confidence} interval{_wider(claim)})"
-        return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {of} {apart}"
+        qualifier = "difference" if claim.claim.num_runs else "paired difference"
+        difference_and_interval = (
+            f"{difference_text(difference, interval)} ({confidence} interval{_wider_interval_text(claim)})"
+        )
+        return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {qualifier} {difference_and_interval}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
-    both = f"{baseline} {_level(base, claim)}, {claim.arm} {_level(treatment, claim)}"
-    of = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
-    return f"{both} (geometric means), ratio{of} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
+    both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
+    qualifier = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
+    return f"{both} (geometric means), ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
 
 
-def _wider(claim: ClaimResult) -> str:
+def _wider_interval_text(claim: ClaimResult) -> str:
     """Say where the steps in which a metric moves make an interval wider than its differences do."""
     error, sds, sizes = claim.estimate.standard_error, [claim.estimate.sd_difference], [claim.claim.num_pairs]
     if claim.claim.num_runs:
         sds, sizes = [claim.estimate.baseline_sd, claim.estimate.treatment_sd], claim.claim.num_runs
-    known = [sd for sd in sds if sd is not None]
-    if error is None or len(known) < len(sds):
+    known_sds = [sd for sd in sds if sd is not None]
+    if error is None or len(known_sds) < len(sds):
         return ""
-    of_spread = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known, sizes, strict=True)))
-    is_wider = error > (1 + 1e-9) * of_spread
+    spread_error = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known_sds, sizes, strict=True)))
+    is_wider = error > (1 + 1e-9) * spread_error
     return ", which allows for the steps in which the metric moves" if is_wider else ""
 
 
-def _level(mean: float, claim: ClaimResult) -> str:
+def _level_text(mean: float, claim: ClaimResult) -> str:
     with np.errstate(over="ignore"):
         return f"{np.exp(mean) + (claim.claim.transform == 'log_excess'):.4g}"
 
 
-def _margin(claim: ClaimResult) -> str | None:
+def _margin_text(claim: ClaimResult) -> str | None:
     """What the margin is a share of; on the scale of logarithms it is a factor by itself."""
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
@@ -288,28 +304,34 @@ def _margin(claim: ClaimResult) -> str | None:
             low, high = np.exp([-margin, margin])
         return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
     shares = [
-        f"{_percent(margin / abs(of))} of the {name}"
-        for name, of in (("level", base), ("climb", climb))
-        if of
+        f"{_percent_text(margin / abs(quantity))} of the {name}"
+        for name, quantity in (("level", base), ("climb", climb))
+        if quantity
     ]
     return f"margin ±{margin:.3g} is {' and '.join(shares)}" if shares else None
 
 
-def _percent(share: float) -> str:
+def _percent_text(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
-def _spread(claim: ClaimResult) -> str | None:
-    seeds, paired, of_treatment = (
+def _spread_text(claim: ClaimResult) -> str | None:
+    baseline_sd, paired_sd, treatment_sd = (
         claim.estimate.baseline_sd,
         claim.estimate.sd_difference,
         claim.estimate.treatment_sd,
     )
-    if seeds is None or paired is None:
+    if baseline_sd is None or paired_sd is None:
         return None
     if claim.claim.num_runs:
-        return f"sd over the baseline's runs {seeds:.2g}, unpaired"
-    unpaired = 0.0 if of_treatment is None else math.hypot(seeds, of_treatment)  # None: of an older record
-    rounding = 1e-6 * unpaired  # of which no such factor says anything
-    saved = f" ({unpaired / paired:.2g}x narrower than unpaired)" if rounding < paired < unpaired else ""
-    return f"sd over seeds {seeds:.2g}, of the paired differences {paired:.2g}{saved}"
+        return f"sd over the baseline's runs {baseline_sd:.2g}, unpaired"
+    unpaired_sd = (
+        0.0 if treatment_sd is None else math.hypot(baseline_sd, treatment_sd)
+    )  # None: of an older record
+    rounding = 1e-6 * unpaired_sd  # of which no such factor says anything
+    gain_text = (
+        f" ({unpaired_sd / paired_sd:.2g}x narrower than unpaired)"
+        if rounding < paired_sd < unpaired_sd
+        else ""
+    )
+    return f"sd over seeds {baseline_sd:.2g}, of the paired differences {paired_sd:.2g}{gain_text}"

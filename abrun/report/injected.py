@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present import tables
-from abrun.present.markdown import escaped
+from abrun.present.markdown import escape_markdown
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
 from abrun.recorded.experiment import RecordedExperiment
@@ -19,165 +19,175 @@ from abrun.verdict.injected import FaultFound, Sensitivity
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-FILE, PAGE = "sensitivity.json", "sensitivity.md"
+JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 
 
 def write_sensitivity(
-    found: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
+    sensitivity: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
     """All of it as JSON, and as a page to read, whose path is returned.
 
     `not_injected`: what the recipe lacks of what a fault needs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, {**as_json(found), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE)
-    page = "\n".join(_page(found, not_injected, name, compare)) + "\n"
-    write_file(folder / PAGE, page.encode(), mode=PUBLIC_MODE)
-    return folder / PAGE
+    write_json(
+        folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE
+    )
+    page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
+    write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
+    return folder / MARKDOWN_FILE
 
 
-def caught_sentence(content: Sensitivity, *, paired: bool) -> str:
+def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
-    if not content.num_judged:
-        injected = _count(len(content.faults), "injected fault")
-        return f"could judge none of {injected}: {sentence(content.faults[0].reason)}"
-    pairs = _count(content.num_pairs, "pair") if paired else f"{content.num_pairs} runs of each arm"
-    runs = f"{pairs} of {_count(content.num_steps, 'step')}"
-    said = f"would have caught {content.num_caught} of {content.num_judged} injected faults ({runs})"
+    if not sensitivity.num_judged:
+        injected = _count_text(len(sensitivity.faults), "injected fault")
+        return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
+    pairs = (
+        _count_text(sensitivity.num_pairs, "pair") if paired else f"{sensitivity.num_pairs} runs of each arm"
+    )
+    runs = f"{pairs} of {_count_text(sensitivity.num_steps, 'step')}"
+    text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
         ("INCONCLUSIVE", "left open"),
         ("INVALID", "not judged"),
     ):
-        names = [_with_size(one) for one in content.faults if one.verdict == verdict]
-        said += f"; {outcome}: {', '.join(names)}" if names else ""
-    return said
+        names = [_name_with_size(fault) for fault in sensitivity.faults if fault.verdict == verdict]
+        text += f"; {outcome}: {', '.join(names)}" if names else ""
+    return text
 
 
-def in_short(experiment: RecordedExperiment, content: Sensitivity | None) -> str | None:
+def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
     """In a few words; None of runs without a recipe, in which nothing could be injected."""
-    if content is None:
-        own, how = experiment.describe_arm_faults(), " (controls.faults)" * experiment.can_inject
-        none = f"none {'as a control' if own else 'injected'}{how}"
-        return "; ".join([*own, none]) if experiment.has_recipe else None
-    if not content.num_judged:
-        return f"could judge none of {len(content.faults)}"
-    return f"would have caught {content.num_caught} of {content.num_judged}"
+    if sensitivity is None:
+        arm_faults, recipe_key = experiment.describe_arm_faults(), " (controls.faults)" * experiment.can_inject
+        none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
+        return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
+    if not sensitivity.num_judged:
+        return f"could judge none of {len(sensitivity.faults)}"
+    return f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged}"
 
 
-def advice(content: Sensitivity) -> Iterator[str]:
+def advice_lines(sensitivity: Sensitivity) -> Iterator[str]:
     """For each fault that was not caught, what could show it."""
-    for one in content.faults:
-        if one.advice is not None:
-            yield f"{_with_size(one)} could be seen by {sentence(one.advice)}"
+    for fault in sensitivity.faults:
+        if fault.advice is not None:
+            yield f"{_name_with_size(fault)} could be seen by {sentence(fault.advice)}"
 
 
-def columns(*, paired: bool) -> tuple[str, ...]:
+def sensitivity_columns(*, paired: bool) -> tuple[str, ...]:
     return ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs" if paired else "runs")
 
 
-def rows(content: Sensitivity) -> list[tuple[str, ...]]:
+def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
     """In the order of `columns`."""
     return [
         (
-            one.fault,
-            "-" if one.size is None else f"{one.size:g} {one.unit}",
-            one.verdict,
-            _evidence(one),
-            "-" if one.step is None else str(one.step),
-            sentence(one.figures) if one.figures else "-",
-            str(one.num_pairs),
+            fault.fault,
+            "-" if fault.size is None else f"{fault.size:g} {fault.unit}",
+            fault.verdict,
+            _caught_by_text(fault),
+            "-" if fault.step is None else str(fault.step),
+            sentence(fault.figures) if fault.figures else "-",
+            str(fault.num_pairs),
         )
-        for one in content.faults
+        for fault in sensitivity.faults
     ]
 
 
-def table(found: Sensitivity, *, paired: bool) -> "RenderableType":
+def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableType":
     """For a terminal."""
-    return _table(columns(paired=paired), rows(found)).rich(padding=(0, 1))
+    return _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity)).to_rich(
+        padding=(0, 1)
+    )
 
 
-def _page(
-    content: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
+def _markdown_lines(
+    sensitivity: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
-    claims = (f"{one.metric} over {one.window} {claim_text(one)}" for one in compare.claims)
+    claims = (f"{claim.metric} over {claim.window} {claim_text(claim)}" for claim in compare.claims)
     declared = ", ".join(claims) or "none"
-    yield f"# {escaped(name)}: what this comparison would have caught"
+    yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
-    yield f"It {escaped(caught_sentence(content, paired=compare.paired))}."
+    yield f"It {escape_markdown(caught_sentence(sensitivity, paired=compare.paired))}."
     yield ""
     yield (
         "Each fault was injected in the baseline, alone and at the same seeds, and judged as a treatment is: "
-        f"by step one, the guards and the declared claims ({escaped(declared)}). `caught by` is the earliest "
+        f"by step one, the guards and the declared claims ({escape_markdown(declared)}). `caught by` is the earliest "
         "of them that makes the verdict MISMATCH, `at step` where it is first known."
     )
     yield ""
-    yield from _table(columns(paired=compare.paired), rows(content)).markdown()
+    yield from _make_table(
+        sensitivity_columns(paired=compare.paired), sensitivity_rows(sensitivity)
+    ).to_markdown()
     for title, lines in (
-        ("Not caught", list(advice(content))),
+        ("Not caught", list(advice_lines(sensitivity))),
         ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
     ):
         if lines:
-            yield from ("", f"## {title}", "", *(f"- {escaped(line)}" for line in lines))
+            yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
 
 
-def library() -> "RenderableType":
+def fault_library_table() -> "RenderableType":
     """For a terminal: without the sizes and sources, which each fault's own page has."""
-    cells = [(one.name, one.does, ", ".join(one.needs) or "-", one.shows) for one in FAULTS]
-    return _table(("name", "what it does", "needs", "what should show it"), cells).rich(padding=(0, 1))
+    cells = [(fault.name, fault.does, ", ".join(fault.needs) or "-", fault.shows) for fault in FAULTS]
+    return _make_table(("name", "what it does", "needs", "what should show it"), cells).to_rich(
+        padding=(0, 1)
+    )
 
 
-def of_algorithms() -> str:
+def fault_algorithms_text() -> str:
     """Which of them an algorithm can have."""
     general = ", ".join(fault.name for fault in FAULTS if fault.any_algorithm)
     return f"SFT and DPO can have {general}; the others need algorithm.type grpo or ppo."
 
 
-def library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
+def fault_library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
     """All that is known of each; `needs`: by what, the setting that gives it."""
-    return [{**asdict(one), "needs": what_it_takes(one), "source": _link(one)} for one in faults]
+    return [{**asdict(fault), "needs": what_it_takes(fault), "source": _issue_url(fault)} for fault in faults]
 
 
-def details(fault: Fault) -> Iterator[str]:
+def fault_lines(fault: Fault) -> Iterator[str]:
     """One fault, in lines."""
     yield f"{fault.name}: {fault.does}"
     yield f"  seam     {fault.seam}"
     if fault.size is not None:
-        most = "" if fault.most is None else f"; at most {fault.most:g}"
-        yield f"  size     {fault.size:g} {fault.unit} where none is given{most}"
+        maximum_text = "" if fault.most is None else f"; at most {fault.most:g}"
+        yield f"  size     {fault.size:g} {fault.unit} where none is given{maximum_text}"
     needs = [NEEDS[need][1] for need in fault.needs]
     if not (fault.any_algorithm or {"GRPO", "PPO"} & set(fault.needs)):
         needs.insert(0, "algorithm.type: grpo or ppo")
     yield f"  needs    {needs[0] if needs else '-'}"
     yield from (f"           {how}" for how in needs[1:])
     yield f"  shows    {fault.shows}"
-    yield f"  after    {_link(fault)}"
+    yield f"  after    {_issue_url(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
     yield f"  inject   abrun sensitivity RECIPE --faults {fault.name}"
     yield f"           injected_fault: {sized}"
 
 
-def _link(fault: Fault) -> str:
+def _issue_url(fault: Fault) -> str:
     """GitHub sends an issue's address on to a pull request's."""
     repository, _, number = fault.source.partition("#")
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def _with_size(one: FaultFound) -> str:
-    return one.fault if one.size is None else f"{one.fault} ({one.size:g} {one.unit})"
+def _name_with_size(fault: FaultFound) -> str:
+    return fault.fault if fault.size is None else f"{fault.fault} ({fault.size:g} {fault.unit})"
 
 
-def _count(number: int, noun: str) -> str:
+def _count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _evidence(one: FaultFound) -> str:
-    if one.verdict == "INVALID":
-        return f"not judged: {sentence(one.reason)}"
-    if one.caught_by == "nothing":
+def _caught_by_text(fault: FaultFound) -> str:
+    if fault.verdict == "INVALID":
+        return f"not judged: {sentence(fault.reason)}"
+    if fault.caught_by == "nothing":
         return "nothing"
-    return f"{one.caught_by}: {one.metric}" if one.metric else one.caught_by
+    return f"{fault.caught_by}: {fault.metric}" if fault.metric else fault.caught_by
 
 
-def _table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> tables.Table:
+def _make_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> tables.Table:
     return tables.Table(tables.columns(*titles, no_wrap=("name", "fault"), fold=True), cells)

@@ -12,13 +12,13 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.redaction import shown
 from abrun.report import commands
-from abrun.report.commands import FreshRuns
-from abrun.report.facts import Facts
-from abrun.report.pasted import AGAIN, filled
+from abrun.report.commands import FreshRunsCommand
+from abrun.report.facts import NextStepFacts
+from abrun.report.placeholders import COMPARE_WITH_REFERENCE, fill_placeholders
 from abrun.verdict.machines import versions_follow_arms
 from abrun.verdict.verdict_file import VerdictFile
 
-MOST_STEPS = 2
+MAX_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,20 @@ class NextStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NextStepRule:
     """A step, and when it is suggested. After one that is `last`, none of the rules below it counts."""
 
-    when: Callable[[Facts], Any]
+    condition: Callable[[NextStepFacts], Any]
     text: Code  # which takes its values from the facts, by their names
-    command: str | Callable[[Facts], str | FreshRuns]
-    last: bool = False
+    command: str | Callable[[NextStepFacts], str | FreshRunsCommand]
+    is_final: bool = False
 
-    def step(self, facts: Facts) -> NextStep:
+    def make_step(self, facts: NextStepFacts) -> NextStep:
         values = value_names(MESSAGES[self.text])
         reason = self.text(**{name: getattr(facts, name) for name in values})
         command = self.command if isinstance(self.command, str) else self.command(facts)
-        if isinstance(command, FreshRuns):
-            reason = command.with_origin(reason) if command.with_origin else reason
+        if isinstance(command, FreshRunsCommand):
+            reason = command.add_origin(reason) if command.add_origin else reason
             command = command.command
         return NextStep(reason=reason, command=command)
 
@@ -59,23 +59,24 @@ def next_steps(
     experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
 ) -> list[NextStep]:
     """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
-    facts, words = Facts(experiment, content), shlex.split(typed or "")
-    steps = [rule.step(facts) for rule in islice(suggested(facts), MOST_STEPS)]
+    facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
+    steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
     return [
-        NextStep(reason=step.reason, command=shown(filled(step.command, experiment, words))) for step in steps
+        NextStep(reason=step.reason, command=shown(fill_placeholders(step.command, experiment, words)))
+        for step in steps
     ]
 
 
-def suggested(facts: Facts) -> Iterator[Rule]:
+def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
     """Yield the rules that hold, in their order."""
     for rule in rules_for(facts):
-        if rule.when(facts):
+        if rule.condition(facts):
             yield rule
-            if rule.last:
+            if rule.is_final:
                 return
 
 
-def rules_for(facts: Facts) -> Sequence[Rule]:
+def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     """Return the rules of a verdict, which depend on who made the runs and on whether anything is claimed."""
     match facts.content.verdict:
         case "MATCH":
@@ -95,46 +96,56 @@ def rules_for(facts: Facts) -> Sequence[Rule]:
 
 
 COMPARE = "abrun compare RUNS"
-STEP_ONE_OPEN = Rule(lambda f: f.unsettled, Code.REPEAT_IN_FLOAT32, f"{COMPARE} --no-step-one")
-INTERIM_TO_COME = Rule(lambda f: f.waiting, Code.TRAIN_FOR_INTERIM, commands.at_next_analysis, last=True)
-CONFIRM = Rule(lambda f: True, Code.CONFIRM_ON_FRESH_SEEDS, commands.fresh)
-CANNOT_SHOW = Rule(lambda f: f.untestable, Code.MEND_REASONS, COMPARE, last=True)
-OTHER_CLAIMS = Rule(
-    lambda f: f.other_claims and not (f.launched and f.undecided),
+STEP_ONE_OPEN = NextStepRule(
+    lambda f: f.arms_with_open_checks, Code.REPEAT_IN_FLOAT32, f"{COMPARE} --no-step-one"
+)
+INTERIM_TO_COME = NextStepRule(
+    lambda f: f.waiting_arms, Code.TRAIN_FOR_INTERIM, commands.at_next_analysis, is_final=True
+)
+CONFIRM = NextStepRule(lambda f: True, Code.CONFIRM_ON_FRESH_SEEDS, commands.run_fresh_seeds)
+CANNOT_SHOW = NextStepRule(lambda f: f.has_untestable_claims, Code.MEND_REASONS, COMPARE, is_final=True)
+OTHER_CLAIMS = NextStepRule(
+    lambda f: f.replacement_claims and not (f.launched and f.undecided_claims),
     Code.CLAIM_WHAT_SHOWS,
-    commands.with_other_claims,
+    commands.compare_with_other_claims,
 )
 
 MATCH = (
-    Rule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.fresh),
-    Rule(
+    NextStepRule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.run_fresh_seeds),
+    NextStepRule(
         lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
         Code.INJECT_FAULTS,
         "abrun sensitivity RECIPE",
     ),
-    Rule(
+    NextStepRule(
         lambda f: f.regression and f.launched,
         Code.LAUNCH_NEXT_CHANGE,
-        f"abrun launch RECIPE --name NEW --no-compare && {AGAIN}",
-        last=True,
+        f"abrun launch RECIPE --name NEW --no-compare && {COMPARE_WITH_REFERENCE}",
+        is_final=True,
     ),
-    Rule(lambda f: f.regression, Code.COMPARE_NEXT_CHANGE, AGAIN, last=True),
-    Rule(  # a reference takes claims alone: later runs are compared seed by seed, their first step too
-        lambda f: f.declared or (f.paired and f.experiment.compare.step_one),
+    NextStepRule(lambda f: f.regression, Code.COMPARE_NEXT_CHANGE, COMPARE_WITH_REFERENCE, is_final=True),
+    NextStepRule(  # a reference takes claims alone: later runs are compared seed by seed, their first step too
+        lambda f: f.is_declared or (f.paired and f.experiment.compare.step_one),
         Code.FREEZE_RUNS,
-        commands.frozen,
+        commands.freeze_runs,
     ),
 )
 
 MISMATCH = (
-    Rule(lambda f: any(one.guard == "finished" for one in f.failing), Code.READ_ENDINGS, commands.status),
-    Rule(lambda f: f.engines_differ, Code.FIND_MISMATCH, commands.mismatch),
-    Rule(lambda f: not f.regression and f.both_kept_completions, Code.READ_COMPLETIONS, commands.samples),
+    NextStepRule(
+        lambda f: any(one.guard == "finished" for one in f.failed_guards),
+        Code.READ_ENDINGS,
+        commands.show_status,
+    ),
+    NextStepRule(lambda f: f.has_engine_mismatch, Code.FIND_MISMATCH, commands.measure_mismatch),
+    NextStepRule(
+        lambda f: not f.regression and f.has_completions, Code.READ_COMPLETIONS, commands.show_samples
+    ),
     CONFIRM,
 )
 MISMATCH_OF_OTHERS = (
-    Rule(
-        lambda f: f.deviating and not (f.failing or f.differing),
+    NextStepRule(
+        lambda f: f.failed_checks and not (f.failed_guards or f.failed_claims),
         Code.SKIP_STEP_ONE,
         f"{COMPARE} --no-step-one",
     ),
@@ -142,106 +153,147 @@ MISMATCH_OF_OTHERS = (
 )
 
 OPEN = (  # of INCONCLUSIVE
-    Rule(lambda f: f.content.descriptions, Code.TRAIN_THREE_SEEDS, commands.three_seeds, last=True),
-    Rule(lambda f: f.waiting - f.unsettled, Code.FINISH_INTERIM_PAIRS, commands.resumed, last=True),
-    Rule(lambda f: f.untestable, Code.TRAIN_LONGER, commands.longer),
-    Rule(lambda f: f.unsettled and f.float32_tells, Code.RUN_IN_FLOAT32, commands.in_float32),
-    Rule(lambda f: f.unsettled, Code.DECLARE_ROUNDING, commands.fresh_with_rounding),
-    Rule(
-        lambda f: f.undecided and f.num_that_decide is None,
-        Code.PLAN_WIDER_MARGIN,
-        commands.plan_of_same,
+    NextStepRule(
+        lambda f: f.content.descriptions,
+        Code.TRAIN_THREE_SEEDS,
+        commands.run_three_fresh_seeds,
+        is_final=True,
     ),
-    Rule(
-        lambda f: f.undecided and f.num_that_decide is not None,
+    NextStepRule(
+        lambda f: f.waiting_arms - f.arms_with_open_checks,
+        Code.FINISH_INTERIM_PAIRS,
+        commands.resume_launch,
+        is_final=True,
+    ),
+    NextStepRule(lambda f: f.has_untestable_claims, Code.TRAIN_LONGER, commands.launch_longer),
+    NextStepRule(
+        lambda f: f.arms_with_open_checks and f.is_float32_conclusive,
+        Code.RUN_IN_FLOAT32,
+        commands.launch_in_float32,
+    ),
+    NextStepRule(
+        lambda f: f.arms_with_open_checks, Code.DECLARE_ROUNDING, commands.run_fresh_seeds_with_tolerances
+    ),
+    NextStepRule(
+        lambda f: f.undecided_claims and f.num_pairs_that_decide is None,
+        Code.PLAN_WIDER_MARGIN,
+        commands.plan_experiment,
+    ),
+    NextStepRule(
+        lambda f: f.undecided_claims and f.num_pairs_that_decide is not None,
         Code.TRAIN_MORE_PAIRS,
-        commands.fresh_that_decide,
+        commands.run_enough_fresh_seeds,
     ),
     OTHER_CLAIMS,
-    Rule(lambda f: not (f.undecided or f.untestable or f.unsettled), Code.TELL_FROM_CHANCE, commands.fresh),
+    NextStepRule(
+        lambda f: not (f.undecided_claims or f.has_untestable_claims or f.arms_with_open_checks),
+        Code.TELL_FROM_CHANCE,
+        commands.run_fresh_seeds,
+    ),
 )
 UNCLAIMED = (  # which no number of seeds decides
-    Rule(lambda f: f.nothing_shown, Code.TRAIN_LONGER, commands.longer, last=True),
-    Rule(
+    NextStepRule(lambda f: f.nothing_shown, Code.TRAIN_LONGER, commands.launch_longer, is_final=True),
+    NextStepRule(
         lambda f: not f.claimable,
         Code.DECLARE_METRIC,
         "abrun plan RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
-        last=True,
+        is_final=True,
     ),
-    Rule(lambda f: f.seeds_settle_claim, Code.DECLARE_MARGIN, commands.fresh_with_claim),
-    Rule(lambda f: f.several_runs, Code.PLAN_SEEDS, commands.plan_of_claim),
+    NextStepRule(lambda f: f.is_claim_decidable, Code.DECLARE_MARGIN, commands.run_fresh_seeds_with_claim),
+    NextStepRule(lambda f: f.has_several_runs, Code.PLAN_SEEDS, commands.plan_with_claim),
 )
 OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
     STEP_ONE_OPEN,
-    Rule(
+    NextStepRule(
         lambda f: not f.content.claims,
         Code.CLAIM_AGAINST_REFERENCE,
         f"{COMPARE} --claim METRIC:WINDOW:MARGIN",
-        last=True,
+        is_final=True,
     ),
-    Rule(lambda f: len(f.seeds_left) > 1, Code.OTHER_SEEDS_ALONE, commands.with_other_seeds, last=True),
-    Rule(lambda f: f.seeds_left, Code.OTHER_SEED_TOO, commands.with_other_seeds, last=True),
+    NextStepRule(
+        lambda f: len(f.seeds_left) > 1,
+        Code.OTHER_SEEDS_ALONE,
+        commands.compare_with_other_seeds,
+        is_final=True,
+    ),
+    NextStepRule(
+        lambda f: f.seeds_left, Code.OTHER_SEED_TOO, commands.compare_with_other_seeds, is_final=True
+    ),
     CANNOT_SHOW,
-    Rule(lambda f: True, Code.NARROW_INTERVAL, commands.fresh),
+    NextStepRule(lambda f: True, Code.NARROW_INTERVAL, commands.run_fresh_seeds),
 )
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
     INTERIM_TO_COME,
-    Rule(lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.with_claim),
-    Rule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
-    Rule(lambda f: max(f.content.descriptions[0].num_runs) == 1, Code.TRAIN_TWO_EACH, COMPARE),
+    NextStepRule(
+        lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
+    ),
+    NextStepRule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
+    NextStepRule(lambda f: max(f.content.descriptions[0].num_runs) == 1, Code.TRAIN_TWO_EACH, COMPARE),
 )
 UNCLAIMED_OF_OTHERS = (
     STEP_ONE_OPEN,
     INTERIM_TO_COME,
-    Rule(
+    NextStepRule(
         lambda f: any(run.unread for run in f.experiment.runs.values()),
         Code.MEND_REASONS,
         COMPARE,
-        last=True,
+        is_final=True,
     ),
-    Rule(lambda f: True, Code.NAME_METRICS, f"{COMPARE} --alias train/reward=NAME"),
+    NextStepRule(lambda f: True, Code.NAME_METRICS, f"{COMPARE} --alias train/reward=NAME"),
 )
 OPEN_OF_OTHERS = (  # fresh runs are judged alone: a test that is repeated on the same runs errs more
     STEP_ONE_OPEN,
     OTHER_CLAIMS,
     INTERIM_TO_COME,
     CANNOT_SHOW,
-    Rule(lambda f: not f.undecided, Code.FRESH_SEEDS_DECIDE, commands.fresh, last=True),
-    Rule(lambda f: f.num_that_decide is None, Code.CONFIRM_DIFFERENCE, commands.fresh),
-    Rule(lambda f: f.num_that_decide is not None, Code.TRAIN_MORE_PAIRS, commands.fresh_that_decide),
+    NextStepRule(
+        lambda f: not f.undecided_claims, Code.FRESH_SEEDS_DECIDE, commands.run_fresh_seeds, is_final=True
+    ),
+    NextStepRule(
+        lambda f: f.num_pairs_that_decide is None, Code.CONFIRM_DIFFERENCE, commands.run_fresh_seeds
+    ),
+    NextStepRule(
+        lambda f: f.num_pairs_that_decide is not None, Code.TRAIN_MORE_PAIRS, commands.run_enough_fresh_seeds
+    ),
 )
 
 INVALID = (
-    Rule(lambda f: any(run.status != "missing" for run in f.broken), Code.READ_FIRST_LOG, commands.first_log),
-    Rule(lambda f: f.broken, Code.RESUME_RUNS, commands.resumed, last=True),
+    NextStepRule(
+        lambda f: any(run.status != "missing" for run in f.unfinished_runs),
+        Code.READ_FIRST_LOG,
+        commands.show_first_log,
+    ),
+    NextStepRule(lambda f: f.unfinished_runs, Code.RESUME_RUNS, commands.resume_launch, is_final=True),
     # A launch with the wrong alias would end its runs again
-    Rule(
-        lambda f: f.claim_not_recorded and f.better_aliases, Code.READ_BY_OTHER_NAME, commands.by_other_names
+    NextStepRule(
+        lambda f: f.is_claim_unrecorded and f.suggested_aliases,
+        Code.READ_BY_OTHER_NAME,
+        commands.compare_with_aliases,
     ),
-    Rule(
-        lambda f: f.claim_not_recorded and not f.better_aliases and f.other_claims,
+    NextStepRule(
+        lambda f: f.is_claim_unrecorded and not f.suggested_aliases and f.replacement_claims,
         Code.CLAIM_WHAT_SHOWS,
-        commands.with_other_claims,
+        commands.compare_with_other_claims,
     ),
-    Rule(lambda f: True, Code.MEND_RECIPE, "abrun launch RECIPE --dry-run"),
+    NextStepRule(lambda f: True, Code.MEND_RECIPE, "abrun launch RECIPE --dry-run"),
 )
 INVALID_OF_OTHERS = (
-    Rule(
+    NextStepRule(
         lambda f: versions_follow_arms(f.experiment),
         Code.CALL_VERSIONS_TREATMENT,
         f"{COMPARE} --versions-differ",
     ),
-    Rule(
+    NextStepRule(
         lambda f: f.can_unpair and f.shared_seeds,
         Code.COMPARE_SHARED_SEEDS,
-        lambda f: f"{COMPARE} --seeds {commands.listed(f.shared_seeds)}",
+        lambda f: f"{COMPARE} --seeds {commands.join_numbers(f.shared_seeds)}",
     ),
-    Rule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
-    Rule(
+    NextStepRule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
+    NextStepRule(
         lambda f: not f.can_unpair and no_shared_step_reason([*f.experiment.runs.values()]),
         Code.NAME_STEP_COLUMN,
         f"{COMPARE} --step-column NAME",
     ),
-    Rule(lambda f: True, Code.MEND_REASONS, COMPARE),
+    NextStepRule(lambda f: True, Code.MEND_REASONS, COMPARE),
 )

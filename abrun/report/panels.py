@@ -22,12 +22,12 @@ from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, sh
 from abrun.verdict.summaries import comparable, reduced
 
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
-MOST_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
+MAX_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class SeriesLine:
     """One run's values, or one pair's differences."""
 
     name: str
@@ -43,7 +43,7 @@ class Curve:
 
     arm: str
     index: int  # among the arms, which is its colour
-    seeds: tuple[Line, ...]  # runs that recorded the metric, at most MOST_LINES
+    seeds: tuple[SeriesLine, ...]  # runs that recorded the metric, at most MOST_LINES
     num_seeds: int  # of which these are
     num_steps: int  # at which any finished run recorded it
     count: int  # runs that the mean is of
@@ -81,11 +81,11 @@ class Difference:
     transform: Transform
     scale: str  # how a difference is read, such as "log ratio"; empty: as it is
     steps: Steps  # [S] that every pair recorded
-    pairs: tuple[Line, ...]  # at most MOST_LINES
+    pairs: tuple[SeriesLine, ...]  # at most MOST_LINES
     num_pairs: int  # of which these are
     num_runs: tuple[int, int] | None  # of both arms, where they are not paired
     mean: Array  # [S]
-    reruns: tuple[Line, ...]  # a baseline's rerun minus itself
+    reruns: tuple[SeriesLine, ...]  # a baseline's rerun minus itself
     windows: tuple[Window, ...]
     claims: tuple[ClaimPanel, ...]
 
@@ -102,28 +102,31 @@ class Panel:
     differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
 
 
-def panel(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
+def make_panel(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
     """The description of one metric; `claims` are those about it."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
     unit, divisor = display_unit(metric, highest)
-    curves = (_curve(experiment, index, metric, divisor) for index in range(len(experiment.arms)))
+    curves = (_make_curve(experiment, index, metric, divisor) for index in range(len(experiment.arms)))
     return Panel(
         metric=metric,
         unit=unit,
         steps=union_steps(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
         windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
-        differences=tuple(_differences(experiment, metric, claims)),
+        differences=tuple(_make_differences(experiment, metric, claims)),
     )
 
 
-def _curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
+def _make_curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
     arm = experiment.arms[index]
     runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
-    drawn = [*_spread([run for run in runs if not run.finished]), *_spread([r for r in runs if r.finished])]
-    drawn = [run for run in runs if run in drawn[:MOST_LINES]]
-    seeds = [_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
+    drawn = [
+        *_thin_out([run for run in runs if not run.finished]),
+        *_thin_out([r for r in runs if r.finished]),
+    ]
+    drawn = [run for run in runs if run in drawn[:MAX_LINES]]
+    seeds = [_make_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
     finished = [run for run in runs if run.finished]
     steps, values = stack_runs(finished, metric)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -143,31 +146,33 @@ def _curve(experiment: RecordedExperiment, index: int, metric: str, divisor: flo
     )
 
 
-def _spread(things: Sequence[T]) -> list[T]:
+def _thin_out(sequence: Sequence[T]) -> list[T]:
     """At most MOST_LINES of them, evenly."""
-    count = min(len(things), MOST_LINES)
-    return [things[index * len(things) // count] for index in range(count)]
+    count = min(len(sequence), MAX_LINES)
+    return [sequence[index * len(sequence) // count] for index in range(count)]
 
 
-def _line(run: RecordedRun, steps: Steps, values: Array) -> Line:
-    return Line(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
+def _make_line(run: RecordedRun, steps: Steps, values: Array) -> SeriesLine:
+    return SeriesLine(name=str(run), seed=run.name.seed, finished=run.finished, steps=steps, values=values)
 
 
-def _differences(
+def _make_differences(
     experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
 ) -> Iterator[Difference]:
-    wanted: dict[tuple[str, Transform], None] = dict.fromkeys(
+    arm_transforms: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
     )
-    for arm, transform in wanted:
+    for arm, transform in arm_transforms:
         pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
         sides = experiment.sides(arm).finished
-        about = [one for one in claims if (one.arm, one.claim.transform) == (arm, transform)]
+        scale_claims = [c for c in claims if (c.arm, c.claim.transform) == (arm, transform)]
         if min(sides.sizes):
-            yield _difference(sides, pairs, metric, arm, experiment.arms.index(arm), transform, about)
+            yield _make_difference(
+                sides, pairs, metric, arm, experiment.arms.index(arm), transform, scale_claims
+            )
 
 
-def _difference(
+def _make_difference(
     sides: Sides,
     pairs: Sequence[Pair],
     metric: str,
@@ -178,59 +183,72 @@ def _difference(
 ) -> Difference:
     steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
-    left, right = (comparable(of, transform) for of in (values[:num_baselines], values[num_baselines:]))
-    finite = np.isfinite(left).all(axis=0) & np.isfinite(right).all(axis=0)
-    drawn = _spread(list(zip(pairs, right - left, strict=True))) if sides.paired else []
-    lines = (_line(pair.treatment, steps, one) for pair, one in drawn)
-    known = len(steps) > 0
+    baselines, treatments = (
+        comparable(arm_values, transform) for arm_values in (values[:num_baselines], values[num_baselines:])
+    )
+    finite = np.isfinite(baselines).all(axis=0) & np.isfinite(treatments).all(axis=0)
+    drawn = _thin_out(list(zip(pairs, treatments - baselines, strict=True))) if sides.paired else []
+    lines = (_make_line(pair.treatment, steps, pair_difference) for pair, pair_difference in drawn)
+    has_steps = len(steps) > 0
     return Difference(
         arm=arm,
         index=index,
         transform=transform,
         scale=difference_scale(transform),
         steps=steps,
-        pairs=tuple(lines) if known else (),
-        num_pairs=len(pairs) if known else 0,
+        pairs=tuple(lines) if has_steps else (),
+        num_pairs=len(pairs) if has_steps else 0,
         num_runs=None if sides.paired else sides.sizes,
-        mean=right.mean(axis=0) - left.mean(axis=0) if known else np.empty(0),
-        reruns=tuple(_spread(list(_reruns(pairs, metric, transform)))) if known else (),
+        mean=treatments.mean(axis=0) - baselines.mean(axis=0) if has_steps else np.empty(0),
+        reruns=tuple(_thin_out(list(_rerun_lines(pairs, metric, transform)))) if has_steps else (),
         windows=tuple(
-            _windows(steps[finite], left[:, finite], right[:, finite], metric, paired_by_seed=sides.paired)
+            _make_windows(
+                steps[finite],
+                baselines[:, finite],
+                treatments[:, finite],
+                metric,
+                paired_by_seed=sides.paired,
+            )
         )
-        if known
+        if has_steps
         else (),
-        claims=tuple(filter(None, map(_claim, claims))),
+        claims=tuple(filter(None, map(_make_claim_panel, claims))),
     )
 
 
-def _reruns(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[Line]:
+def _rerun_lines(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[SeriesLine]:
     for pair in pairs:
         for rerun in pair.reruns:
-            shared, values = stack_runs([pair.baseline, rerun], metric)
-            if rerun.finished and len(shared):
-                once, again = comparable(values, transform)
-                yield _line(rerun, shared, again - once)
+            shared_steps, values = stack_runs([pair.baseline, rerun], metric)
+            if rerun.finished and len(shared_steps):
+                first_run, second_run = comparable(values, transform)
+                yield _make_line(rerun, shared_steps, second_run - first_run)
 
 
-def _windows(
-    steps: Steps, left: Array, right: Array, metric: str, *, paired_by_seed: bool
+def _make_windows(
+    steps: Steps, baselines: Array, treatments: Array, metric: str, *, paired_by_seed: bool
 ) -> Iterator[Window]:
-    parts = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
-    for part in parts:
-        of_left, of_right = reduced(left[:, part], metric), reduced(right[:, part], metric)
-        differences = of_right - of_left if paired_by_seed else np.empty(0)
+    windows = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
+    for window in windows:
+        baseline_values, treatment_values = (
+            reduced(baselines[:, window], metric),
+            reduced(treatments[:, window], metric),
+        )
+        differences = treatment_values - baseline_values if paired_by_seed else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None
-            if min(len(of_left), len(of_right)) > 1:
-                mean, error, freedom = difference(of_left, of_right, paired=paired_by_seed)
-                reach = float(special.stdtrit(freedom, 1 - 0.025 / len(parts))) * error
+            if min(len(baseline_values), len(treatment_values)) > 1:
+                mean, error, degrees_of_freedom = difference(
+                    baseline_values, treatment_values, paired=paired_by_seed
+                )
+                reach = float(special.stdtrit(degrees_of_freedom, 1 - 0.025 / len(windows))) * error
                 interval = mean - reach, mean + reach
-        known = interval if interval is not None and np.isfinite(interval).all() else None
-        ends = int(steps[part[0]]), int(steps[part[-1]])
-        yield Window(steps=ends, pairs=differences, interval=known)
+        finite_interval = interval if interval is not None and np.isfinite(interval).all() else None
+        ends = int(steps[window[0]]), int(steps[window[-1]])
+        yield Window(steps=ends, pairs=differences, interval=finite_interval)
 
 
-def _claim(claim: ClaimResult) -> ClaimPanel | None:
+def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
     """None where there is no margin zone to draw."""
     if not claim.claim.steps or claim.claim.margin is None:
         return None

@@ -15,36 +15,36 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def samples_shown(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
+def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
     """`names`: of the runs, one or two."""
-    return Group(*_parts(names, pairs))
+    return Group(*_sample_renderables(names, pairs))
 
 
-def _parts(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
+def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
     for pair in pairs:
-        yield Text(f"step {pair.step}: {_one_line(pair.prompt)}", style="bold")
-        both = (pair.left, pair.right)[: len(names)]
+        yield Text(f"step {pair.step}: {_join_lines(pair.prompt)}", style="bold")
+        samples = (pair.left, pair.right)[: len(names)]
         rows = [
-            [Text("not kept" if one is None else _lines(one.text)) for one in both],
-            [Text("" if one is None else _facts(one), style="dim") for one in both],
+            [Text("not kept" if sample is None else _clean_lines(sample.text)) for sample in samples],
+            [Text("" if sample is None else _sample_facts(sample), style="dim") for sample in samples],
         ]
-        yield Table(columns(*names, fold=True), rows).rich(padding=(0, 1), expand=len(names) > 1)
+        yield Table(columns(*names, fold=True), rows).to_rich(padding=(0, 1), expand=len(names) > 1)
         yield Text("")
 
 
-def _facts(one: Sample) -> str:
-    parts = [
-        "reward unknown" if one.reward is None else f"reward {one.reward:.3g}",
-        "" if one.logprob_error is None else f"log-prob error {one.logprob_error:.2g}",
-        "" if one.num_tokens is None else f"{one.num_tokens} tokens",
-        "truncated" if one.truncated else "",
+def _sample_facts(sample: Sample) -> str:
+    facts = [
+        "reward unknown" if sample.reward is None else f"reward {sample.reward:.3g}",
+        "" if sample.logprob_error is None else f"log-prob error {sample.logprob_error:.2g}",
+        "" if sample.num_tokens is None else f"{sample.num_tokens} tokens",
+        "truncated" if sample.truncated else "",
     ]
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, facts))
 
 
-def _lines(text: str) -> str:
+def _clean_lines(text: str) -> str:
     return "\n".join(shown(line) for line in text.splitlines())
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return shown(" ".join(text.split()))

@@ -20,15 +20,15 @@ from abrun.messages.numbers import (
     interval_level_text,
     units,
 )
-from abrun.present.figures import FIGURES, save_figure, style
-from abrun.present.markdown import code, escaped
+from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
+from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shown
-from abrun.report.context import Context, context
-from abrun.report.evidence import evidence
+from abrun.report.context import Context, make_context
+from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import read_json, write_file, write_json
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
-COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
-CLAIMS = "claims"  # the figure of all claims
-MOST_LINES = 30  # of the markdown, without images
-MOST_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
-OF_ONE_RUN, OF_SEVERAL = (
+VERDICT_COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+CLAIMS_FIGURE = "claims"  # the figure of all claims
+MAX_LINES = 30  # of the markdown, without images
+MAX_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
+ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
     ["mean distance step by step"],
     ["smallest margin these runs show", "a suggested margin, were the arms equal"],
 )
-MOST_LINKS = 20  # to runs in wandb
+MAX_LINKS = 20  # to runs in wandb
 
 
-def drawable() -> tuple[str, ...]:
+def writable_formats() -> tuple[str, ...]:
     """The formats that this environment can write."""
-    return tuple(form for form in FORMATS if form not in FIGURES) if lacking("figures") else FORMATS
+    return tuple(form for form in FORMATS if form not in FIGURE_FORMATS) if lacking("figures") else FORMATS
 
 
 def write_report(
@@ -73,9 +73,9 @@ def write_report(
     """
     if not formats:
         return []
-    beside = context(experiment, content, command)
+    report_context = make_context(experiment, content, command)
     verdict, page, report = files = [output / name for name in ("verdict.json", PAGE, "report.md")]
-    images = [form for form in FIGURES if form in formats]
+    images = [form for form in FIGURE_FORMATS if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
         share_new_folder(output)
@@ -83,14 +83,16 @@ def write_report(
         if "html" in formats:
             from abrun.report.page import render_page
 
-            write_file(page, render_page(experiment, content, beside).encode(), mode=PUBLIC_MODE)
+            write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
         history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
         write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
-            shown = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(report, markdown(content, beside, shown).encode(), mode=PUBLIC_MODE)
+            image_names = [path.name for path in figures if path.suffix == f".{images[0]}"]
+            write_file(
+                report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE
+            )
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
@@ -99,15 +101,15 @@ def write_report(
     return [*(path for form, path in written if form in formats), *figures]
 
 
-def report_folder(experiment: RecordedExperiment) -> Path:
+def choose_report_folder(experiment: RecordedExperiment) -> Path:
     """Where the report of runs goes that abrun did not launch: `<name>-report`.
 
     Where the report of other sources is there, or of another comparison of these, it has a hash behind it.
     """
-    folder = Path(f"{slug(experiment.name)}-report")
+    folder = Path(f"{make_slug(experiment.name)}-report")
     with suppress(StoreError):
-        there = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
-        if there != experiment.request_sha256:
+        existing_sha256 = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
+        if existing_sha256 != experiment.request_sha256:
             return Path(f"{folder}-{experiment.request_sha256[:8]}")
     return folder
 
@@ -119,31 +121,33 @@ def _draw_claims(
         return
     from abrun.report import plots  # half a second
 
-    with style():
-        yield from _save(plots.forest(experiment, content.claims), output / CLAIMS, images)
-    for stem, metric in slugs(claim.claim.metric for claim in content.claims).items():
-        of_metric = [claim for claim in content.claims if claim.claim.metric == metric]
-        with style():
-            yield from _save(plots.metric_figure(experiment, metric, of_metric), output / stem, images)
+    with figure_style():
+        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+    for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
+        metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
+        with figure_style():
+            yield from _save_figure(
+                plots.draw_metric(experiment, metric, metric_claims), output / stem, images
+            )
 
 
-def _save(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
+def _save_figure(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
     return save_figure(figure, stem, images) if figure else []
 
 
-def slugs(metrics: Iterable[str]) -> dict[str, str]:
+def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
     """A file name for each metric: `train/reward` is `train-reward`; colliding names are numbered."""
     named: dict[str, str] = {}
     for metric in dict.fromkeys(metrics):
-        plain = slug(metric) or "metric"
+        plain = make_slug(metric) or "metric"
         unique, number = plain, 2
-        while unique in named or unique == CLAIMS:
+        while unique in named or unique == CLAIMS_FIGURE:
             unique, number = f"{plain}-{number}", number + 1
         named[unique] = metric
     return named
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """What of a name can be a file's."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
 
@@ -151,62 +155,69 @@ def slug(name: str) -> str:
 # --- markdown, for a pull request ---
 
 
-def markdown(content: VerdictFile, beside: Context, images: Sequence[str]) -> str:
+def render_markdown(content: VerdictFile, report_context: Context, images: Sequence[str]) -> str:
     """A page of at most MOST_LINES lines, then the figures."""
     lines = [
-        f"# {escaped(_headline(content))}",
+        f"# {escape_markdown(_headline(content))}",
         "",
-        *(f"- {escaped(sentence(reason))}" for reason in content.reasons),
+        *(f"- {escape_markdown(sentence(reason))}" for reason in content.reasons),
         "",
-        *(f"**next**: {escaped(step.text)}: {code(step.command)}  " for step in beside.next_steps),
+        *(
+            f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
+            for step in report_context.next_steps
+        ),
     ]
-    for table in _tables(content):
-        lines += ["", escaped(_compared(content)), "", *table.markdown()]
-    facts = [f"**{escaped(label)}**: {escaped(text)}  " for label, text in evidence(content)]
-    made = f"report made by {code(beside.command)}"
-    known = [escaped(text) for text in (beside.ran, beside.environment) if text]
-    lines += ["", *facts, f"**runs**: {'; '.join([*known, made])}  "]
-    links = [f"[{escaped(run)}]({url})" for run, url in content.wandb.items()]
+    for table in _make_tables(content):
+        lines += ["", escape_markdown(_comparison_note(content)), "", *table.to_markdown()]
+    facts = [
+        f"**{escape_markdown(label)}**: {escape_markdown(text)}  " for label, text in evidence_lines(content)
+    ]
+    made_by = f"report made by {code_span(report_context.command)}"
+    run_facts = [
+        escape_markdown(text) for text in (report_context.time_range, report_context.environment) if text
+    ]
+    lines += ["", *facts, f"**runs**: {'; '.join([*run_facts, made_by])}  "]
+    links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
-        more = f", and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
-        lines.append(f"**wandb**: {', '.join(links[:MOST_LINKS])}{more}")
-    if len(lines) > MOST_LINES:
-        more = len(lines) - MOST_LINES + 2
-        lines = [*lines[: MOST_LINES - 2], "", f"and {more} more lines in report.html and verdict.json"]
+        omitted = f", and {len(links) - MAX_LINKS} more" if len(links) > MAX_LINKS else ""
+        lines.append(f"**wandb**: {', '.join(links[:MAX_LINKS])}{omitted}")
+    if len(lines) > MAX_LINES:
+        omitted = len(lines) - MAX_LINES + 2
+        lines = [*lines[: MAX_LINES - 2], "", f"and {omitted} more lines in report.html and verdict.json"]
     lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _tables(content: VerdictFile) -> list[Table]:
+def _make_tables(content: VerdictFile) -> list[Table]:
     """Return the claims' table and the descriptions', each only if it has rows."""
-    several, tables = len(content.arms) > 1, []
+    has_several_arms, tables = len(content.arms) > 1, []
     if content.claims:
-        rows = [[one.arm] * several + claim_cells(one) for one in content.claims]
-        tables.append(Table(columns(*["arm"] * several, *claim_columns(content), fold=True), rows))
+        rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
+        tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
     if content.descriptions:
-        tables.append(Table(columns(*_description_columns(content)), _described_rows(content)))
+        tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
     return tables
 
 
 def _description_columns(content: VerdictFile) -> list[str]:
     arm = ["arm"] * (len(content.arms) > 1)
-    described = ["metric", "steps", content.baseline, treatment_name(content)]
-    if all(one.interval is None for one in content.descriptions):
-        return [*arm, *described, "difference", *OF_ONE_RUN]
-    return [*arm, *described, "difference [90 %]", *OF_SEVERAL]
+    shared_columns = ["metric", "steps", content.baseline, treatment_name(content)]
+    if all(description.interval is None for description in content.descriptions):
+        return [*arm, *shared_columns, "difference", *ONE_RUN_COLUMNS]
+    return [*arm, *shared_columns, "difference [90 %]", *SEVERAL_RUNS_COLUMNS]
 
 
-def _compared(content: VerdictFile) -> str:
+def _comparison_note(content: VerdictFile) -> str:
     """Say which arm a difference is taken from, and what 90 % and 95 % stand for in a report."""
     roles = [
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
-    tested = [one.claim.alpha for one in content.claims if one.claim.test != "exact"]
+    alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
     text = f"differences are {roles[0]} minus {roles[1]}"
-    if not tested:
+    if not alphas:
         return text
-    level = max(tested)
+    level = max(alphas)
     return (
         f"{text}; claims are tested at {confidence_text(level)} confidence: {100 * level:.3g} % lie beyond "
         f"each end of a {interval_level_text(level)} interval"
@@ -218,92 +229,106 @@ def treatment_name(content: VerdictFile) -> str:
     return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
 
 
-def _described_rows(content: VerdictFile) -> list[list[str]]:
+def _description_rows(content: VerdictFile) -> list[list[str]]:
     """The first few of every arm."""
-    several = len(content.arms) > 1
-    of_arms = [[one for one in content.descriptions if one.arm == arm] for arm in content.arms]
-    shown = [one for of in of_arms for one in of[: MOST_DESCRIBED // (1 + several)]]
-    return [[one.arm] * several + _described(one) for one in shown]
+    has_several_arms = len(content.arms) > 1
+    descriptions_by_arm = [
+        [description for description in content.descriptions if description.arm == arm]
+        for arm in content.arms
+    ]
+    shown_descriptions = [
+        description
+        for arm_descriptions in descriptions_by_arm
+        for description in arm_descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]
+    ]
+    return [
+        [description.arm] * has_several_arms + _description_cells(description)
+        for description in shown_descriptions
+    ]
 
 
-def _described(one: Description) -> list[str]:
-    cells = [one.metric, f"{one.steps[0]}-{one.steps[1]}"]
-    cells += [f"{one.baseline:.4g}", f"{one.treatment:.4g}"]
-    if one.mean_distance is not None:
-        apart = f"{one.mean_distance:.3g}, at most {one.largest_distance:.3g} (step {one.largest_at})"
-        return [*cells, f"{one.difference:+.3g}", apart]
-    if one.interval is None or one.certified_bound is None:
-        return [*cells, f"{one.difference:+.3g}", "-", "two runs of each arm"]
-    takes = "-"
-    if one.margin is not None:
-        count = one.runs_needed or "more than 1000"
-        takes = f"±{one.margin:.3g}: {count} {units(paired=one.paired)}"
-        if one.detected:
-            takes += f", but it is {one.detected.direction}"
-        if min(abs(end) for end in one.interval) > one.margin and one.detected:
-            takes = f"±{one.margin:.3g}: the difference is beyond it"
+def _description_cells(description: Description) -> list[str]:
+    cells = [description.metric, f"{description.steps[0]}-{description.steps[1]}"]
+    cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
+    if description.mean_distance is not None:
+        distance_text = f"{description.mean_distance:.3g}, at most {description.largest_distance:.3g} (step {description.largest_at})"
+        return [*cells, f"{description.difference:+.3g}", distance_text]
+    if description.interval is None or description.certified_bound is None:
+        return [*cells, f"{description.difference:+.3g}", "-", "two runs of each arm"]
+    margin_text = "-"
+    if description.margin is not None:
+        count = description.runs_needed or "more than 1000"
+        margin_text = f"±{description.margin:.3g}: {count} {units(paired=description.paired)}"
+        if description.detected:
+            margin_text += f", but it is {description.detected.direction}"
+        if min(abs(end) for end in description.interval) > description.margin and description.detected:
+            margin_text = f"±{description.margin:.3g}: the difference is beyond it"
     return [
         *cells,
-        difference_text(one.difference, one.interval),
-        f"±{bound_text(one.certified_bound)}",
-        takes,
+        difference_text(description.difference, description.interval),
+        f"±{bound_text(description.certified_bound)}",
+        margin_text,
     ]
 
 
 def _headline(content: VerdictFile) -> str:
-    described = content.descriptions and content.verdict == "INCONCLUSIVE"
-    said = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
-    marks = f" ({', '.join(said)})" if said else ""
-    return f"{'DESCRIPTION' if described else content.verdict}{marks}: {content.experiment}"
+    is_description = content.descriptions and content.verdict == "INCONCLUSIVE"
+    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
+    qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
+    return f"{'DESCRIPTION' if is_description else content.verdict}{qualifier_text}: {content.experiment}"
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = interval_level_text(max(one.claim.alpha for one in content.claims))
-    counted = "pairs" if content.paired else "runs"
-    tested = {one.claim.test for one in content.claims if one.claim.test != "exact"}
+    level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
+    unit = "pairs" if content.paired else "runs"
+    tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
-    kinds = ["difference"] * bool(not tested or tested - levels.keys())
-    kinds += [name for test, name in levels.items() if test in tested]
+    kinds = ["difference"] * bool(not tests or tests - levels.keys())
+    kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{level}]"
-    return ["metric", "steps", counted, heading, "margin", "certified bound", "result"]
+    return ["metric", "steps", unit, heading, "margin", "certified bound", "result"]
 
 
-def claim_cells(one: ClaimResult) -> list[str]:
-    steps = f"{one.claim.steps[0]}-{one.claim.steps[1]}" if one.claim.steps else one.claim.window
+def claim_cells(claim: ClaimResult) -> list[str]:
+    steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
     difference = "-"
-    if one.estimate.interval and one.estimate.mean_difference is not None:
-        difference = difference_text(one.estimate.mean_difference, one.estimate.interval)
-    bound = "-" if one.estimate.certified_bound is None else bound_text(one.estimate.certified_bound)
-    if one.claim.margin_unit and one.estimate.certified_number is not None:
-        number = one.estimate.certified_number
+    if claim.estimate.interval and claim.estimate.mean_difference is not None:
+        difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
+    bound = "-" if claim.estimate.certified_bound is None else bound_text(claim.estimate.certified_bound)
+    if claim.claim.margin_unit and claim.estimate.certified_number is not None:
+        number = claim.estimate.certified_number
         bound = (
             f"{bound_text(number)} sigma"
-            if one.claim.margin_unit == "sigma"
+            if claim.claim.margin_unit == "sigma"
             else f"{bound_text(100 * number)}%"
         )
-    if one.estimate.limited is not None:
-        found = (one.estimate.limited, *(one.estimate.limited_interval or ()))
-        middle, *ends = (beside_limit(value, one.claim.margin_number) for value in found)
+    if claim.estimate.limited is not None:
+        estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
+        middle, *ends = (beside_limit(value, claim.claim.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    limited = one.estimate.limited is not None  # a limit says in its own words what it is of
+    is_limit = claim.estimate.limited is not None  # a limit says in its own words what it is of
     scale = (
-        "" if limited or one.claim.transform == "identity" else f" ({one.claim.transform.replace('_', ' ')})"
+        ""
+        if is_limit or claim.claim.transform == "identity"
+        else f" ({claim.claim.transform.replace('_', ' ')})"
     )
-    metric = f"{one.claim.metric}{scale}"
-    counted = "{} and {}".format(*one.claim.num_runs) if one.claim.num_runs else str(one.claim.num_pairs)
-    return [metric, steps, counted, difference, one.claim.margin_text, bound, outcome(one)]
+    metric = f"{claim.claim.metric}{scale}"
+    sample_size = (
+        "{} and {}".format(*claim.claim.num_runs) if claim.claim.num_runs else str(claim.claim.num_pairs)
+    )
+    return [metric, steps, sample_size, difference, claim.claim.margin_text, bound, outcome_text(claim)]
 
 
-def outcome(one: ClaimResult) -> str:
+def outcome_text(claim: ClaimResult) -> str:
     """A claim's result in the words of its kind: a limit is broken, and not different."""
-    broken = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
-    return broken.get(one.claim.test, one.result) if one.result == "different" else one.result
+    failed_texts = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
+    return failed_texts.get(claim.claim.test, claim.result) if claim.result == "different" else claim.result
 
 
 # --- terminal ---
 
 
-def terminal_summary(
+def render_terminal(
     content: VerdictFile,
     files: Sequence[Path],
     next_steps: Sequence[NextStep],
@@ -317,32 +342,34 @@ def terminal_summary(
     from rich.panel import Panel
     from rich.text import Text
 
-    color = COLORS[content.verdict]
-    why = Text("\n".join(map(shown, sentences(content.reasons))))
-    parts: list[RenderableType] = [
+    color = VERDICT_COLORS[content.verdict]
+    reasons_text = Text("\n".join(map(shown, sentences(content.reasons))))
+    renderables: list[RenderableType] = [
         Panel(
-            why,
+            reasons_text,
             title=Text(shown(_headline(content)), style=f"bold {color}"),
             title_align="left",
             border_style=color,
         )
     ]
-    tables = _tables(content)
+    tables = _make_tables(content)
     if tables:
-        parts.append(Text(shown(_compared(content)), style="dim"))
+        renderables.append(Text(shown(_comparison_note(content)), style="dim"))
     for table in tables:
-        parts += [table.rich(padding=(0, 1)), Text("")]
+        renderables += [table.to_rich(padding=(0, 1)), Text("")]
     facts = [
         (label, "\n".join(map(shown, sentences(content.not_tested) if label == "not tested" else [text])))
-        for label, text in evidence(content)
+        for label, text in evidence_lines(content)
     ]
     facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
     if files and (missing := lacking("figures")):
         facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
-    parts.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
+    renderables.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
     if files:
-        parts.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
-        parts.append(Text("        " + ", ".join(path.name for path in files)))
+        renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
+        renderables.append(Text("        " + ", ".join(path.name for path in files)))
         if declared:
-            parts.append(Text(f"        what was declared is reported in {declared}, which stays as it is"))
-    return Group(*parts)
+            renderables.append(
+                Text(f"        what was declared is reported in {declared}, which stays as it is")
+            )
+    return Group(*renderables)

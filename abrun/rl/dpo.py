@@ -1,8 +1,8 @@
-"""Direct preference optimisation: its loss, and what its metrics report.
+"""Loss and metrics of direct preference optimisation (DPO).
 
-Letters: P pairs, B = 2P sequences, S positions; entry t belongs to token t. Rows alternate: 2i is the chosen
-completion of pair i, 2i + 1 the rejected one. What a masked position holds (even NaN) reaches neither a loss
-nor a gradient.
+Dimensions: P pairs, B = 2P sequences, S positions; entry t belongs to token t. Row 2i is the chosen
+completion of pair i, row 2i + 1 the rejected one. Values at masked positions, even NaN, affect neither loss
+nor gradient.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LogprobReduction = Literal["sum", "mean"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """A loss a pair, and what the metrics report about it, without gradient; all [P] float64."""
+    """The loss of each pair and, without gradient, the values for its metrics; all [P] float64."""
 
     loss: Tensor
     chosen_rewards: Tensor  # beta (c - r), reduced over the completion
@@ -29,7 +29,7 @@ class PreferenceLoss:
 
     @property
     def margins(self) -> Tensor:
-        """By how much the policy, against the reference, prefers the chosen completion."""
+        """Chosen minus rejected reward."""
         return self.chosen_rewards - self.rejected_rewards
 
 
@@ -41,10 +41,11 @@ def dpo_loss(
     beta: float,
     logprob_reduction: LogprobReduction,
 ) -> PreferenceLoss:
-    """-log sigmoid(beta ((c_w - r_w) - (c_l - r_l))), w chosen and l rejected (DPO, arXiv:2305.18290, eq. 7).
+    """Return -log sigmoid(beta ((c_w - r_w) - (c_l - r_l))), w chosen, l rejected (arXiv:2305.18290, eq. 7).
 
-    c and r are sums over the completion's tokens, or their means (length-normalised, as in Tulu 3,
-    arXiv:2411.15124), in float64: a margin is a small difference of large sums. Masked tokens count nowhere.
+    c and r are sums over the tokens of the completion, or means (length-normalised, as in Tulu 3,
+    arXiv:2411.15124). The sums are float64, because a margin is a small difference of large sums. Masked
+    tokens are ignored.
     """
     num_tokens = token_mask.sum(dim=1).clamp(min=1) if logprob_reduction == "mean" else 1
 
@@ -62,15 +63,17 @@ def dpo_loss(
     )
 
 
-def over_tokens(pair_losses: Tensor, token_mask: Tensor) -> Tensor:  # [P], [B, S] bool -> [B, S] float64
-    """Each pair's loss in equal shares at its tokens, which add up to it."""
+def spread_over_tokens(
+    pair_losses: Tensor, token_mask: Tensor
+) -> Tensor:  # [P], [B, S] bool -> [B, S] float64
+    """Divide the loss of each pair equally among its tokens."""
     shares = token_mask.double().reshape(len(pair_losses), -1)
     shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
     return (pair_losses[:, None] * shares).reshape(token_mask.shape)
 
 
 def preference_metrics(preference: PreferenceLoss, *, num_pairs: float) -> MetricParts:
-    """The `train/` metrics of a microbatch's pairs: means over the pairs of the global batch."""
+    """Return the contribution of a microbatch to the `train/` metrics, means over the global batch."""
     means = {
         "rewards/chosen": preference.chosen_rewards,
         "rewards/rejected": preference.rejected_rewards,

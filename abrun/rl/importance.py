@@ -1,7 +1,7 @@
-"""Correction of a rollout engine whose log-probs are not the trainer's: importance weights, by token.
+"""Per-token importance weights that correct for the train-inference mismatch.
 
-Letters: B sequences, S positions; p old, g inference log-probs (see `losses`). The weights are constants:
-they multiply a policy loss and have no gradient.
+Dimensions: B sequences, S positions. Log-probs: p old, g inference (see `losses`). The weights multiply a
+policy loss and have no gradient.
 """
 
 from typing import Literal
@@ -13,9 +13,9 @@ Correction = Literal["truncated", "icepop", "sequence_mask"]
 
 
 def importance_weights(
-    old_logprobs: Tensor,  # [B, S] p; with one_pass [N], for all corrections but sequence_mask
-    inference_logprobs: Tensor,  # as old_logprobs: g
-    token_mask: Tensor,  # as old_logprobs: bool
+    old_logprobs: Tensor,  # [B, S] p; with one_pass [N], for every correction except sequence_mask
+    inference_logprobs: Tensor,  # g, same shape
+    token_mask: Tensor,  # bool, same shape
     *,
     correction: Correction,
     low: float,
@@ -23,10 +23,9 @@ def importance_weights(
 ) -> Tensor:
     """Return weights in the shape of `old_logprobs`, from w = exp(p - g); masked tokens give 0.
 
-    truncated: w, moved to the nearer bound where it is outside (TIS, Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"). icepop: w, and 0 where it is outside (IcePop,
-    arXiv:2510.18855). sequence_mask: w, and 0 on all tokens of a sequence whose geometric mean of w is
-    outside.
+    truncated: w clamped to [low, high] (TIS, Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"). icepop: w inside the bounds, 0 outside (IcePop, arXiv:2510.18855).
+    sequence_mask: w, but 0 on all tokens of a sequence if the geometric mean of its w is outside the bounds.
     """
     log_weight = torch.where(token_mask, old_logprobs - inference_logprobs, 0.0)
     weight = log_weight.exp()

@@ -1,7 +1,6 @@
-"""Policy metrics of a step, exact however the global batch is cut into microbatches and spread over ranks.
+"""Policy metrics of a step, independent of how microbatches and ranks split the global batch.
 
-Letters: B sequences, S positions; g inference, p old, c trainer, r reference log-probs (see `losses`).
-<x> is the mean over the completion tokens of the global batch.
+Dimensions: B sequences, S positions. Log-probs: g inference, p old, c trainer, r reference (see `losses`).
 """
 
 import math
@@ -19,11 +18,11 @@ from abrun.rl.losses import PolicyLoss, k3, masked_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricParts:
-    """One microbatch's contributions: 0-dim float64 tensors.
+    """The contributions of one microbatch to the metrics: 0-dim float64 tensors.
 
-    `sums` are already divided by global counts and add up to the metric; `maxima` and `minima` reduce with
-    max and min, and are -inf and inf where there is no token to contribute. `ratios` are [2]: numerators and
-    denominators add up, and the metric is the one over the other.
+    `sums` are already divided by global counts and add up to the metric. `maxima` and `minima` are reduced by
+    max and min; they are -inf and inf if the microbatch has no tokens. `ratios` are [2], numerator and
+    denominator: both are summed before the division.
     """
 
     sums: dict[str, Tensor]
@@ -32,46 +31,58 @@ class MetricParts:
     ratios: dict[str, Tensor] = field(default_factory=dict)
 
 
-def merge(parts: Sequence[MetricParts]) -> MetricParts:
-    """The contributions of several microbatches together; all have the same keys."""
-    first = parts[0]
-    for part in parts:
+def merge(contributions: Sequence[MetricParts]) -> MetricParts:
+    """Combine the contributions of several microbatches, which must have the same keys."""
+    reference = contributions[0]
+    for contribution in contributions:
         for values, keys in (
-            (part.sums, first.sums),
-            (part.maxima, first.maxima),
-            (part.minima, first.minima),
-            (part.ratios, first.ratios),
+            (contribution.sums, reference.sums),
+            (contribution.maxima, reference.maxima),
+            (contribution.minima, reference.minima),
+            (contribution.ratios, reference.ratios),
         ):
             assert values.keys() == keys.keys(), f"in some microbatches only: {values.keys() ^ keys.keys()}"
     return MetricParts(
-        sums={key: torch.stack([part.sums[key] for part in parts]).sum() for key in first.sums},
-        maxima={key: torch.stack([part.maxima[key] for part in parts]).amax() for key in first.maxima},
-        minima={key: torch.stack([part.minima[key] for part in parts]).amin() for key in first.minima},
-        ratios={key: torch.stack([part.ratios[key] for part in parts]).sum(dim=0) for key in first.ratios},
+        sums={
+            key: torch.stack([contribution.sums[key] for contribution in contributions]).sum()
+            for key in reference.sums
+        },
+        maxima={
+            key: torch.stack([contribution.maxima[key] for contribution in contributions]).amax()
+            for key in reference.maxima
+        },
+        minima={
+            key: torch.stack([contribution.minima[key] for contribution in contributions]).amin()
+            for key in reference.minima
+        },
+        ratios={
+            key: torch.stack([contribution.ratios[key] for contribution in contributions]).sum(dim=0)
+            for key in reference.ratios
+        },
     )
 
 
-def all_reduce(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
-    """The global metrics from every rank's contributions. Collective; every rank brings the same keys.
+def all_reduce(contribution: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
+    """Return global metrics from the contributions of all ranks. Collective; all ranks need the same keys.
 
-    An extreme to which no rank contributed is NaN: there is no such token. The infinity at the other end is a
-    value like any other, of a ratio that overflowed.
+    A maximum of -inf or a minimum of inf becomes NaN, because no rank had a token. The opposite infinity is
+    kept: it is the value of a ratio that overflowed.
     """
     metrics: dict[str, float] = {}
-    for values, operation, nothing in (
-        (parts.sums, dist.ReduceOp.SUM, None),
-        (parts.maxima, dist.ReduceOp.MAX, -math.inf),
-        (parts.minima, dist.ReduceOp.MIN, math.inf),
+    for values, operation, empty_value in (
+        (contribution.sums, dist.ReduceOp.SUM, None),
+        (contribution.maxima, dist.ReduceOp.MAX, -math.inf),
+        (contribution.minima, dist.ReduceOp.MIN, math.inf),
     ):
         if values:
             stacked = torch.stack([value.detach().double() for value in values.values()])
             dist.all_reduce(stacked, op=operation, group=group)
             for key, value in zip(values, stacked.tolist(), strict=True):
-                metrics[key] = math.nan if value == nothing else value
-    if parts.ratios:
-        stacked = torch.stack([value.detach().double() for value in parts.ratios.values()])
+                metrics[key] = math.nan if value == empty_value else value
+    if contribution.ratios:
+        stacked = torch.stack([value.detach().double() for value in contribution.ratios.values()])
         dist.all_reduce(stacked, group=group)
-        metrics |= dict(zip(parts.ratios, (stacked[:, 0] / stacked[:, 1]).tolist(), strict=True))
+        metrics |= dict(zip(contribution.ratios, (stacked[:, 0] / stacked[:, 1]).tolist(), strict=True))
     return metrics
 
 
@@ -85,13 +96,14 @@ def policy_metrics(
     num_tokens: float,
     num_sequences: float,
 ) -> MetricParts:
-    """The `train/` metrics of level basic, of one microbatch's tokens; counts are of the global batch.
+    """Return the contributions of a microbatch to the `train/` metrics of level basic.
 
-    `sampling_importance_ratio` is that of the batch's importance weights, where it has some.
+    The counts are of the global batch. `sampling_importance_ratio` is the mean importance weight of the batch
+    if it has weights, otherwise the mean of exp(p - g).
     """
     mask = batch.token_mask
     assert batch.old_logprobs is not None
-    # Masked entries become 0 before any arithmetic, so that what they hold cannot turn into NaN.
+    # Masked entries become 0 before any arithmetic, so that they cannot produce NaN.
     inference = torch.where(mask, batch.inference_logprobs, 0.0).double()  # g
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
     trainer = torch.where(mask, trainer_logprobs, 0.0).double()  # c
@@ -143,18 +155,18 @@ def document_metrics(
     *,
     num_documents: float,
 ) -> MetricParts:
-    """What level full adds: Fast-LLM's policy metrics, where each document counts the same, and sums.
+    """Return the metrics that level full adds: Fast-LLM's policy metrics, which weight documents equally.
 
-    A token weighs 1 / (its document's completion tokens * documents of the global batch); a row is a
-    document. `train/entropy` is the mean over tokens, so this mean of it is `train/document_entropy`. The
-    sums of the ratio are over tokens; of GSPO's they are over sequences, whose number is `train/num_segments`
-    (fast_llm/layers/language_model/loss/policy_gradient.py, variance_weight).
+    Each row is a document. A token has the weight 1 / (completion tokens of its document * documents of the
+    global batch). `train/document_entropy` is the entropy under these weights; `train/entropy` is the mean
+    over tokens. The sums of the ratio are over tokens. For GSPO they are over sequences, counted by
+    `train/num_segments` (fast_llm/layers/language_model/loss/policy_gradient.py, variance_weight).
     """
     mask = batch.token_mask
     assert batch.old_logprobs is not None
-    of_document = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    weight = of_document / num_documents
-    ratio_weight = of_document if policy_loss.ratio_of_sequence else mask.double()
+    document_share = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    weight = document_share / num_documents
+    ratio_weight = document_share if policy_loss.ratio_of_sequence else mask.double()
     advantages, ratio = batch.advantages.double(), policy_loss.ratio.double()
     weighted_means = {
         "old_logprobs": batch.old_logprobs,
@@ -175,7 +187,7 @@ def document_metrics(
         "train/num_tokens": mask.double().sum(),
     }
     if policy_loss.ratio_of_sequence:
-        sums["train/num_segments"] = of_document.sum()
+        sums["train/num_segments"] = document_share.sum()
     return MetricParts(
         sums=sums,
         maxima={"train/max_advantage": _extreme(advantages, mask, -math.inf)},
@@ -183,17 +195,19 @@ def document_metrics(
     )
 
 
-def merge_keys(one: MetricParts, other: MetricParts) -> MetricParts:
-    """Join contributions to different metrics."""
+def merge_keys(metrics: MetricParts, more_metrics: MetricParts) -> MetricParts:
+    """Return the union of contributions to different metrics."""
     return MetricParts(
-        sums=one.sums | other.sums,
-        maxima=one.maxima | other.maxima,
-        minima=one.minima | other.minima,
-        ratios=one.ratios | other.ratios,
+        sums=metrics.sums | more_metrics.sums,
+        maxima=metrics.maxima | more_metrics.maxima,
+        minima=metrics.minima | more_metrics.minima,
+        ratios=metrics.ratios | more_metrics.ratios,
     )
 
 
-def _extreme(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
-    """The largest (nothing = -inf) or smallest (nothing = inf) counted value."""
-    counted = pad(torch.where(mask, values, nothing).flatten(), (0, 1), value=nothing)  # there may be no row
-    return counted.amax() if nothing < 0 else counted.amin()
+def _extreme(values: Tensor, mask: Tensor, empty_value: float) -> Tensor:
+    """Return the largest (empty_value = -inf) or smallest (empty_value = inf) unmasked value."""
+    counted = pad(
+        torch.where(mask, values, empty_value).flatten(), (0, 1), value=empty_value
+    )  # there may be no row
+    return counted.amax() if empty_value < 0 else counted.amin()

@@ -17,7 +17,7 @@ from abrun.models import Places, Text, has_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.sampling import filtered_logprobs, keep, most_likely, packed, sample
+from abrun.rl.sampling import filtered_logprobs, keep, packed, sample, sample_greedily
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.replay import Replays, Step, as_it_is
@@ -117,7 +117,7 @@ class TorchEngine:
         }
 
     def _generate(self, decoder: Decoder, prompts: list[list[int]], rows: "_Rows") -> list[Completion]:
-        progress.beat()
+        progress.report()
         token_ids, attention_mask = self._left_padded(prompts)
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
@@ -131,7 +131,7 @@ class TorchEngine:
     def _decode_growing(self, decoder: Decoder, rows: "_Rows", cache: Any, attention_mask: Tensor) -> None:
         """With whatever cache the family has."""
         for step in range(1, self._rollout.max_new_tokens):
-            progress.beat()
+            progress.report()
             if self._is_time_to_look(step) and rows.all_ended():
                 return
             attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
@@ -146,7 +146,7 @@ class TorchEngine:
             cache = cache.grown(room) if isinstance(cache, Places) else Places(cache, real, room)
             with self._stepping(decoder, rows, cache) as step:
                 for _ in range(room):
-                    progress.beat()
+                    progress.report()
                     step()
                     num_drawn += 1
                     if self._is_time_to_look(num_drawn) and rows.all_ended():
@@ -235,7 +235,7 @@ class _Rows:
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._temperature == 0:
-            return most_likely(logits)
+            return sample_greedily(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
         logits = keep((logits / self._temperature).float(), self._filters)
         if self._with_support:

@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and how completions are judged."""
+"""Tasks: sources of prompts, and verifiers of completions."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -11,38 +11,38 @@ class Example:
     """One problem."""
 
     prompt: str
-    completion: str  # a reference solution: what supervised steps imitate, and preferences choose
-    answer: str = ""  # what the verifier compares with, in a task that has one
-    rejected: str = ""  # a worse completion, in a task of preferences
-    source: str = field(default="", compare=False)  # where it stands, for messages
+    completion: str  # reference solution: the target of supervised steps, the chosen one of a preference
+    answer: str = ""  # reference answer for the verifier, if the task has one
+    rejected: str = ""  # the rejected completion, in a task of preferences
+    source: str = field(default="", compare=False)  # file and line, for messages
 
 
 class Task(Protocol):
-    """A stream of examples that is a pure function of the seed and the position, and a verifier."""
+    """A verifier, and a stream of examples that is a pure function of seed and position."""
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
-        """The examples at positions start ... start + count - 1 of the seed's endless stream."""
+        """Return the examples at positions start ... start + count - 1 of the endless stream of a seed."""
         ...
 
     def reward(self, example: Example, completion: str) -> float:
-        """The verifier's reward for a completion's text: any finite number, 0 or 1 of abrun's own verifiers.
+        """Return the reward of a completion: any finite number, 0 or 1 from the verifiers of abrun.
 
-        The text is all that counts: a completion that was truncated is judged like any other. A task of
-        completions or preferences alone has no verifier, and recipes ask none of it.
+        Only the text counts: truncated completions are judged like any other. Tasks of type completions and
+        preferences have no verifier; recipe validation prevents calls on them.
         """
         ...
 
     def held_out(self, count: int) -> list[Example]:
-        """`count` examples that depend on the task alone. Raises RecipeError where it has too few."""
+        """Return `count` examples, the same for every seed. Raises RecipeError if there are too few."""
         ...
 
     def without(self, prompts: frozenset[str]) -> Self:
-        """The task whose stream never has these prompts. Raises RecipeError where nothing is left."""
+        """Return the task without these prompts. Raises RecipeError if no prompts remain."""
         ...
 
 
 def make_task(config: TaskConfig) -> Task:
-    """The task of a recipe. Raises RecipeError where its file is missing or has a line that does not fit."""
+    """Return the task of a recipe. Raises RecipeError if its file is missing or has an invalid line."""
     if isinstance(config, Arithmetic):
         from abrun.tasks.arithmetic import arithmetic
 
@@ -55,15 +55,15 @@ def make_task(config: TaskConfig) -> Task:
         from abrun.tasks.reasoning import reasoning_gym
 
         return reasoning_gym(config)
-    from abrun.tasks.problems import problem_file
+    from abrun.tasks.problems import make_problem_file
 
-    return problem_file(config)
+    return make_problem_file(config)
 
 
 def hold_out(config: TaskConfig, validation: Validation) -> tuple[Task, list[Example]]:
-    """The task without its validation prompts, and those: the same for every arm and seed.
+    """Split the task into training task and validation examples, the same for every arm and seed.
 
-    A prompt that training could also draw from elsewhere (a line that comes twice, say) is not trained on.
+    Training excludes all copies of a validation prompt, such as duplicate lines.
     """
     task = make_task(config)
     if validation.path is None or isinstance(config, GENERATED):

@@ -1,4 +1,4 @@
-"""Calculations such as `37+58=`, generated, verified exactly."""
+"""Generated calculations such as `37+58=`, verified exactly."""
 
 import random
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 
 
 def arithmetic(config: Arithmetic) -> Generated:
-    """Operands and operations are drawn uniformly; a product binds closer than a sum."""
+    """Return the task of calculations with uniformly drawn operands and operations."""
     return Generated(name="arithmetic", draw=partial(_draw, config), judge=_judge, reject=_reject)
 
 
 def value(operands: Sequence[int], operations: Sequence[str]) -> int:
-    """The value of a chain of operations, products first."""
+    """Return the value of a chain of operations, with products before sums."""
     terms = [operands[0]]
     for operation, operand in zip(operations, operands[1:], strict=True):
         if operation == "multiply":
@@ -28,7 +28,7 @@ def value(operands: Sequence[int], operations: Sequence[str]) -> int:
 
 
 def _draw(config: Arithmetic, draw: random.Random) -> Example:
-    # Operands first: the stream of additions stays as it was before there were other operations.
+    # Operands first: this keeps the stream of additions from versions without other operations.
     operands = [draw.randint(0, config.max_operand) for _ in range(config.num_operands)]
     operations = [draw.choice(config.operations) for _ in operands[1:]]
     signs = [SYMBOLS[operation] for operation in operations]
@@ -38,7 +38,7 @@ def _draw(config: Arithmetic, draw: random.Random) -> Example:
 
 
 def _reject(example: Example, draw: random.Random) -> str:
-    """A slip: a little off, and below zero only where the answer is."""
+    """Return an answer that is off by 1, 2 or 10; negative only if the correct answer is."""
     answer, distance = int(example.answer), draw.choice((1, 2, 10))
     return str(answer + distance if answer < distance or draw.random() < 0.5 else answer - distance)
 

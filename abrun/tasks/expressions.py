@@ -11,12 +11,12 @@ from fractions import Fraction
 
 from abrun.tasks.final_answers import DASHES, last_box_span, last_number
 
-MAX_BOXES = 20  # that are read as one list of answers
-MAX_TAIL = 4000  # characters at the end of a text, where an answer that is not boxed is looked for
-MAX_LINE = 100  # characters of an answer that nothing marks
-MAX_EXPONENT_DIGITS = 3  # with a sign, of a power of ten that is written out
+MAX_BOXES = 20  # boxes that are joined into one list of answers
+MAX_TAIL = 4000  # characters at the end of a text that are searched for an answer without a box
+MAX_LINE = 100  # characters of an answer without a mark
+MAX_EXPONENT_DIGITS = 3  # including the sign, of powers of ten that are expanded
 
-MARK = re.compile(  # what announces an answer
+MARK = re.compile(  # words that announce an answer
     r"(?:####|\banswers?(?:\s*:|[^\n.:=]{0,40}?\b(?:is|are)\b:?)"
     r"|\b(?:option|choice|result|solution)s?\b[^\n.:=]{0,40}?\b(?:is|are)\b:?)[*\s]*",
     re.IGNORECASE,
@@ -61,7 +61,7 @@ SYMBOLS = {
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 SUPERSCRIPT = re.compile(f"[{SUPERSCRIPTS}]+")
 PLAIN_DIGITS = str.maketrans(SUPERSCRIPTS, "0123456789-+n")
-SPELLED = [  # what is written in words or by other commands, and the LaTeX for it
+SPELLED = [  # words and command variants, with their LaTeX
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\frac *(\d) *(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\?sqrt *\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -69,7 +69,7 @@ SPELLED = [  # what is written in words or by other commands, and the LaTeX for 
     (re.compile(r"\b(?:minus|negative) +(?=[\d\\(])"), "-"),
     (re.compile(r"^\{(.*)\}$"), r"\\{\1\\}"),  # a set
 ]
-GROUPED = r"(?<![0-9.])[0-9]{1,3}(?:%s[0-9]{3})+(?![0-9])"  # digits, with separators of thousands
+GROUPED = r"(?<![0-9.])[0-9]{1,3}(?:%s[0-9]{3})+(?![0-9])"  # digits with thousands separators
 SPACED = re.compile(GROUPED % r"(?:\{,\}|,?\\! ?|\\[,;: ] ?| )")
 COMMAS = re.compile(GROUPED % ",")
 SCIENTIFIC = re.compile(
@@ -122,8 +122,8 @@ LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z
 def final_answer(text: str) -> str:
     """Return the final answer of a text: its last box, announced answer or formula, or its last line.
 
-    Boxes or formulas that commas, "and" or "or" join are one list. Without any of these, the answer is the
-    last line if it is short and no prose, or else the last number.
+    Boxes or formulas joined by commas, "and" or "or" form one list. Without any of these, the answer is the
+    last line if it is short and not prose, otherwise the last number.
     """
     text = TAG.sub("\n", text)
     if boxes := _join_boxes(text):
@@ -145,7 +145,7 @@ def final_answer(text: str) -> str:
 
 
 def to_latex(answer: str) -> str:
-    """Rewrite an answer so that math-verify reads its numbers, constants and sets as a person does."""
+    """Rewrite an answer so that math-verify reads its numbers, constants and sets as a human would."""
     span = last_box_span(answer)
     text = (answer if span is None else answer[slice(*span)]).translate(DASHES)
     for symbol, latex in SYMBOLS.items():
@@ -162,20 +162,20 @@ def to_latex(answer: str) -> str:
     return UNIT.sub(_mark_unit, text).strip()
 
 
-def units_differ(latex: str, other: str) -> bool:
-    """Return whether two answers end in different known units or bases; an answer may leave its unit out."""
-    units = _unit_of(latex), _unit_of(other)
+def units_differ(latex: str, other_latex: str) -> bool:
+    """Return True if two answers end in different known units or bases; an answer may omit its unit."""
+    units = _unit_of(latex), _unit_of(other_latex)
     return all(units) and units[0] != units[1]
 
 
 def opening_bracket(latex: str) -> str:
-    """Return the bracket that an answer begins with, as in (1,2), [0,1) or \\{1,2\\}; "" for none."""
+    """Return the opening bracket of an answer such as (1,2), [0,1) or \\{1,2\\}; "" if it has none."""
     match = re.match(r"[(\[]|\\\{", LAYOUT.sub("", latex))
     return match[0][-1] if match else ""
 
 
 def as_text(answer: str) -> str:
-    """Return an answer without spaces, fonts and other layout, to compare it as a text."""
+    """Return an answer without spaces, fonts and other layout, for comparison as text."""
     text = LAYOUT.sub("", TEXT.sub(r"\1", to_latex(answer)))
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text).replace(r"\%", "%").rstrip(".")
 
@@ -197,7 +197,7 @@ def _join_boxes(text: str) -> str:
 
 
 def _find_formulas(text: str) -> list[tuple[int, str]]:
-    """Return where formulas begin, and their LaTeX; those that are joined are one."""
+    """Return the start and the LaTeX of each formula; joined formulas are one."""
     formulas: list[tuple[int, str]] = []
     end = 0
     for match in SEGMENT.finditer(text):
@@ -226,14 +226,18 @@ def _expand_power(match: re.Match[str]) -> str:
 
 
 def _expand_repeating(match: re.Match[str]) -> str:
-    whole, fixed, repeated = match.groups()
-    tail = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
-    return _format_fraction(Fraction(f"{whole or 0}.{fixed or 0}") + tail)
+    integer_digits, fixed_digits, repeated_digits = match.groups()
+    tail = Fraction(int(repeated_digits), (10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits))
+    return _format_fraction(Fraction(f"{integer_digits or 0}.{fixed_digits or 0}") + tail)
 
 
 def _to_improper(match: re.Match[str]) -> str:
-    whole, over, under = int(match[1]), int(match[2] or match[4]), int(match[3] or match[5])
-    return f"\\frac{{{whole * under + over}}}{{{under}}}" if over < under else match[0]
+    integer, numerator, denominator = int(match[1]), int(match[2] or match[4]), int(match[3] or match[5])
+    return (
+        f"\\frac{{{integer * denominator + numerator}}}{{{denominator}}}"
+        if numerator < denominator
+        else match[0]
+    )
 
 
 def _short_name(words: str) -> str:
@@ -253,7 +257,7 @@ def _unit_of(latex: str) -> str:
 
 
 def _mark_unit(match: re.Match[str]) -> str:
-    """Mark words behind a number as text, which math-verify drops; `3ab` is a product."""
+    """Mark a unit or words after a number as text, which math-verify drops; `3ab` remains a product."""
     words = match[1]
     is_unit = _short_name(words) if len(words) > 1 else False
     is_words = match[0][0].isspace() and max(map(len, words.split())) >= 4

@@ -1,15 +1,14 @@
-"""The final answer in a text, read as it is written: nothing is computed.
+"""The final answer of a text as written, without any evaluation.
 
-A number is digits with an optional sign, decimal part and exponent (`-5`, `.5`, `1,234.50`, `3.2e5`). Commas
-or spaces between groups of three digits, a currency sign before, and a full stop, a percent sign or a unit
-after it do not belong to it, so 20% is 20 and not 0.2. Two numbers are equal if their values are: `1,234.50`
-is `1234.5`.
+A number is digits with an optional sign, decimal part and exponent (`-5`, `.5`, `1,234.50`, `3.2e5`). It
+excludes thousands separators, a currency sign before it, and a full stop, percent sign or unit after it: 20%
+is 20, not 0.2. Numbers are compared by value: `1,234.50` equals `1234.5`.
 
-What two numbers make is not its result. A fraction (`3/4`, `\\frac{3}{4}`) equals one with the same two
-numbers, and neither 0.75 nor 6/8; a power equals no plain number. A text has no final number if its last
-number belongs to something longer: an operand (`23 + 45`, `10-5`), an alternative or a range (`71 or 72`,
-`71 to 72`), a coefficient (`5x`, `5\\sqrt{2}`), an argument (`\\log 4`), a tuple (`(1, 2)`), a mixed number
-(`2 1/2`), a time or ratio (`12:30`) or a version (`1.5.2`). Otherwise an echo of the question would be its
+Expressions are not evaluated. A fraction (`3/4`, `\\frac{3}{4}`) equals only a fraction of the same two
+numbers, neither 0.75 nor 6/8; a power equals no plain number. A text has no final number if its last number
+is part of a longer expression: an operand (`23 + 45`, `10-5`), an alternative or a range (`71 or 72`, `71 to
+72`), a coefficient (`5x`, `5\\sqrt{2}`), an argument (`\\log 4`), a tuple (`(1, 2)`), a mixed number (`2
+1/2`), a time or ratio (`12:30`) or a version (`1.5.2`). Otherwise repeating the question could count as an
 answer.
 """
 
@@ -23,9 +22,9 @@ DECIMAL = (
     r"(?:[eE][-+]?[0-9]{1,4}(?![0-9A-Za-z])|(?![eE][-+]?[0-9]))"
 )
 NUMBER = re.compile(
-    # A sign, where it is not between two operands or in an exponent; then the currency.
+    # A sign that is not between two operands or in an exponent; then the currency.
     r"(?P<sign>(?<![A-Za-z0-9_)\]}^])(?<!\^\{)[-+])?(?:\\?[$€£¥])?"
-    # No digits of a name (`m2`), of an exponent (`m^2`), or behind a second point.
+    # Not the digits of a name (`m2`), of an exponent (`m^2`), or after a second decimal point.
     r"(?<![A-Za-z0-9_^])(?<!\^\{)(?<!\^[-+])(?<!\^\{[-+])(?<![0-9]\.)"
     rf"(?P<first>{DECIMAL})(?: ?(?P<joined>/|\^) ?\{{?(?P<second>[-+]?{DECIMAL})\}}?)?"
 )
@@ -35,19 +34,19 @@ VULGAR_FRACTION = re.compile(
 )
 SUPERSCRIPT = re.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 DASHES = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"), "-")
-MINUS = re.compile(  # apart from its number, or as a word
+MINUS = re.compile(  # separated from its number by a space, or written as a word
     r"(^\s*|[=({:$]\s*|\b(?:is|are|be|equals)\s+)-[ \t]+(?=[0-9.])|\b(?:minus|negative)[ \t]+(?=[0-9.])"
 )
-SEPARATOR = re.compile(  # of thousands, in LaTeX and as a space
+SEPARATOR = re.compile(  # thousands separators in LaTeX, and spaces
     "(?<=[0-9])(?:\\{,\\}|,?\\\\! ?|\\\\[,;: ]|[ \u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
 )
 BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]")
 DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\})")
 WORDS = re.compile(r"\\(?:text|mathrm|mbox) *\{[^{}]*\}(?: *\^ *\{?[0-9]\}?)?")
 
-# What makes a number a part of something longer. Markup is left out before these are looked for.
+# Contexts that make a number part of a longer expression. Markup is removed before the search.
 MARKUP = re.compile(r"\\(?:boxed|text) *\{|\\[()\[\]]|\*\*|\$|(?<!\\)[{}]")
-CONTEXT = 60  # characters around a number that are looked at
+CONTEXT = 60  # characters searched on either side of a number
 OPERATION = "(?:[-+*/^÷\u00d7·<>≤≥≠]|" r"\\(?:times|cdot|div|pm|leq?|geq?|neq?|lt|gt)\b)"
 LONGER_BEFORE = re.compile(
     rf"(?:[0-9)\]%!]|(?<![A-Za-z])[A-Za-z]|[0-9] ?[A-Za-z]+) *{OPERATION}[ (]*$"  # 23 + 45, x - 5
@@ -69,7 +68,7 @@ LONGER_AFTER = re.compile(
 @dataclass(frozen=True, slots=True)
 class Number:
     value: Decimal
-    joined: str = ""  # "/" or "^": with the second number, and not computed
+    joined: str = ""  # "/" or "^": the operator before `second`; it is not evaluated
     second: Decimal | None = None
 
     def __str__(self) -> str:
@@ -77,68 +76,70 @@ class Number:
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number that is written in the text; None if it belongs to something longer."""
+    """Return the last number of the text; None if it is part of a longer expression."""
     plain = _plain(text)
     matches = list(NUMBER.finditer(plain))
     return _number(matches[-1]) if matches and not _is_in_longer_expression(matches[-1]) else None
 
 
 def number(text: str) -> Number | None:
-    """The number that the text is, but for currency, percent sign, unit in \\text{} and a full stop."""
+    """Parse a text that is one number, apart from currency, percent sign, unit in \\text{} and full stop."""
     match = NUMBER.fullmatch(WORDS.sub("", _plain(text)).strip().rstrip(" .%$\\°€£¥"))
     return _number(match) if match else None
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last \\boxed{...} of the text that is closed."""
+    """Return the content of the last closed \\boxed{...} of the text."""
     span = last_box_span(text)
     return None if span is None else text[slice(*span)]
 
 
 def last_box_span(text: str) -> tuple[int, int] | None:
-    """Return where the content of the last closed \\boxed{...} begins and ends."""
-    opened: list[int] = []  # where the content of each open brace begins; -1: not of a box
-    last = None
+    """Return start and end of the content of the last closed \\boxed{...}."""
+    opened: list[int] = []  # start of the content of each open brace; -1 for a brace that is no box
+    span = None
     for token in BOX_OR_BRACE.finditer(text):
         if token[0] == "}" and opened:
             start = opened.pop()
-            if start >= 0 and (last is None or start > last[0]):
-                last = start, token.start()
+            if start >= 0 and (span is None or start > span[0]):
+                span = start, token.start()
         elif token[0] == "{":
             opened.append(-1)
         elif token[0][-1] == "{" and len(token[0]) > 2:
             opened.append(token.end())
-    return last
+    return span
 
 
 def _is_in_longer_expression(match: re.Match[str]) -> bool:
-    before = match.string[max(0, match.start() - CONTEXT) : match.start()]
-    if ARGUMENT.search(before):
+    text_before = match.string[max(0, match.start() - CONTEXT) : match.start()]
+    if ARGUMENT.search(text_before):
         return True
-    before = MARKUP.sub("", before)
-    after = MARKUP.sub("", match.string[match.end() : match.end() + CONTEXT])
+    text_before = MARKUP.sub("", text_before)
+    text_after = MARKUP.sub("", match.string[match.end() : match.end() + CONTEXT])
     return bool(
-        LONGER_BEFORE.search(before)
-        or (match["sign"] and SIGN_AFTER_OPERAND.search(before))
-        or (match["joined"] == "/" and not match["sign"] and WHOLE_PART.search(before))
-        or LONGER_AFTER.match(after)
+        LONGER_BEFORE.search(text_before)
+        or (match["sign"] and SIGN_AFTER_OPERAND.search(text_before))
+        or (match["joined"] == "/" and not match["sign"] and WHOLE_PART.search(text_before))
+        or LONGER_AFTER.match(text_after)
     )
 
 
 def _plain(text: str) -> str:
-    """Minus signs, thousands, degrees, powers and fractions as a keyboard writes them."""
+    """Rewrite minus signs, thousands, degrees, powers and fractions in plain ASCII."""
 
-    def fraction(match: re.Match[str]) -> str:
-        over, under = (braced or bare for braced, bare in (match.group(1, 2), match.group(3, 4)))
+    def rewrite_fraction(match: re.Match[str]) -> str:
+        numerator, denominator = (braced or bare for braced, bare in (match.group(1, 2), match.group(3, 4)))
         follows_a_digit = match.string[: match.start()][-1:].isdigit()  # 1\frac{1}{2} is not 11/2
-        return f"{' ' * follows_a_digit}{over}/{under}"
+        return f"{' ' * follows_a_digit}{numerator}/{denominator}"
 
-    def vulgar(match: re.Match[str]) -> str:  # 2½ is not 21/2
+    def rewrite_vulgar_fraction(match: re.Match[str]) -> str:  # 2½ is not 21/2
         return " " + normalize("NFKC", match[0]).replace("\N{FRACTION SLASH}", "/")
 
     text = SEPARATOR.sub(",", MINUS.sub(r"\1-", text.translate(DASHES)))
-    text = SUPERSCRIPT.sub(lambda found: "^" + normalize("NFKC", found[0]), VULGAR_FRACTION.sub(vulgar, text))
-    return FRACTION.sub(fraction, DEGREES.sub("", text))
+    text = SUPERSCRIPT.sub(
+        lambda digits: "^" + normalize("NFKC", digits[0]), VULGAR_FRACTION.sub(rewrite_vulgar_fraction, text)
+    )
+    return FRACTION.sub(rewrite_fraction, DEGREES.sub("", text))
 
 
 def _number(match: re.Match[str]) -> Number:

@@ -1,4 +1,4 @@
-"""Tasks without a file: every example is drawn by a generator of its own."""
+"""Generated tasks: each example is drawn from its own random generator."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.tasks import Example
 
-DRAWS_A_PROMPT = 40  # a task of 2n equally likely prompts has shown them all by then, save for 1 in 10^8
+# With 40 draws per prompt, a task of 2n equally likely prompts misses some of them once in 10^8 cases.
+DRAWS_A_PROMPT = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,8 @@ class Generated:
     name: str  # of the stream
     draw: Callable[[random.Random], Example]
     judge: Callable[[Example, str], float]
-    reject: Callable[[Example, random.Random], str] | None = None  # draws a worse completion
-    excluded: frozenset[str] = frozenset()  # prompts that are drawn again
+    reject: Callable[[Example, random.Random], str] | None = None  # draws a rejected completion
+    excluded: frozenset[str] = frozenset()  # prompts that are redrawn
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
         return [self._example(f"{seed}-{i}") for i in range(start, start + count)]
@@ -28,17 +29,22 @@ class Generated:
         return self.judge(example, completion)
 
     def held_out(self, count: int) -> list[Example]:
-        """The first `count` different prompts of a stream of its own; as many others have to exist."""
-        found, newest = dict[str, Example](), 0  # the draw that gave the last new one
+        """Return the first `count` distinct prompts of the validation stream.
+
+        Raises RecipeError unless the task has at least as many other prompts.
+        """
+        examples, last_new_draw = dict[str, Example](), 0
         for i in range(DRAWS_A_PROMPT * count):
             example = self._example(f"validation-{i}")
-            if example.prompt not in found:
-                found[example.prompt], newest = example, i
-            if len(found) == 2 * count:
-                return list(found.values())[:count]
-            if i - newest > DRAWS_A_PROMPT * len(found):
+            if example.prompt not in examples:
+                examples[example.prompt], last_new_draw = example, i
+            if len(examples) == 2 * count:
+                return list(examples.values())[:count]
+            if i - last_new_draw > DRAWS_A_PROMPT * len(examples):
                 break
-        raise RecipeError(Code.TOO_FEW_PROMPTS(got=count, prompts=len(found), most=max(1, len(found) // 2)))
+        raise RecipeError(
+            Code.TOO_FEW_PROMPTS(got=count, prompts=len(examples), most=max(1, len(examples) // 2))
+        )
 
     def without(self, prompts: frozenset[str]) -> "Generated":
         return replace(self, excluded=self.excluded | prompts)
@@ -47,5 +53,5 @@ class Generated:
         generator = random.Random(f"{self.name}-{place}")
         while (example := self.draw(generator)).prompt in self.excluded:
             pass
-        # Last, so that prompts are those of a task without rejected completions.
+        # Drawn last, so that the prompts do not depend on whether completions are rejected.
         return replace(example, rejected=self.reject(example, generator)) if self.reject else example

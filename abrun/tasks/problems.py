@@ -1,7 +1,7 @@
 """Tasks from JSON-lines files.
 
-Problems are judged by their final answers, or by a user's verifier; completions and preferences
-are there to learn from, and nothing judges another completion.
+Problems are judged by their final answers or by a user's verifier. Completions and preferences have no
+verifier: they are training data.
 """
 
 import json
@@ -18,22 +18,22 @@ from abrun.regular_files import open_regular
 from abrun.tasks import Example
 from abrun.tasks.final_answers import number
 from abrun.tasks.values import check_reference
-from abrun.tasks.verifiers import boxed, by_reference, final_number, mathematically, users_verifier
+from abrun.tasks.verifiers import boxed, final_number, judge_by_reference, judge_by_value, load_verifier
 
-FIRST_BYTES = 1 << 20  # that a look at a file reads
+MAX_CHECKED_BYTES = 1 << 20  # bytes of a file that `check_problems` reads
 
-JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": mathematically}
+JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": judge_by_value}
 
 FileConfig = Gsm8k | Jsonl | Completions | Preferences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemFile:
-    """A finite set of examples, reshuffled for every pass over it; see abrun.tasks.Task."""
+    """A finite set of examples, reshuffled in every epoch; see abrun.tasks.Task."""
 
     path: str
-    field: str  # of the recipe: who asked for the file
-    problems: list[Example]  # as they stand in the file
+    field: str  # the recipe field that names the file
+    problems: list[Example]  # in the order of the file
     judge: Callable[[Example, str], float] | None = None
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
@@ -45,11 +45,11 @@ class ProblemFile:
         return [self.problems[orders[i // size][i % size]] for i in range(start, start + count)]
 
     def reward(self, example: Example, completion: str) -> float:
-        assert self.judge is not None, "recipes keep a task without a verifier from whatever asks for rewards"
+        assert self.judge is not None, "recipe validation allows no rewards for a task without a verifier"
         return self.judge(example, completion)
 
     def held_out(self, count: int) -> list[Example]:
-        """The last `count` problems of the file."""
+        """Return the last `count` problems of the file."""
         if count > len(self.problems):
             raise RecipeError(
                 Code.TOO_FEW_PROBLEMS(
@@ -59,32 +59,35 @@ class ProblemFile:
         return self.problems[-count:]
 
     def without(self, prompts: frozenset[str]) -> "ProblemFile":
-        left = [problem for problem in self.problems if problem.prompt not in prompts]
-        if not left:
+        remaining_problems = [problem for problem in self.problems if problem.prompt not in prompts]
+        if not remaining_problems:
             raise RecipeError(Code.VALIDATION_TAKES_ALL(field=self.field, path=self.path))
-        return replace(self, problems=left)
+        return replace(self, problems=remaining_problems)
 
 
-def problem_file(config: FileConfig) -> ProblemFile:
-    """A task with a file. Raises RecipeError where file or verifier do not fit."""
+def make_problem_file(config: FileConfig) -> ProblemFile:
+    """Return the task of a file. Raises RecipeError if the file or the verifier is invalid."""
     problems = read_problems(config, config.path, "task.path")
     if isinstance(config, Completions | Preferences):
         return problems
     if config.verifier:
-        return replace(problems, judge=users_verifier(config.verifier))
-    return replace(problems, judge=JUDGES[config.judged_by] if config.judged_by else by_reference)
+        return replace(problems, judge=load_verifier(config.verifier))
+    return replace(problems, judge=JUDGES[config.judged_by] if config.judged_by else judge_by_reference)
 
 
 def read_problems(config: FileConfig, path: str, field: str) -> ProblemFile:
-    """The problems of a file in the format of `config`; `field` of the recipe asked for it."""
+    """Read a file in the format of `config`; `field` is the recipe field that names it, for messages."""
     problems = _problems(config, _content(path, field, None), path, field)
     return ProblemFile(path=path, field=field, problems=problems)
 
 
-def look_at_problems(config: FileConfig, path: str, field: str) -> ProblemFile | None:
-    """What read_problems gives or raises; of a long file only what its first lines make it raise."""
-    content = _content(path, field, FIRST_BYTES)
-    if len(content) < FIRST_BYTES:
+def check_problems(config: FileConfig, path: str, field: str) -> ProblemFile | None:
+    """Check a file, raising the errors of `read_problems`; return its problems, or None if it is long.
+
+    Only the first lines of a file longer than MAX_CHECKED_BYTES are checked.
+    """
+    content = _content(path, field, MAX_CHECKED_BYTES)
+    if len(content) < MAX_CHECKED_BYTES:
         return ProblemFile(path=path, field=field, problems=_problems(config, content, path, field))
     lines = content[: content.rfind(b"\n") + 1]
     if lines.strip():
@@ -109,7 +112,7 @@ def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list
 
 
 def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
-    """Return what raises ValueError for a reference that the task's judge cannot use."""
+    """Return a function that raises ValueError for references that the judge of the task cannot use."""
     if config.verifier or config.judged_by == "boxed":
         return lambda answer: None
     return _check_number if config.judged_by == "final_number" else check_reference
@@ -118,13 +121,13 @@ def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
 def _check_number(answer: str) -> None:
     if number(answer) is None:
         raise ValueError(
-            f"the answer {answer[:60]!r} is no number, which task.answer: final_number compares with; "
+            f"the answer {answer[:60]!r} is not a number, which task.answer: final_number requires; "
             "use task.answer: boxed or math_verify, or a verifier"
         )
 
 
 def _gsm8k(check: Callable[[str], None], question: str, answer: str) -> Example:
-    """GSM8K's format: the last line of an answer is `#### <number>`."""
+    """Parse the GSM8K format: the last line of an answer is `#### <number>`."""
     reasoning, mark, final = answer.rpartition("####")
     if not mark:
         raise ValueError("answer without a line '#### <number>'")
@@ -148,10 +151,10 @@ def _preferred(prompt: str, chosen: str, rejected: str) -> Example:
     return Example(prompt=prompt, completion=chosen, rejected=rejected)
 
 
-def _content(path: str, field: str, most: int | None) -> bytes:
+def _content(path: str, field: str, max_bytes: int | None) -> bytes:
     try:
         with open_regular(Path(path).expanduser()) as file:
-            return file.read() if most is None else file.read(most)
+            return file.read() if max_bytes is None else file.read(max_bytes)
     except (OSError, ValueError) as error:
         raise _unreadable(path, field, error) from None
 
@@ -166,10 +169,11 @@ def _parsed(
     path: str,
     field: str,
     fields: tuple[str, ...],
-    read: Callable[..., Example],  # of the texts of `fields`
+    read: Callable[..., Example],  # called with the texts of `fields`
 ) -> list[Example]:
     try:
-        lines = content.decode("utf-8").split("\n")  # a text may hold U+2028
+        # Not splitlines(), because a text may contain U+2028
+        lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise _unreadable(path, field, error) from None
     problems = []
@@ -179,12 +183,12 @@ def _parsed(
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in fields):
-                raise ValueError(f"text fields {' and '.join(map(repr, fields))} are expected")
+                raise ValueError(f"expected text fields {' and '.join(map(repr, fields))}")
             texts = [row[key] for key in fields]
-            "".join(texts).encode()  # half of a surrogate pair, which JSON can write, is no text
+            "".join(texts).encode()  # raises for an unpaired surrogate, which JSON can contain
             example = read(*texts)
             if not example.prompt:
-                raise ValueError("the prompt is empty, and a completion's first token needs one before it")
+                raise ValueError("the prompt is empty; a completion needs at least one token before it")
         except RecursionError:
             raise RecipeError(Code.PROBLEM_TOO_DEEP(field=field, path=path, line=line_number)) from None
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The tasks of the package reasoning-gym: problems drawn by its generators, judged by its scorers."""
+"""Tasks of the package reasoning-gym: problems from its generators, rewards from its scorers."""
 
 import inspect
 import random
@@ -15,23 +15,23 @@ from abrun.tasks import Example
 from abrun.tasks.final_answers import last_number
 from abrun.tasks.generated import Generated
 
-# How a scorer computes what a completion says; sympy's parse_expr is an eval, too.
-RUNS_IT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(answer\b")
+# Calls by which a scorer would evaluate a completion as Python; sympy's parse_expr uses eval, too.
+EVALUATES_ANSWER = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(answer\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning(Example):
-    """A problem with what its scorer needs."""
+    """A problem with the entry that its scorer needs."""
 
     entry: dict[str, Any] = field(compare=False, repr=False)
 
 
 def reasoning_gym(config: ReasoningGym) -> Generated:
-    """Problems of one task; a completion's reward is the scorer's, from 0 to 1.
+    """Return the task that a recipe names; rewards come from its scorer, from 0 to 1.
 
-    Raises RecipeError where the package has no such task or parameters, where a problem has no reference
-    answer, which supervised steps imitate, or is another when it is drawn from the same seed again, and where
-    the scorer would run a completion as Python: it could end the run, hang it, or touch files.
+    Raises RecipeError if the package is missing or has no such task or parameters, if problems have no
+    reference answer (the target of supervised steps) or are not reproducible from a seed, and if the scorer
+    would run completions as Python code, which could end or hang the run, or change files.
     """
     try:
         import reasoning_gym as package  # pyright: ignore[reportMissingImports]
@@ -53,8 +53,8 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             )
         )
 
-    def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
-        """A data set of one problem, which scores, and the problem."""
+    def draw_problem(seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return a data set of one problem, which is also its scorer, and the problem."""
         try:
             problems = package.create_dataset(config.name, seed=seed, size=1, **config.parameters)
             return problems, problems[0]
@@ -68,22 +68,22 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             ) from error
 
     def draw(generator: random.Random) -> Example:
-        _, entry = drawn(generator.getrandbits(31))
+        _, entry = draw_problem(generator.getrandbits(31))
         answer = str(entry["answer"])
         return Reasoning(prompt=entry["question"], completion=answer, answer=answer, entry=entry)
 
-    scorer, _ = drawn(0)
-    if config.answer == "text" and RUNS_IT.search(inspect.getsource(type(scorer).score_answer)):
+    scorer, _ = draw_problem(0)
+    if config.answer == "text" and EVALUATES_ANSWER.search(inspect.getsource(type(scorer).score_answer)):
         raise RecipeError(Code.REASONING_SCORER_RUNS_CODE(task=config.name))
     _check(config.name, draw, scorer)
 
     def judge(example: Example, completion: str) -> float:
         assert isinstance(example, Reasoning)
         number = None if config.answer == "text" else last_number(completion)
-        said = completion.strip() if config.answer == "text" else str(number or "")
+        answer = completion.strip() if config.answer == "text" else str(number or "")
         try:
-            return float(scorer.score_answer(said, example.entry))
-        except Exception:  # some scorers parse a completion without asking whether it can be parsed
+            return float(scorer.score_answer(answer, example.entry))
+        except Exception:  # some scorers raise for completions that they cannot parse
             return 0.0
 
     return Generated(name=f"reasoning_gym-{config.name}", draw=draw, judge=judge)
@@ -91,9 +91,9 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
 
 def _check(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> None:
     for seed in range(2):
-        first, again = draw(random.Random(seed)), draw(random.Random(seed))
-        if first != again:
+        example, repeated_example = draw(random.Random(seed)), draw(random.Random(seed))
+        if example != repeated_example:
             raise RecipeError(Code.REASONING_TASK_NOT_REPEATABLE(task=name))
-        assert isinstance(first, Reasoning)
-        if first.entry["answer"] is None or scorer.score_answer(first.answer, first.entry) < 1:
+        assert isinstance(example, Reasoning)
+        if example.entry["answer"] is None or scorer.score_answer(example.answer, example.entry) < 1:
             raise RecipeError(Code.REASONING_TASK_WITHOUT_ANSWER(task=name))

@@ -31,19 +31,19 @@ OPERATION = re.compile(r"[\w)}]\s*(?:[-+*]|\\(?:times|cdot)(?![A-Za-z]))\s*[\w(\
 
 
 def is_number(reference: str, completion: str) -> bool:
-    """Return whether the final answer is a number of the reference's value, with no operation left to do.
+    """Return True if the final answer is a number equal to the reference, with nothing left to compute.
 
-    That is the content of the last box, the text's last number, or what `final_answer` takes from the text.
-    A whole number has to be written as one, so that `136/2` is not 68; 1/2, 0.5 and 50% are equal.
+    The final answer is the content of the last box, the last number of the text, or the result of
+    `final_answer`. Integers must be written as such: `136/2` is not 68. But 1/2, 0.5 and 50% are equal.
     """
     value = number(reference)
     answer = EQUATION.sub("", final_answer(completion))
     latex = to_latex(answer)
     is_marked = last_box_span(completion) is not None or LIST.fullmatch(answer)
-    last = None if is_marked else last_number(completion)
+    final_value = None if is_marked else last_number(completion)
     if value is None or units_differ(latex, to_latex(reference)):
         return False
-    if (last or number(latex)) == value:
+    if (final_value or number(latex)) == value:
         return True
     is_whole = not value.joined and value.value == value.value.to_integral_value()
     if (is_whole and "%" not in reference) or OPERATION.search(latex):
@@ -52,9 +52,9 @@ def is_number(reference: str, completion: str) -> bool:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two answers have the same text or value.
+    """Return True if two answers have the same text or value.
 
-    Choices (`A`), words (`Evelyn`), ratios and congruences have no value, so their texts are compared.
+    Choices (`A`), words (`Evelyn`), ratios and congruences have no value and are compared as texts.
     """
     reference_text, text = as_text(reference), as_text(answer)
     if reference_text == text:
@@ -85,11 +85,13 @@ def is_equal(reference: str, answer: str) -> bool:
 def check_reference(reference: str) -> None:
     """Raise ValueError for a reference that no answer could equal, not even its own text in a box.
 
-    Reads the text alone, in 5 microseconds; math-verify takes 9 ms to parse a reference and does so when it
-    first judges one. A reference that it cannot read is compared as a text.
+    Checks the text only, in 5 microseconds. Parsing with math-verify takes 9 ms and happens when the
+    reference is first used. A reference that math-verify cannot parse is compared as text.
     """
     if not (NAME_OR_DIGIT.search(reference) or NAME_OR_DIGIT.search(as_text(reference))):
-        raise ValueError(f"the answer {reference[:60]!r} holds nothing to compare with; give its value")
+        raise ValueError(
+            f"the answer {reference[:60]!r} has no number or name to compare with; give its value"
+        )
     content = BOX.sub("{", reference)
     is_closed = last_box_span(f"\\boxed{{{content}}}") == (len("\\boxed{"), len("\\boxed{" + content))
     pairs = PAIRS if "[" in content or "]" in content else (*PAIRS, (r"\(", r"\)"))
@@ -98,21 +100,21 @@ def check_reference(reference: str) -> None:
     )
     if not ((is_closed and is_paired) or LABEL.fullmatch(content)) or UNFINISHED.search(content):
         raise ValueError(
-            f"the answer {reference[:60]!r} lacks a brace, a bracket, an argument or a side, so that no "
-            "completion could be right"
+            f"the answer {reference[:60]!r} lacks a brace, bracket, argument or side; no completion could "
+            "equal it"
         )
 
 
 def is_words(answer: str) -> bool:
-    """Return whether an answer is words (`Evelyn`, `\\text{June 20}`) rather than variables (`xy`)."""
+    """Return True if an answer is words (`Evelyn`, `\\text{June 20}`) rather than variables (`xy`)."""
     stripped = answer.strip(" $.")
     text = TEXT.fullmatch(stripped)
     return bool(re.search("[A-Za-z]{2}", text[1]) if text else WORDS.fullmatch(stripped))
 
 
 def _is_same_value(reference: str, answer: str) -> bool:
-    """Compare with math-verify, whose time limits (SIGALRM, in the main thread alone) end hostile answers."""
-    from math_verify import verify  # takes a second, and checks of a file's lines do not need it
+    """Compare with math-verify. Its time limits use SIGALRM, so it must run in the main thread."""
+    from math_verify import verify  # imported late: it takes a second, and file checks do not need it
 
     # Allow 0 <= x < 1 for [0,1)
     return verify(
@@ -124,6 +126,6 @@ def _is_same_value(reference: str, answer: str) -> bool:
 def _parse(latex: str) -> list[Any]:
     from math_verify import parse
 
-    # Without a fallback: math-verify would compare what it cannot read as texts, cut at a comma or colon
+    # No fallback: math-verify would compare texts that it cannot parse, cut at a comma or colon.
     settings: Any = {"fallback_mode": "no_fallback", "parsing_timeout": TIME_LIMIT_S}
     return parse(f"\\boxed{{{latex}}}", **settings) or parse(latex, **settings)

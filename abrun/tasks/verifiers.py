@@ -1,4 +1,4 @@
-"""Verifiers of completions: by the final answer as it is written, by its value, or a user's own function."""
+"""Verifiers of completions: by the text of the final answer, by its value, or by a user's function."""
 
 import importlib
 import os
@@ -18,15 +18,15 @@ LARGEST = 3.4028234663852886e38  # rewards are float32
 
 
 def final_number(example: Example, completion: str) -> float:
-    """Whether the completion's last number is the reference: 1 or 0; 0 for a reference that is none."""
+    """Return 1 if the last number of the completion equals the reference, else 0."""
     reference = number(example.answer)
     return float(reference is not None and last_number(completion) == reference)
 
 
 def boxed(example: Example, completion: str) -> float:
-    """Whether the last \\boxed{} holds the reference and nothing else: 1 or 0.
+    """Return 1 if the last \\boxed{} contains exactly the reference, else 0.
 
-    Compared as numbers where the reference is one, otherwise as texts without their spaces.
+    A numeric reference is compared as a number, any other as text without spaces.
     """
     content, reference = last_box(completion), number(example.answer)
     if content is None:
@@ -36,27 +36,31 @@ def boxed(example: Example, completion: str) -> float:
     return float("".join(content.split()) == "".join(example.answer.strip().strip("$").split()))
 
 
-def by_reference(example: Example, completion: str) -> float:
-    """Judge a number by its value with nothing computed, any other reference as `mathematically`: 1 or 0."""
+def judge_by_reference(example: Example, completion: str) -> float:
+    """Return 1 if the final answer equals the reference, else 0.
+
+    A numeric reference requires a number of the same value, without evaluation of expressions. Any other
+    reference is judged by `judge_by_value`.
+    """
     if number(example.answer) is None:
-        return mathematically(example, completion)
+        return judge_by_value(example, completion)
     return float(is_number(example.answer, completion))
 
 
-def mathematically(example: Example, completion: str) -> float:
+def judge_by_value(example: Example, completion: str) -> float:
     """Return 1 if the final answers have the same value (math-verify), otherwise 0.
 
-    An expression has the value that it computes to: the question, repeated, is then an answer.
+    Expressions are evaluated, so repeating the question can count as an answer.
     """
     return float(is_equal(example.answer, final_answer(completion)))
 
 
-def users_verifier(name: str) -> Callable[[Example, str], float]:
-    """The verifier in a user's `module:function`, which takes prompt, completion and answer.
+def load_verifier(name: str) -> Callable[[Example, str], float]:
+    """Load a user's verifier, given as `module:function`; it takes prompt, completion and answer.
 
-    Imports the module, with the working directory behind the other places where modules are looked for.
-    Raises RecipeError where there is no such function; the verifier does where it raises, or returns anything
-    but a finite number: a reward of 0 in its place would train on a fault.
+    The working directory is appended to sys.path for the import. Raises RecipeError if there is no such
+    function. The verifier raises RecipeError if the user's function raises or returns anything but a finite
+    number, because training on a reward of 0 instead would hide the bug.
     """
     function = _imported(name)
 
@@ -88,18 +92,18 @@ def _imported(name: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        what = (
-            f"the {function_name} of {module_name} is no function"
+        problem = (
+            f"{function_name} of {module_name} is not a function"
             if function
             else (f"{module_name} has no {function_name}")
         )
-        raise RecipeError(Code.VERIFIER_INVALID(verifier=name, problem=what))
+        raise RecipeError(Code.VERIFIER_INVALID(verifier=name, problem=problem))
     return function
 
 
-def _fits(reward: Any) -> bool:
-    # NaN compares false, and a huge int compares without becoming a float
-    return bool(-LARGEST <= reward <= LARGEST)
+def _fits(reward_value: Any) -> bool:
+    # NaN compares false, and a huge int is compared without conversion to float
+    return bool(-LARGEST <= reward_value <= LARGEST)
 
 
 def _line(error: Exception) -> str:

@@ -1,7 +1,6 @@
-"""Word problems from templates: completions of a sentence or two, verified on their final answer.
+"""Word problems from templates: completions of a sentence or two, verified by their final answer.
 
-A template draws its names and numbers, all of them whole, from 2 to `n`, and gives the problem, a worked
-solution and the answer.
+A template draws names and integers from 2 to `n`, and returns the problem, a worked solution and the answer.
 """
 
 import random
@@ -24,7 +23,7 @@ Template = Callable[[random.Random, int], Problem]
 
 
 def word_problems(config: WordProblems) -> Generated:
-    """A topic is drawn uniformly, then one of its templates."""
+    """Return the task of word problems: a topic is drawn uniformly, then one of its templates."""
     return Generated(name="word-problems", draw=partial(_draw, config), judge=_judge)
 
 
@@ -39,10 +38,10 @@ def _draw(config: WordProblems, draw: random.Random) -> Example:
 
 
 def _judge(example: Example, completion: str) -> float:
-    """1 where the number after the last `answer is` is the answer, whatever stands before and behind it.
+    """Return 1 if the number after the last `answer is` equals the answer, else 0.
 
-    Behind it may stand a unit, a full stop, or what a policy goes on with that has not learned to end. It is
-    not read, so nothing is gained by it: of `12 or 13` the claim is 12.
+    Any text may follow the number, such as a unit, a full stop, or the output of a policy that has not
+    learned to stop. It is ignored: `12 or 13` claims 12.
     """
     claims = CLAIM.findall(completion)
     return float(bool(claims) and claims[-1].rstrip(".,").replace(",", "") == example.answer)
@@ -157,14 +156,14 @@ def _more_bags(draw: random.Random, n: int) -> Problem:
 
 def _two_sales(draw: random.Random, n: int) -> Problem:
     things = draw.choice(THINGS)
-    morning, afternoon, left = _numbers(draw, n, 3)
+    morning, afternoon, num_left = _numbers(draw, n, 3)
     sold = morning + afternoon
     return (
-        f"A shop has {sold + left} {things}. It sells {morning} in the morning and {afternoon} in the "
+        f"A shop has {sold + num_left} {things}. It sells {morning} in the morning and {afternoon} in the "
         f"afternoon. How many {things} are left?",
         f"The shop sells {morning} + {afternoon} = {sold} {things}. "
-        f"Then {sold + left} - {sold} = {left} are left.",
-        left,
+        f"Then {sold + num_left} - {sold} = {num_left} are left.",
+        num_left,
     )
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from abrun.processes import progress
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.train import startup
 from abrun.train.failures import record_failure
@@ -24,7 +24,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m abrun.train RUN_DIR", file=sys.stderr)
         return 2
-    progress.join()  # before seconds of imports
+    progress.report_to_agent()  # before seconds of imports
     driver = startup.begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -83,7 +83,7 @@ def ran_out(error: Exception) -> Reason | None:
         return None
     return Code.MEMORY_RAN_OUT(
         on_gpu=on_gpu,
-        doing=progress.doing(),
+        doing=progress.current_activity(),
         others=_held_by_others() if on_gpu else None,
         error=said[:MOST_QUOTED] or type(error).__name__,
     )
@@ -107,5 +107,5 @@ def _held_by_others() -> dict[str, int] | None:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

@@ -25,26 +25,26 @@ from pathlib import Path
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.processes import (
-    MODULE,
-    RUN_DIR,
-    Awake,
+    MODULE_OPTIONS,
+    RUN_DIR_VARIABLE,
     Child,
+    PauseDetector,
     StopRequests,
     adopt_orphans,
-    below,
-    children,
-    end_all,
-    end_like,
-    is_wordless,
-    oom_kills,
-    processes_of,
+    catch_stop_signals,
+    count_oom_kills,
+    exit_like,
+    find_children,
+    find_descendants,
+    find_run_processes,
+    is_unexplained,
+    kill_all,
     progress,
-    reap_adopted,
-    shell_code,
-    stopping_signals,
+    reap_orphans,
+    shell_exit_code,
 )
-from abrun.processes.capture import capped
-from abrun.processes.output import outlive_output
+from abrun.processes.capture import capture_output
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.runs.endings import write_ending
@@ -71,22 +71,22 @@ StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
     """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
-    command = [sys.executable, "-u", *MODULE, *words]
+    command = [sys.executable, "-u", *MODULE_OPTIONS, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def main(start_rank: StartRank = start_rank_anew) -> int:
     """The exit code."""
     asked = asked_for()
-    os.environ[RUN_DIR] = os.path.realpath(asked.directory)
-    os.environ[progress.AGENT] = str(os.getpid())
+    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(asked.directory)
+    os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
     adopt_orphans()
     run = RunDir(asked.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
-        stopping_signals() as requests,
-        capped(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+        catch_stop_signals() as requests,
+        capture_output(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
     ):
         known = run.last_attempt
         try:
@@ -95,8 +95,8 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
                 status, reason = _watched(asked, start_rank, requests, scratch, lines, notes, pass_on)
         except LaunchError as error:
             status, reason = FAILED, error.reason
-        _conclude(run, asked.node, known, status, reason, requests.first)
-    return end_like(status)
+        _conclude(run, asked.node, known, status, reason, requests.first_signal)
+    return exit_like(status)
 
 
 def asked_for() -> argparse.Namespace:
@@ -130,7 +130,7 @@ def _watched(
     pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """The exit status of the ranks, and what was wrong."""
-    os.environ[progress.FOLDER] = str(scratch)
+    os.environ[progress.FOLDER_VARIABLE] = str(scratch)
     watch = _Watch(requests, asked, scratch, lines, notes)
 
     def begin() -> None:
@@ -143,7 +143,7 @@ def _watched(
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        end_all(lambda: below(os.getpid()) | processes_of(asked.directory))
+        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(asked.directory))
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
@@ -162,7 +162,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            lines = stack.enter_context(progress.lines(folder, ranks))
+            lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
         for other in folder.parent.glob(f"{SCRATCH}*"):
@@ -188,7 +188,7 @@ def _run_ranks(
 
     `begin` is called once they have been started.
     """
-    oom_kills_before, log_start = oom_kills(), RunDir(asked.directory).log_size()
+    oom_kills_before, log_start = count_oom_kills(), RunDir(asked.directory).log_size()
     try:
         with _started_ranks(asked, start_rank, scratch) as processes:
             begin()
@@ -252,7 +252,7 @@ def _variables(
         "TORCHELASTIC_RUN_ID": "abrun",
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        **({} if listening is None else {progress.LISTENING: listening}),
+        **({} if listening is None else {progress.LISTENING_FD_VARIABLE: listening}),
     }
     return {name: str(value) for name, value in found.items()}
 
@@ -282,10 +282,10 @@ def _conclude(
     try:
         writer = run.resume_abandoned_attempt(known, interrupted=status == TIMED_OUT)
         if writer and asked:
-            writer.interrupt(exit_code=shell_code(status), signal=asked)
+            writer.interrupt(exit_code=shell_exit_code(status), signal=asked)
         elif writer and reason:
-            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_wordless(reason) else reason
-            writer.fail(ending, exit_code=shell_code(status))
+            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_unexplained(reason) else reason
+            writer.fail(ending, exit_code=shell_exit_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -363,41 +363,41 @@ class _Watch(threading.Thread):
         self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
-        self._awake = Awake()
+        self._awake = PauseDetector()
         self._told = set[int]()
         self._kill_at_s = math.inf
 
     def run(self) -> None:
         while not self.done.wait(POLL_S):
-            now, signs = time.monotonic(), progress.signs(self._lines)
+            now, signs = time.monotonic(), progress.read_statuses(self._lines)
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
-            if self.ended_because or self._requests.first is not None:
+            if self.ended_because or self._requests.first_signal is not None:
                 self._ask_to_stop(now)
             hanging = self._hanging(now, signs)
             self.ended_because = hanging or self.ended_because
-            if hanging or now > self._kill_at_s or self._requests.insisted:
-                end_all(lambda: below(os.getpid()))
+            if hanging or now > self._kill_at_s or self._requests.is_forced:
+                kill_all(lambda: find_descendants(os.getpid()))
 
     def _ask_to_stop(self, now: float) -> None:
         """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
         self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in children(os.getpid()) - self._told:
+        for pid in find_children(os.getpid()) - self._told:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             self._told.add(pid)
 
-    def _hanging(self, now: float, signs: Mapping[int, progress.Sign]) -> Reason | None:
+    def _hanging(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
         """Where the ranks are that have all been silent for too long, those first that wait for no other.
 
         Of a run on several nodes those of the others, too: while one of them works, these wait for it.
         """
         begun = len(signs) == self._limits.ranks
         if begun:
-            reap_adopted({sign.pid for sign in signs.values()})
+            reap_orphans({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
-        silent_s = now - max(last_s, self._awake.since_s())
-        patience_s = max(sign.patience_s for sign in signs.values()) if begun else math.inf
+        silent_s = now - max(last_s, self._awake.running_since_s())
+        patience_s = max(sign.hang_timeout_s for sign in signs.values()) if begun else math.inf
         limit_s = self._limits.stalled_s
         unusual = silent_s > min(patience_s, limit_s)
         self._notes.write(silent_s, (lambda: self._where(signs)) if unusual else None)
@@ -412,17 +412,17 @@ class _Watch(threading.Thread):
         silence = silent_ranks_reason(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
-    def _where(self, signs: Mapping[int, progress.Sign]) -> list[SilentRank]:
+    def _where(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
         """Where ranks are, those first that wait for no other."""
-        places = progress.places(self._scratch, signs)
-        waits = {rank: signs[rank].waits or is_in_torch(place) for rank, place in places.items()}
+        places = progress.locate_ranks(self._scratch, signs)
+        waits = {rank: signs[rank].is_waiting or is_in_torch(place) for rank, place in places.items()}
         return [
-            SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].doing, waits=waits[rank])
+            SilentRank(rank=rank, place=str(places[rank]), doing=signs[rank].activity, waits=waits[rank])
             for rank in sorted(signs, key=lambda rank: (waits[rank], signs[rank].time_s))
         ]
 
 
-def is_in_torch(place: progress.Place) -> bool:
+def is_in_torch(place: progress.CodeLocation) -> bool:
     """Return True if a rank is in the installed torch, as one is that waits for the others."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
@@ -430,5 +430,5 @@ def is_in_torch(place: progress.Place) -> bool:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

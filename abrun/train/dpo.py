@@ -8,7 +8,7 @@ from torch import Tensor
 from abrun.backends.head import Entropies
 from abrun.recipe.algorithms import Dpo
 from abrun.rl.batch import Pairs, Sequences
-from abrun.rl.dpo import PreferenceLoss, dpo_loss, over_tokens, preference_metrics
+from abrun.rl.dpo import PreferenceLoss, dpo_loss, preference_metrics, spread_over_tokens
 from abrun.rl.losses import TokenLosses, weighted
 from abrun.rl.metrics import MetricParts, merge_keys
 from abrun.runs.samples import Sample
@@ -30,7 +30,7 @@ class DpoAlgorithm:
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
-        return self.update(replace(self._batches.batch(step), rows_together=2), step)
+        return self.update(replace(self._batches.batch(step), rows_per_sample=2), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
         """Reference log-probs and gradients of this rank's `batch`, whose rows alternate, and one update."""
@@ -49,7 +49,7 @@ class DpoAlgorithm:
         """
         ranks = self._setup.ranks
         batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
-        pairs = self._with_reference(replace(batch, rows_together=2))
+        pairs = self._with_reference(replace(batch, rows_per_sample=2))
         logprobs, objective = self._setup.policy.logprobs(pairs), self._objective(pairs)
         (loss,) = ranks.all_reduce_sum_data(float(objective.losses(pairs, logprobs, None).shares.sum()))
         margins = ranks.all_gather_data(objective.preference_loss(pairs, logprobs).margins.tolist())
@@ -102,7 +102,7 @@ class PreferenceObjective:
 
     def losses(self, batch: Pairs, logprobs: Tensor, entropy: Tensor | None) -> PreferenceLosses:
         preference = self.preference_loss(batch, logprobs)
-        shares = over_tokens(preference.loss / self.num_pairs, batch.token_mask)
+        shares = spread_over_tokens(preference.loss / self.num_pairs, batch.token_mask)
         if self.settings.sft_coefficient:
             chosen = batch.token_mask.clone()
             chosen[1::2] = False

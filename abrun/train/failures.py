@@ -15,7 +15,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.messages.records import coded, stored_reason
-from abrun.processes import PYTHON_ERROR, Child, ending_of, first_cause, killed_by, wait
+from abrun.processes import PYTHON_ERROR, Child, ending_reason, first_traceback, signal_name, wait_for_exit
 from abrun.reasons import Code, Reason
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's `record` writes why a rank fails
@@ -73,7 +73,7 @@ def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | No
             process.terminate()
         deadline = time.monotonic() + GRACE_S
         for process in processes.values():
-            wait(process, deadline - time.monotonic(), lambda: False)
+            wait_for_exit(process, deadline - time.monotonic(), lambda: False)
         _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
         for rank, process in processes.items():
             process.kill()
@@ -107,7 +107,7 @@ def _of_program(message: str, callstack: str) -> Reason:
     """An exception that is none of abrun's, or has no code; of a failed import, with what it hides."""
     origin = None
     if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
-        causes = re.findall(PYTHON_ERROR, first_cause(callstack), re.MULTILINE)
+        causes = re.findall(PYTHON_ERROR, first_traceback(callstack), re.MULTILINE)
         origin = causes[-1] if causes and causes[-1] not in " ".join(message.split()) else None
     return Code.EXCEPTION(kind=None, error=message, origin=origin)
 
@@ -115,8 +115,8 @@ def _of_program(message: str, callstack: str) -> Reason:
 def cause_of(failure: Failure, printed: str, oom_kills_before: int | None) -> Reason:
     """Why a rank failed: by NCCL's word, its own, or else by how its process ended."""
     late = re.search(WATCHDOG, printed)
-    if late and killed_by(failure.status) == "SIGABRT":
+    if late and signal_name(failure.status) == "SIGABRT":
         return Code.COLLECTIVE_TIMED_OUT(waited_s=int(late[2]) / 1000, work=late[1])
-    if failure.cause and not killed_by(failure.status):
+    if failure.cause and not signal_name(failure.status):
         return failure.cause
-    return ending_of(failure.status, "", oom_kills_before)
+    return ending_reason(failure.status, "", oom_kills_before)

@@ -13,8 +13,8 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from abrun.processes import Fork, copies
-from abrun.processes.output import outlive_output
+from abrun.processes import ForkedChild, fork_server
+from abrun.processes.output import ignore_output_errors
 from abrun.train import agent
 
 
@@ -26,15 +26,15 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    words = copies.serve(socket.socket(fileno=int(asked)), _may_fork)
+    words = fork_server.serve_forks(socket.socket(fileno=int(asked)), _may_fork)
     # From here on this is a copy.
-    outlive_output()
+    ignore_output_errors()
     sys.argv = words
     status = agent.main(start_copy)
     os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
 
 
-def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Fork:
+def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> ForkedChild:
     """A rank; the open files it inherits are among this process's, all of which it has."""
 
     def run() -> None:
@@ -47,7 +47,7 @@ def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -
         sys.modules.pop(f"{words[0]}.__main__", None)  # else a warning says in the run's log that it is there
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
-    return copies.fork_child(run, dies_by=signal.SIGKILL)
+    return fork_server.fork_child(run, death_signal=signal.SIGKILL)
 
 
 def _may_fork() -> bool:

@@ -53,7 +53,7 @@ def refuse_too_long(data: Data, config: OwnRunConfig, first: int) -> None:
         doubtful = [line for line in lines if around + _num_bytes(line) > most]
         mine = doubtful[data.ranks.rank :: data.ranks.size]
         for line, length in zip(mine, longest_of(data.text, mine, sampled), strict=True):
-            progress.beat("measuring texts", usual=False)
+            progress.report("measuring texts", in_every_step=False)
             if length > most:
                 drawn = f" with rollout.max_new_tokens {sampled}" if sampled else ""
                 mend = "shorten or remove the line" + (", under another --name" if first > 1 else "")

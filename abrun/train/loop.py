@@ -85,7 +85,7 @@ def _train(
     if validator and start == first:
         recorder.metrics(first, validator.validate(first))
     setup.phases.collect()
-    progress.stepped()
+    progress.report_step()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
@@ -95,7 +95,7 @@ def _train(
             row |= validator.validate(step)
         recorder.metrics(step, row)
         recorder.samples(step, algorithm.samples)
-        progress.stepped()
+        progress.report_step()
         stop, save = requests.collect(setup.ranks)
         if stop or save or step % config.checkpoint.every == 0:
             with setup.phases("checkpointing", memory=False, usual=False):
@@ -104,7 +104,7 @@ def _train(
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
             raise Interrupted(f"{run.path}: stopped after step {saved}; launch with --resume to go on")
-    progress.beat("finishing", usual=False)
+    progress.report("finishing", in_every_step=False)
     final_weights = None
     if config.checkpoint.final_weights:
         final_weights = checkpoint.save_final(

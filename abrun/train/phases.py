@@ -227,7 +227,7 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
         """Time `phase`, and record its peak unless `memory` is False. `usual`: whether every step has it."""
-        progress.beat(phase, usual=usual)
+        progress.report(phase, in_every_step=usual)
         start = time.perf_counter()
         try:
             with self._measured(phase) if memory else contextlib.nullcontext():

@@ -16,7 +16,7 @@ from abrun.errors import LaunchError
 from abrun.metric_names import OVERLONG_PENALTY, SIGNAL_SHARE
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.advantages import overlong_penalties
-from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
+from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.train.data import check_length
@@ -111,13 +111,15 @@ class Rollouts:
         )
         batch = sequences.with_fields(
             RolloutBatch,
-            inference_logprobs=on_completions([one.logprobs for one in completions], sequences.token_mask),
+            inference_logprobs=scatter_to_completions(
+                [one.logprobs for one in completions], sequences.token_mask
+            ),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards])
             - self._overlong_penalties(completions),
         )
         kept = [one.support for one in completions if one.support is not None]
         if kept:
-            batch = replace(batch, support=support_on_completions(kept, sequences.token_mask))
+            batch = replace(batch, support=scatter_support(kept, sequences.token_mask))
         if self._settings.overlong_filtering:
             whole = torch.tensor([not completion.truncated for completion in completions])
             batch = replace(batch, token_mask=batch.token_mask & whole[:, None])

@@ -57,7 +57,7 @@ class Validator:
     def validate(self, step: int) -> dict[str, float]:
         """Record the rewards of all prompts, and return the metrics, the same on every rank. Collective."""
         examples = self._setup.data.held_out
-        progress.beat("validation", usual=False)
+        progress.report("validation", in_every_step=False)
         found = self._evaluator.evaluate(examples, step)
         prompts = (example.prompt for example in examples)
         self._recorder.validation(step, prompts, found.rewards, found.lengths)
@@ -85,7 +85,7 @@ class Completer:
         mine = ranks.data_slice(len(examples))
         draws = Draws(seed=setup.seed, stream="validation", step=step, rows=range(len(examples))[mine])
         with setup.sampler.awake() as engine:
-            progress.beat("validation", usual=False)
+            progress.report("validation", in_every_step=False)
             completions = engine.generate(self._prompts(examples[mine]), draws, temperature=self._temperature)
         rewards = ranks.all_gather_data(setup.data.rewards(examples[mine], completions))
         lengths = ranks.all_gather_data([len(completion.token_ids) for completion in completions])

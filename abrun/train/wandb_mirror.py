@@ -10,7 +10,7 @@ from typing import IO
 
 from abrun.messages import sentence
 from abrun.messages.records import printed_reason
-from abrun.processes import MODULE, below, end_all, ending_of, oom_kills
+from abrun.processes import MODULE_OPTIONS, count_oom_kills, ending_reason, find_descendants, kill_all
 from abrun.runs.rundir import RunDir
 
 FINISH_S = 60.0  # for wandb to take the rest of a run
@@ -23,10 +23,10 @@ class WandbMirror:
         self._say, self._finish_s, self._path = say, finish_s, run.path
         self._lines: list[str] = []
         self._process: subprocess.Popen[str] | None = None
-        self._oom_kills = oom_kills()
+        self._oom_kills = count_oom_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *MODULE, "abrun.wandb_sync", str(run.path)],
+                [sys.executable, *MODULE_OPTIONS, "abrun.wandb_sync", str(run.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -58,7 +58,7 @@ class WandbMirror:
         except subprocess.TimeoutExpired:
             code = None
         self.poll()
-        end_all(lambda: below(process.pid))
+        kill_all(lambda: find_descendants(process.pid))
         with contextlib.suppress(OSError):
             process.kill()
         process.wait()
@@ -69,7 +69,7 @@ class WandbMirror:
             return
         self.poll()
         if code < 0:
-            ending = ending_of(code, "", self._oom_kills)
+            ending = ending_reason(code, "", self._oom_kills)
             self._say(f"its process was {sentence(ending)}; {again}")
 
     def _read(self, output: IO[str]) -> None:

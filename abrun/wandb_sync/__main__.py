@@ -1,7 +1,7 @@
-"""`python -m abrun.wandb_sync RUN_DIR`: mirrors a run in wandb until its standard input ends, and the rest.
+"""`python -m abrun.wandb_sync RUN_DIR`: mirrors a run to wandb until standard input closes.
 
-It prints reasons, as lines of JSON, for its parent. With --all it also sends what only older attempts have
-recorded, and says how many steps it sent.
+It then sends the rest. Prints reasons for its parent process, one JSON line each. With --all it also sends
+steps that only older attempts have recorded, and prints how many steps it sent.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from abrun.recipe.experiment import stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import make_private_folder
 from abrun.runs.rundir import RunDir
-from abrun.wandb_sync.wandb_run import Rows, WandbRun
+from abrun.wandb_sync.wandb_run import AttemptRows, WandbRun
 
 POLL_S = 1.0
 
@@ -26,29 +26,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m abrun.wandb_sync")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--all", action="store_true")
-    asked = parser.parse_args()
-    run = RunDir(asked.directory)
+    options = parser.parse_args()
+    run = RunDir(options.directory)
     try:
         config = stored_run(run.record().config)
         assert isinstance(config, OwnRunConfig) and config.wandb
         os.umask(make_private_folder(run.path / "wandb"))
-        rows = Rows(run)
-        mirror = WandbRun(run, run.record(), config.wandb, print_reason, mode="online" if asked.all else None)
-        sent, ended = 0, False
-        while mirror.alive and not ended:
-            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # nobody writes there: it has ended
-            sent += sum(mirror.log(*row) for row in rows.new())
-        if asked.all:
-            sent += sum(mirror.log(*row) for row in rows.rest())
-        alive = mirror.alive
+        rows = AttemptRows(run)
+        mirror = WandbRun(
+            run, run.record(), config.wandb, print_reason, mode="online" if options.all else None
+        )
+        num_sent, ended = 0, False
+        while mirror.is_alive and not ended:
+            # Nobody writes to standard input, so readable means closed.
+            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+            num_sent += sum(mirror.log(*row) for row in rows.read_new())
+        if options.all:
+            num_sent += sum(mirror.log(*row) for row in rows.take_older())
+        is_alive = mirror.is_alive
         url = mirror.url
         mirror.finish()
     except AbrunError as error:
         print_reason(error.reason)
         return 1
-    if asked.all and alive:
-        print_reason(Code.STEPS_SENT(steps=sent, url=url))
-    return 0 if alive else 1
+    if options.all and is_alive:
+        print_reason(Code.STEPS_SENT(steps=num_sent, url=url))
+    return 0 if is_alive else 1
 
 
 if __name__ == "__main__":

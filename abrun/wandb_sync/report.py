@@ -1,6 +1,6 @@
-"""`abrun compare --wandb`: a report as an artifact of wandb, its verdict in the summary of a run of its own.
+"""`abrun compare --wandb`: a report as a wandb artifact, with its verdict in the summary of a separate run.
 
-`python -m abrun.wandb_sync.report` does that with a description on its standard input.
+`python -m abrun.wandb_sync.report` uploads the report that a JSON request on its standard input describes.
 """
 
 import hashlib
@@ -17,40 +17,42 @@ from abrun.messages.records import print_reason
 from abrun.reasons import Code
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.files import make_private_folder
-from abrun.wandb_sync import bounded
-from abrun.wandb_sync.wandb_run import INIT_S, line_of
+from abrun.wandb_sync import timed_process
+from abrun.wandb_sync.wandb_run import INIT_TIMEOUT_S, error_line
 
 if TYPE_CHECKING:
     from abrun.verdict.verdict_file import VerdictFile
 
-UPLOAD_S = 300.0
+UPLOAD_TIMEOUT_S = 300.0
 JOB_TYPE = "compare"
 
 
-def upload(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
-    """What to say of it: where the report is, or why it is not there."""
+def upload_report(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
+    """Upload a report and return a sentence: where it is, or why it was not uploaded."""
     if missing := lacking("wandb"):
         return f"--wandb: the report was not uploaded: {sentence(missing)}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = verdict.experiment
-    asked = {
-        **_place(experiment_dir),
+    request = {
+        **_find_project(experiment_dir),
         "group": name,
         "name": f"{name}-report",
         "id": hashlib.sha256(f"{name}/report/{folder}".encode()).hexdigest()[:16],
         "dir": str(experiment_dir or folder),
         "files": [str(path.resolve()) for path in files],
-        "summary": summary_of(verdict),
+        "summary": summarize_verdict(verdict),
     }
-    code, reasons = bounded.run(["abrun.wandb_sync.report"], UPLOAD_S, said=json.dumps(asked))
+    code, reasons = timed_process.run_module(
+        ["abrun.wandb_sync.report"], UPLOAD_TIMEOUT_S, stdin_text=json.dumps(request)
+    )
     if code == 0 and reasons:
         return sentence(reasons[-1])
-    why = f"no answer within {UPLOAD_S:g} s" if code is None else f"exit code {code}"
-    return f"--wandb: the report was not uploaded: {sentence(reasons[-1]) if reasons else why}"
+    cause = f"no answer within {UPLOAD_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
+    return f"--wandb: the report was not uploaded: {sentence(reasons[-1]) if reasons else cause}"
 
 
-def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
-    """The verdict as values that wandb can list and sort by."""
+def summarize_verdict(verdict: "VerdictFile") -> dict[str, Any]:
+    """Return the verdict as values that wandb can list and sort."""
     summary: dict[str, Any] = {
         "verdict": verdict.verdict,
         "reasons": "; ".join(sentences(verdict.reasons)),
@@ -69,8 +71,10 @@ def summary_of(verdict: "VerdictFile") -> dict[str, Any]:
     return summary
 
 
-def _place(experiment_dir: Path | None) -> dict[str, str | None]:
-    """The project of the runs themselves; of others the one that wandb's own variables name."""
+def _find_project(experiment_dir: Path | None) -> dict[str, str | None]:
+    """Return the wandb project of the experiment's runs, or else the one that wandb's environment variables
+    name.
+    """
     declared: Any = None
     if experiment_dir is not None:
         recipe = open_experiment(experiment_dir).get("recipe")
@@ -81,35 +85,35 @@ def _place(experiment_dir: Path | None) -> dict[str, str | None]:
 
 
 def main() -> int:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
         import wandb
 
-        if is_experiment(Path(asked["dir"])):
-            os.umask(make_private_folder(Path(asked["dir"]) / "wandb"))
+        if is_experiment(Path(request["dir"])):
+            os.umask(make_private_folder(Path(request["dir"]) / "wandb"))
         run = wandb.init(
-            project=asked["project"],
-            entity=asked["entity"],
-            group=asked["group"],
+            project=request["project"],
+            entity=request["entity"],
+            group=request["group"],
             job_type=JOB_TYPE,
-            name=asked["name"],
-            id=asked["id"],
+            name=request["name"],
+            id=request["id"],
             resume="allow",
-            dir=asked["dir"],
-            settings=wandb.Settings(init_timeout=INIT_S),
+            dir=request["dir"],
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S),
         )
         if run.disabled:
             print_reason(Code.WANDB_SWITCHED_OFF())
             return 1
-        artifact = wandb.Artifact(asked["name"], type="report", metadata=asked["summary"])
-        for path in asked["files"]:
+        artifact = wandb.Artifact(request["name"], type="report", metadata=request["summary"])
+        for path in request["files"]:
             artifact.add_file(path)
         run.log_artifact(artifact)
-        run.summary.update(asked["summary"])
+        run.summary.update(request["summary"])
         url, folder = run.url, run.dir
         run.finish()
     except Exception as error:
-        print_reason(Code.FOREIGN_TEXT(text=line_of(error)))
+        print_reason(Code.FOREIGN_TEXT(text=error_line(error)))
         return 1
     print_reason(Code.REPORT_SENT(url=url, folder=Path(folder).parent))
     return 0

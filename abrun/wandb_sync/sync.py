@@ -1,4 +1,4 @@
-"""`abrun sync`: every run of an experiment as wandb has it, made what the store says."""
+"""`abrun sync`: completes every wandb run of an experiment from the run store."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,33 +12,33 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.rundir import RunDir
-from abrun.wandb_sync import bounded
+from abrun.wandb_sync import timed_process
 
-SYNC_S = 600.0  # for a run
+SYNC_TIMEOUT_S = 600.0  # per run
 
 
-def sync(experiment_dir: Path, say: Callable[[str], object]) -> None:
-    """Send wandb the steps that it lacks, run by run. Raises StoreError where a run did not get there."""
+def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
+    """Send wandb the steps that it lacks, run by run. Raises StoreError if any run could not be sent."""
     runs = {name: RunDir(run_dir(experiment_dir, name)) for name in planned_runs(experiment_dir)}
-    mirrored = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
-    if not mirrored:
+    mirrored_runs = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
+    if not mirrored_runs:
         raise StoreError(Code.SYNC_NEEDS_SECTION(directory=experiment_dir))
     if missing := lacking("wandb"):
         raise StoreError(Code.SYNC_NEEDS_PACKAGE(directory=experiment_dir, problem=missing))
-    failed = []
-    for name, run in mirrored.items():
-        code, reasons = bounded.run(["abrun.wandb_sync", str(run.path), "--all"], SYNC_S)
+    failures = []
+    for name, run in mirrored_runs.items():
+        code, reasons = timed_process.run_module(["abrun.wandb_sync", str(run.path), "--all"], SYNC_TIMEOUT_S)
         if code == 0 and reasons and reasons[-1].code == Code.STEPS_SENT:
             say(f"{name}: {sentence(reasons[-1])}")
             continue
-        why = f"no answer within {SYNC_S:g} s" if code is None else f"exit code {code}"
-        failed.append(f"{name}: {_problem(reasons[0]) if reasons else why}")
-    if failed:
-        raise StoreError(Code.RUNS_NOT_SENT(failed=len(failed), runs=len(mirrored), first=failed[0]))
+        cause = f"no answer within {SYNC_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
+        failures.append(f"{name}: {_describe_problem(reasons[0]) if reasons else cause}")
+    if failures:
+        raise StoreError(Code.RUNS_NOT_SENT(failed=len(failures), runs=len(mirrored_runs), first=failures[0]))
 
 
-def _problem(reason: Reason) -> str:
-    """Say why steps were not sent; what becomes of a run that trains is of no interest here."""
+def _describe_problem(reason: Reason) -> str:
+    """Return why steps were not sent, without what a training run would do next."""
     return reason["error"] if reason.code == Code.MIRROR_NOT_BEGUN else sentence(reason)
 
 

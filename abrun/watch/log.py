@@ -1,4 +1,4 @@
-"""What a run prints, line by line, as it comes, or why it has printed nothing."""
+"""The log of a run, line by line."""
 
 import time
 from collections.abc import Iterator
@@ -13,18 +13,19 @@ from abrun.runs.experiment import is_experiment, planned_runs
 from abrun.runs.lock import describe_launcher
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-from abrun.watch.reading import FindJobs
+from abrun.watch.reading import FindJobStates
 
 POLL_S = 0.5
-READ_BYTES = 1 << 20  # at once; a longer line is printed as several
-MOST_NAMED = 8  # runs in a message
-AT_WORK = ("waiting", "running", "stalled")
+READ_BYTES = 1 << 20  # a longer line is printed as several
+MAX_NAMED_RUNS = 8
+ACTIVE_STATUSES = ("waiting", "running", "stalled")
 
 
-def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[str]:
-    """Yield the lines of a run's log, with `follow` also those to come until it has ended.
+def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iterator[str]:
+    """Yield the lines of a run's log; with `follow`, also new lines until the run has ended.
 
-    Where there are none, what is recorded of the run. Raises StoreError for what is no run.
+    If the log is empty, yield the run's recorded status instead. Raise
+    StoreError if `directory` is not a run.
     """
     refuse_experiment(directory)
     run = RunDir(directory)
@@ -34,42 +35,50 @@ def log_of(directory: Path, find_jobs: FindJobs, *, follow: bool) -> Iterator[st
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)
 
-    def state() -> RunState:
+    def read_state() -> RunState:
         return jobs.state_of(run.state(name)) if jobs else run.state(name)
 
-    def at_work() -> bool:
-        status = state().status
-        return status in AT_WORK or (status == "pending" and describe_launcher(experiment_dir) is not None)
+    def is_active() -> bool:
+        status = read_state().status
+        return status in ACTIVE_STATUSES or (
+            status == "pending" and describe_launcher(experiment_dir) is not None
+        )
 
-    position, rest = 0, b""
+    position, partial_line = 0, b""
     while True:
-        ended = not follow or not at_work()  # asked first: its last lines are there by now
-        position, content = _read(run, position)
+        # Ask before reading, so that the last lines of an ended run are in this read.
+        is_last_read = not follow or not is_active()
+        position, content = _read_chunk(run, position)
         while content:
-            *lines, rest = (rest + content).split(b"\n")
-            lines, rest = ([*lines, rest], b"") if len(rest) >= READ_BYTES else (lines, rest)
-            yield from map(_text, lines)
-            position, content = _read(run, position)
-        if ended:
-            yield from [_text(rest)] if rest else []
+            *lines, partial_line = (partial_line + content).split(b"\n")
+            lines, partial_line = (
+                ([*lines, partial_line], b"") if len(partial_line) >= READ_BYTES else (lines, partial_line)
+            )
+            yield from map(_decode_line, lines)
+            position, content = _read_chunk(run, position)
+        if is_last_read:
+            yield from [_decode_line(partial_line)] if partial_line else []
             if not position:
-                yield _recorded(state(), run.log)
+                yield _recorded_status(read_state(), run.log)
             return
         time.sleep(POLL_S)
 
 
 def refuse_experiment(directory: Path) -> None:
-    """Raise StoreError, with the names of its runs, for an experiment in the place of a run."""
+    """Raise StoreError, with the names of the runs, if `directory` is an experiment and not a run."""
     if is_experiment(directory):
         names = [str(directory / str(name)) for name in planned_runs(directory)]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MOST_NAMED], more=more))
+        num_more_text = f" and {len(names) - MAX_NAMED_RUNS} more" if len(names) > MAX_NAMED_RUNS else ""
+        raise StoreError(
+            Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=num_more_text)
+        )
 
 
-def _read(run: RunDir, position: int) -> tuple[int, bytes]:
+def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:
     try:
         with open_regular(run.log) as file:
-            file.seek(min(position, run.log_size()))  # shorter: its middle was cut out
+            # The log shrinks when its middle is cut out.
+            file.seek(min(position, run.log_size()))
             content = file.read(READ_BYTES)
             return file.tell(), content
     except PermissionError as error:
@@ -78,10 +87,10 @@ def _read(run: RunDir, position: int) -> tuple[int, bytes]:
         return position, b""
 
 
-def _recorded(state: RunState, log: Path) -> str:
+def _recorded_status(state: RunState, log: Path) -> str:
     why = f": {state.message}" if state.message else ""
-    return shown(f"{state.name}: {state.status}{why}; nothing is printed in {log}") + "\n"
+    return shown(f"{state.name}: {state.status}{why}; {log} is empty") + "\n"
 
 
-def _text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     return shown(line.decode(errors="replace").rstrip("\r").expandtabs()) + "\n"

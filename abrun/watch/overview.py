@@ -1,4 +1,4 @@
-"""All experiments of a folder in a line each, and the state of runs for machines."""
+"""A one-line overview of each experiment in a folder, and the state of runs as JSON."""
 
 import time
 from collections import Counter
@@ -18,97 +18,108 @@ from abrun.redaction import shown
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
 from abrun.runs.lock import describe_launcher
-from abrun.watch.reading import ExperimentReader, FindJobs, WatchedRun, time_left_s
+from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
 
-ASK_S = 5.0  # for what schedulers say of all experiments
+MAX_QUERY_S = 5.0  # for schedulers, over all experiments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """One experiment: how many of its runs are in which state."""
+    """One experiment: the number of its runs by status, and its progress."""
 
     experiment: str
-    runs: dict[str, int]  # by status
-    step: int  # of all runs together
-    num_steps: int
-    launched_by: str | None  # who launches it now
+    runs: dict[str, int]  # status -> number of runs
+    step: int  # summed over all runs
+    num_steps: int  # summed over all runs
+    launched_by: str | None  # the launcher at work
 
 
-def overview(runs_dir: Path, find_jobs: FindJobs) -> tuple[list[Overview], list[str]]:
-    """Every experiment, and what could not be read or asked. Raises StoreError where the folder is missing.
+def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overview], list[str]]:
+    """Return all experiments, and notes on what could not be read or asked.
 
-    Of those that have not ended the schedulers are asked, for a few seconds in all.
+    Schedulers are asked about unfinished experiments, for about MAX_QUERY_S in all. Raise StoreError if the
+    folder is missing.
     """
     if not is_directory(runs_dir):
         raise StoreError(Code.RUNS_DIR_MISSING(runs_dir=runs_dir))
-    found, troubles = list[Overview](), list[str]()
-    asked_s, unasked, silent = 0.0, 0, set[str | None]()
+    overviews, problems = list[Overview](), list[str]()
+    query_s, num_not_asked, unreachable = 0.0, 0, set[str | None]()
     for experiment_dir in list_experiments(runs_dir):
         try:
             states = [read_run_state(experiment_dir, name) for name in planned_runs(experiment_dir)]
-            ended = all(state.status == "finished" for state in states)
-            jobs = None if ended else find_jobs(experiment_dir)
-            if jobs and asked_s < ASK_S:
+            all_finished = all(state.status == "finished" for state in states)
+            jobs = None if all_finished else find_jobs(experiment_dir)
+            if jobs and query_s < MAX_QUERY_S:
                 began_s = time.monotonic()
                 states = list(map(jobs.state_of, states))
-                asked_s += time.monotonic() - began_s
-                silent |= {jobs.silent} - {None}
+                query_s += time.monotonic() - began_s
+                unreachable |= {jobs.silent} - {None}
             elif jobs:
-                unasked += 1
-        except StoreError as error:  # the others can be shown
-            troubles.append(str(error))
+                num_not_asked += 1
+        except StoreError as error:
+            problems.append(str(error))
             continue
-        done = sum(state.num_steps if state.status == "finished" else state.step for state in states)
-        found.append(
+        num_steps_done = sum(
+            state.num_steps if state.status == "finished" else state.step for state in states
+        )
+        overviews.append(
             Overview(
                 experiment=experiment_dir.name,
                 runs=dict(Counter(state.status for state in states)),
-                step=done,
+                step=num_steps_done,
                 num_steps=sum(state.num_steps for state in states),
                 launched_by=describe_launcher(experiment_dir),
             )
         )
-    troubles += map(str, inaccessible_folders(runs_dir))
-    if unasked:
-        silent.add(
-            f"{unasked} more with jobs of a scheduler, which was not asked, after {asked_s:.0f} s for those "
-            "before: abrun status EXPERIMENT"
+    problems += map(str, inaccessible_folders(runs_dir))
+    if num_not_asked:
+        unreachable.add(
+            f"the scheduler was not asked about {num_not_asked} more experiments, after {query_s:.0f} s for "
+            "others: abrun status EXPERIMENT asks about one"
         )
-    return found, [*troubles, *map(str, silent)]
+    return overviews, [*problems, *map(str, unreachable)]
 
 
-def status_of_experiments(
-    runs_dir: Path, find_jobs: FindJobs = lambda experiment_dir: None
+def render_experiments(
+    runs_dir: Path, find_jobs: FindJobStates = lambda experiment_dir: None
 ) -> RenderableType:
-    """One row an experiment. Raises StoreError where the folder is missing."""
-    found, troubles = overview(runs_dir, find_jobs)
+    """Return a table with a row for each experiment. Raise StoreError if the folder is missing."""
+    overviews, problems = read_overviews(runs_dir, find_jobs)
     rows = [
         (
-            one.experiment,
-            ", ".join(f"{count} {status}" for status, count in one.runs.items()),
-            f"{one.step}/{one.num_steps}",
-            one.launched_by or "",
+            overview.experiment,
+            ", ".join(f"{count} {status}" for status, count in overview.runs.items()),
+            f"{overview.step}/{overview.num_steps}",
+            overview.launched_by or "",
         )
-        for one in found
+        for overview in overviews
     ]
     table = Table(columns("experiment", "runs", "steps", "launched by"), rows)
-    said = [Text(shown(line), style="red") for line in troubles]
-    return Group(table, *said) if found or said else Text(f"{runs_dir}: no experiments yet")
+    problem_lines = [Text(shown(line), style="red") for line in problems]
+    return (
+        Group(table, *problem_lines)
+        if overviews or problem_lines
+        else Text(f"{runs_dir}: no experiments yet")
+    )
 
 
 def status_json(
-    runs_dir: Path, experiment_dir: Path | None, find_jobs: FindJobs = lambda experiment_dir: None
+    runs_dir: Path, experiment_dir: Path | None, find_jobs: FindJobStates = lambda experiment_dir: None
 ) -> dict[str, Any]:
-    """For machines: all experiments of a folder, or one with its runs."""
+    """Return all experiments of a folder, or one with its runs, as JSON."""
     if experiment_dir is None:
-        found, troubles = overview(runs_dir, find_jobs)
-        return {"runs_dir": str(runs_dir), "experiments": [asdict(one) for one in found], "notes": troubles}
+        overviews, problems = read_overviews(runs_dir, find_jobs)
+        return {
+            "runs_dir": str(runs_dir),
+            "experiments": [asdict(overview) for overview in overviews],
+            "notes": problems,
+        }
     runs = ExperimentReader(experiment_dir, find_jobs).read()
     return {
         "experiment": experiment_dir.name,
         "directory": str(experiment_dir),
         "launched_by": describe_launcher(experiment_dir),
-        "time_left_s": time_left_s(runs),
+        "time_left_s": estimate_time_left_s(runs),
         "runs": _runs_json(runs),
     }
 

@@ -1,4 +1,4 @@
-"""Runs as people read them: a table for a terminal's size, a line a run elsewhere."""
+"""Runs as text: a table that fits the terminal, or a line per run."""
 
 import math
 from collections import Counter
@@ -14,26 +14,27 @@ from rich.text import Text
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.present.tables import Column, Table
 from abrun.redaction import shown
-from abrun.watch.reading import WatchedRun, time_left_s
+from abrun.watch.reading import WatchedRun, estimate_time_left_s
 
-WIDE = 104  # columns from which the table has full headings, two spaces between them, and elapsed times
-VERY_WIDE = 132  # and tokens per second
+# Terminal widths from which the table has full headings, wider gaps and elapsed times; and tokens per second.
+WIDE = 104
+VERY_WIDE = 132
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
 COLOURS |= {"starting": "blue", "unreadable": "red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
-TO_COME = "·"  # where a curve will be
+PENDING_STEPS = "·"  # in place of the rest of the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
+class _RunColumn:
     heading: str
     cell: Callable[[WatchedRun], str]
-    right: bool = True
-    recorded: bool = False  # by some trainers, and not by others
+    align_right: bool = True
+    is_optional: bool = False  # a metric that only some trainers record
 
     def is_shown(self, runs: Sequence[WatchedRun]) -> bool:
-        """Unless there are steps, and none of them has it."""
-        return not (self.recorded and any(run.latest for run in runs) and not any(map(self.cell, runs)))
+        """Return False for an optional column that no run with steps has a value for."""
+        return not (self.is_optional and any(run.latest for run in runs) and not any(map(self.cell, runs)))
 
 
 def render(
@@ -42,50 +43,50 @@ def render(
     width: int,
     height: int | None = None,
 ) -> RenderableType:
-    """Table, what went wrong and progress, for a terminal of that size."""
+    """Return the table of runs, their messages and a progress bar, for a terminal of this size."""
     planned = [run for run in runs if not run.is_warm_start]
-    begun = all(run.state.status not in ("pending", "waiting") for run in planned)
-    # A warm start that is over, or (its folder deleted since) that nothing waits for, is no news.
-    over = ("finished", "pending") if begun else ("finished",)
-    listed = [run for run in runs if not (run.is_warm_start and run.state.status in over)]
-    listed = _by_pair(listed)
-    troubles = _troubles(listed, whole=height is None)
-    # Lines that are not rows: title, two of headings, bar, and the note on rows left out.
-    room = None if height is None else max(3, height - 5 - min(len(troubles), 5))
-    fitting = _most_telling(listed, room)
-    parts: list[RenderableType] = [_title(name, planned), _table(fitting, width)]
-    if len(fitting) < len(listed):
-        left_out = Counter(run.status for run in listed if run not in fitting)
+    all_started = all(run.state.status not in ("pending", "waiting") for run in planned)
+    # Hide warm starts that have finished, or that no run waits for (their folder was deleted).
+    ended_statuses = ("finished", "pending") if all_started else ("finished",)
+    candidates = [run for run in runs if not (run.is_warm_start and run.state.status in ended_statuses)]
+    candidates = _sort_by_seed(candidates)
+    message_lines = _message_lines(candidates, wrap=height is None)
+    # Five lines are not rows: title, two lines of headings, progress bar, note on omitted rows.
+    max_rows = None if height is None else max(3, height - 5 - min(len(message_lines), 5))
+    selected = _select_runs(candidates, max_rows)
+    renderables: list[RenderableType] = [_title_line(name, planned), _runs_table(selected, width)]
+    if len(selected) < len(candidates):
+        left_out = Counter(run.status for run in candidates if run not in selected)
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
-        parts.append(Text(f"and {counts}", style="dim"))
-    parts += troubles[:5]
-    parts.append(_progress(planned, time_left_s(runs), width))
-    return Group(*parts)
+        renderables.append(Text(f"and {counts}", style="dim"))
+    renderables += message_lines[:5]
+    renderables.append(_progress_bar(planned, estimate_time_left_s(runs), width))
+    return Group(*renderables)
 
 
-def _by_pair(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
-    """Warm starts first, then the runs of each seed together, in the order in which they are launched."""
+def _sort_by_seed(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
+    """Sort warm starts first, then runs by seed, in launch order."""
     seeds = list(dict.fromkeys(run.state.name.seed for run in runs))
     return sorted(runs, key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
 
 
-def _troubles(runs: Sequence[WatchedRun], *, whole: bool) -> list[Text]:
-    """What failed, then what is waited for; a reason once, in a line each or `whole`."""
-    reasons: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
+def _message_lines(runs: Sequence[WatchedRun], *, wrap: bool) -> list[Text]:
+    """Return failures, then what runs wait for, each message once; cut at the line's end unless `wrap`."""
+    messages_by_style: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
     for run in runs:
         if run.state.message and run.state.status != "interrupted":
             style = "dim" if run.state.status == "waiting" else "red"
-            reasons[style].append((run.label, run.state.message))
+            messages_by_style[style].append((run.label, run.state.message))
     return [
-        Text(shown(line), style=style, overflow="fold" if whole else "ellipsis", no_wrap=not whole)
-        for style, of in reasons.items()
-        for line in said_once(of)
+        Text(shown(line), style=style, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
+        for style, labelled_messages in messages_by_style.items()
+        for line in merge_same_messages(labelled_messages)
     ]
 
 
-def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedRun]:
-    """All where there is room; else those at work or in trouble first, then the latest to finish."""
-    if room is None or len(runs) <= room:
+def _select_runs(runs: Sequence[WatchedRun], max_rows: int | None) -> list[WatchedRun]:
+    """Select up to `max_rows` runs: running ones first, then failed ones, then the latest to finish."""
+    if max_rows is None or len(runs) <= max_rows:
         return list(runs)
     ranks = {
         "running": 0,
@@ -101,10 +102,10 @@ def _most_telling(runs: Sequence[WatchedRun], room: int | None) -> list[WatchedR
         range(len(runs)),
         key=lambda i: (ranks[runs[i].state.status], -i if runs[i].state.status == "finished" else i),
     )
-    return [runs[i] for i in sorted(order[:room])]
+    return [runs[i] for i in sorted(order[:max_rows])]
 
 
-def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
+def _title_line(name: str, runs: Sequence[WatchedRun]) -> Text:
     counts = Counter(run.status for run in runs)
     title = Text(shown(name), style="bold")
     for status, count in counts.items():
@@ -114,11 +115,12 @@ def _title(name: str, runs: Sequence[WatchedRun]) -> Text:
     return title
 
 
-def _table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
-    followed = _followed([run for run in runs if not run.is_warm_start])
-    listed = [column for column in _columns(followed, width) if column.is_shown(runs)]
-    rows = [[column.cell(run) for column in listed] for run in runs]
-    for index in reversed(range(1, len(runs))):  # a seed once for all runs of it
+def _runs_table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
+    curve_metric = _choose_curve_metric([run for run in runs if not run.is_warm_start])
+    columns = [column for column in _run_columns(curve_metric, width) if column.is_shown(runs)]
+    rows = [[column.cell(run) for column in columns] for run in runs]
+    # Show each seed once.
+    for index in reversed(range(1, len(runs))):
         if rows[index][0] == rows[index - 1][0]:
             rows[index][0] = ""
     gap = 2 if width >= WIDE else 1
@@ -126,98 +128,113 @@ def _table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
         max(
             len(line) for text in (column.heading, *(row[index] for row in rows)) for line in text.split("\n")
         )
-        for index, column in enumerate(listed)
+        for index, column in enumerate(columns)
     ]
-    room = max(6, min(40, width - sum(widths) - gap * len(widths)))
-    limits = _limits(runs, followed)
-    curve_at = next(index for index, column in enumerate(listed) if not column.heading)
-    status_at = next(index for index, column in enumerate(listed) if column.heading == "status")
+    curve_width = max(6, min(40, width - sum(widths) - gap * len(widths)))
+    value_range = _value_range(runs, curve_metric)
+    curve_index = next(index for index, column in enumerate(columns) if not column.heading)
+    status_index = next(index for index, column in enumerate(columns) if column.heading == "status")
     cells = []
     for run, row in zip(runs, rows, strict=True):
         colour = COLOURS.get(run.status, "yellow")
         cells.append(
-            [Text(text, style=_style(text, colour, status=i == status_at)) for i, text in enumerate(row)]
+            [
+                Text(text, style=_cell_style(text, colour, status=i == status_index))
+                for i, text in enumerate(row)
+            ]
         )
-        cells[-1][curve_at] = _curve(run, followed, room, limits)
-    aligned = [
-        Column(Text("\n" * ("\n" not in one.heading) + one.heading), one.right, no_wrap=True)
-        for one in listed
+        cells[-1][curve_index] = _draw_curve(run, curve_metric, curve_width, value_range)
+    aligned_columns = [
+        Column(Text("\n" * ("\n" not in column.heading) + column.heading), column.align_right, no_wrap=True)
+        for column in columns
     ]
-    return Table(aligned, cells).rich(padding=(0, gap, 0, 0))
+    return Table(aligned_columns, cells).to_rich(padding=(0, gap, 0, 0))
 
 
-def _columns(followed: str, width: int) -> list[_Column]:
-    wide = width >= WIDE
+def _run_columns(curve_metric: str, width: int) -> list[_RunColumn]:
+    is_wide = width >= WIDE
     columns = [
-        _Column(heading="seed", cell=lambda run: "" if run.is_warm_start else str(run.state.name.seed)),
-        _Column(heading="arm", cell=_arm, right=False),
-        _Column(heading="status", cell=lambda run: run.status, right=False),
-        _Column(heading="step", cell=lambda run: f"{run.step}/{run.state.num_steps}"),
-        _Column(
-            heading=followed.removeprefix("train/"), cell=lambda run: _number(run.latest.get(followed), 3)
+        _RunColumn(heading="seed", cell=lambda run: "" if run.is_warm_start else str(run.state.name.seed)),
+        _RunColumn(heading="arm", cell=_arm_label, align_right=False),
+        _RunColumn(heading="status", cell=lambda run: run.status, align_right=False),
+        _RunColumn(heading="step", cell=lambda run: f"{run.step}/{run.state.num_steps}"),
+        _RunColumn(
+            heading=curve_metric.removeprefix("train/"),
+            cell=lambda run: _format_number(run.latest.get(curve_metric), 3),
         ),
-        _Column(heading="", cell=lambda run: "", right=False),  # the curve gets what room is left
-        _Column(
-            heading="token_mult\nprob_error" if wide else "prob\nerror",
-            cell=lambda run: _number(run.latest.get(TOKEN_MULT_PROB_ERROR), 4),
-            recorded=True,
+        # The curve takes the remaining width.
+        _RunColumn(heading="", cell=lambda run: "", align_right=False),
+        _RunColumn(
+            heading="token_mult\nprob_error" if is_wide else "prob\nerror",
+            cell=lambda run: _format_number(run.latest.get(TOKEN_MULT_PROB_ERROR), 4),
+            is_optional=True,
         ),
-        _Column(heading="grad\nnorm", cell=lambda run: _number(run.latest.get(GRAD_NORM), 3), recorded=True),
-        _Column(heading="peak\nmemory", cell=lambda run: memory(run.peak_bytes), recorded=True),
-        _Column(heading="step\ntime", cell=lambda run: _seconds(run.step_time_s), recorded=True),
+        _RunColumn(
+            heading="grad\nnorm",
+            cell=lambda run: _format_number(run.latest.get(GRAD_NORM), 3),
+            is_optional=True,
+        ),
+        _RunColumn(heading="peak\nmemory", cell=lambda run: format_bytes(run.peak_bytes), is_optional=True),
+        _RunColumn(heading="step\ntime", cell=lambda run: _format_seconds(run.step_time_s), is_optional=True),
     ]
     if width >= VERY_WIDE:
-        rate = "tokens/s\na device"
-        columns.append(_Column(heading=rate, cell=lambda run: _rate(run.tokens_per_s), recorded=True))
-    if wide:
-        columns.append(_Column(heading="\nelapsed", cell=lambda run: _clock(run.elapsed_s)))
-    return [*columns, _Column(heading="\nETA", cell=lambda run: _clock(run.eta_s))]
+        rate_heading = "tokens/s\nper device"
+        columns.append(
+            _RunColumn(
+                heading=rate_heading, cell=lambda run: _format_rate(run.tokens_per_s), is_optional=True
+            )
+        )
+    if is_wide:
+        columns.append(_RunColumn(heading="\nelapsed", cell=lambda run: _format_clock(run.elapsed_s)))
+    return [*columns, _RunColumn(heading="\nETA", cell=lambda run: _format_clock(run.eta_s))]
 
 
-def _curve(run: WatchedRun, followed: str, room: int, limits: tuple[float, float]) -> Text:
-    """What there is of a curve in as much of the room as steps are done, and dots for those to come."""
-    values = run.curves.get(followed, ())
-    share = min(1.0, run.step / run.state.num_steps) if run.state.num_steps else 0.0
-    done = sparkline(values, max(1, round(room * share)) if values else 0, limits)
-    to_come = TO_COME * (room - len(done)) if run.status in ("running", "starting") else ""
-    return Text.assemble((done, "cyan"), (to_come, "dim"))
+def _draw_curve(run: WatchedRun, metric: str, width: int, value_range: tuple[float, float]) -> Text:
+    """Return a curve as wide as the share of steps done, then dots for the steps to come."""
+    values = run.curves.get(metric, ())
+    share_done = min(1.0, run.step / run.state.num_steps) if run.state.num_steps else 0.0
+    curve = sparkline(values, max(1, round(width * share_done)) if values else 0, value_range)
+    pending = PENDING_STEPS * (width - len(curve)) if run.status in ("running", "starting") else ""
+    return Text.assemble((curve, "cyan"), (pending, "dim"))
 
 
-def _style(text: str, colour: str, *, status: bool) -> str:
+def _cell_style(text: str, colour: str, *, status: bool) -> str:
     if colour == "dim" or status:
         return colour
     return "bold red" if text in ("nan", "inf", "-inf") else ""
 
 
-def _followed(runs: Sequence[WatchedRun]) -> str:
-    """The metric to show of these runs: the reward, or the loss where no run has rewards."""
+def _choose_curve_metric(runs: Sequence[WatchedRun]) -> str:
+    """Return the metric to plot: the reward, or the loss if no run has rewards."""
     return next((key for key in CURVES if any(run.curves.get(key) for run in runs)), REWARD)
 
 
-def _arm(run: WatchedRun) -> str:
+def _arm_label(run: WatchedRun) -> str:
     return shown(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
-def _progress(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> RichTable:
-    total = sum(run.state.num_steps for run in runs)
-    done = sum(min(run.step, run.state.num_steps) for run in runs)
-    elapsed_s = elapsed(runs)
-    since = "" if elapsed_s is None else f"  {_clock(elapsed_s)} elapsed"
-    left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
-    text = f" {done}/{total} steps  {done / max(1, total):.0%}{since}{left}"
+def _progress_bar(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> RichTable:
+    num_steps = sum(run.state.num_steps for run in runs)
+    num_done = sum(min(run.step, run.state.num_steps) for run in runs)
+    elapsed_s = compute_elapsed_s(runs)
+    elapsed_text = "" if elapsed_s is None else f"  {_format_clock(elapsed_s)} elapsed"
+    left_text = "" if seconds_left is None else f"  {_format_clock(seconds_left)} left"
+    text = f" {num_done}/{num_steps} steps  {num_done / max(1, num_steps):.0%}{elapsed_text}{left_text}"
     grid = RichTable.grid()
-    grid.add_row(ProgressBar(total=max(1, total), completed=done, width=max(10, width - len(text) - 1)), text)
+    grid.add_row(
+        ProgressBar(total=max(1, num_steps), completed=num_done, width=max(10, width - len(text) - 1)), text
+    )
     return grid
 
 
-def sparkline(values: Sequence[float], width: int, limits: tuple[float, float]) -> str:
-    """A curve of at most `width` characters, each the mean of its share of the values; "!" is NaN or Inf."""
-    buckets = min(width, len(values))
-    low, high = limits
+def sparkline(values: Sequence[float], width: int, value_range: tuple[float, float]) -> str:
+    """Return a curve of at most `width` characters, each the mean of its bucket; "!" is NaN or Inf."""
+    num_buckets = min(width, len(values))
+    low, high = value_range
     curve = ""
-    for index in range(buckets):
-        share = values[index * len(values) // buckets : (index + 1) * len(values) // buckets]
-        mean = sum(share) / len(share)
+    for index in range(num_buckets):
+        bucket = values[index * len(values) // num_buckets : (index + 1) * len(values) // num_buckets]
+        mean = sum(bucket) / len(bucket)
         if not math.isfinite(mean):
             curve += "!"
         else:
@@ -226,31 +243,37 @@ def sparkline(values: Sequence[float], width: int, limits: tuple[float, float]) 
     return curve
 
 
-def _limits(runs: Sequence[WatchedRun], followed: str) -> tuple[float, float]:
-    """One scale for all curves, so that arms can be compared by eye."""
-    values = (value for run in runs for value in run.curves.get(followed, ()))
+def _value_range(runs: Sequence[WatchedRun], metric: str) -> tuple[float, float]:
+    """Return the range of all curves, so that arms share one scale."""
+    values = (value for run in runs for value in run.curves.get(metric, ()))
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
 
 
-def elapsed(runs: Sequence[WatchedRun]) -> float | None:
-    """Seconds from the first start to now, or to the last step of the last run; None: none began."""
+def compute_elapsed_s(runs: Sequence[WatchedRun]) -> float | None:
+    """Return the seconds from the first start to now or to the last step; None if no run has started."""
     spans = [(run.state.started_s, run.elapsed_s) for run in runs]
-    known = [(start, start + took) for start, took in spans if start is not None and took is not None]
-    return max(end for _, end in known) - min(start for start, _ in known) if known else None
+    known_spans = [
+        (start, start + elapsed_s)
+        for start, elapsed_s in spans
+        if start is not None and elapsed_s is not None
+    ]
+    return (
+        max(end for _, end in known_spans) - min(start for start, _ in known_spans) if known_spans else None
+    )
 
 
-# --- a run in a line ---
+# --- one line per run ---
 
 
-def said_once(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """`run: text`, and for several runs with the same text the first and how many more."""
+def merge_same_messages(labelled_messages: Iterable[tuple[str, str]]) -> list[str]:
+    """Return `run: text` lines; runs with the same text share one, such as `run and 3 more: text`."""
     labels: dict[str, list[str]] = {}
-    for label, text in lines:
+    for label, text in labelled_messages:
         labels.setdefault(text, []).append(label)
     return [
-        f"{first}{f' and {len(more)} more' if more else ''}: {text}"
-        for text, (first, *more) in labels.items()
+        f"{first_label}{f' and {len(other_labels)} more' if other_labels else ''}: {text}"
+        for text, (first_label, *other_labels) in labels.items()
     ]
 
 
@@ -264,24 +287,26 @@ def status_line(run: WatchedRun) -> str:
 
 
 def progress_line(run: WatchedRun) -> str:
-    parts = [f"step {run.step}/{run.state.num_steps}"]
-    followed = _followed([run])
+    fields = [f"step {run.step}/{run.state.num_steps}"]
+    curve_metric = _choose_curve_metric([run])
     for key, label in (
-        (followed, followed.removeprefix("train/")),
+        (curve_metric, curve_metric.removeprefix("train/")),
         (TOKEN_MULT_PROB_ERROR, "token_mult_prob_error"),
         (GRAD_NORM, "grad norm"),
     ):
         if isinstance(run.latest.get(key), int | float):
-            parts.append(f"{label} {_number(run.latest[key], 4 if key == TOKEN_MULT_PROB_ERROR else 3)}")
+            fields.append(
+                f"{label} {_format_number(run.latest[key], 4 if key == TOKEN_MULT_PROB_ERROR else 3)}"
+            )
     if run.step_time_s is not None:
-        parts.append(f"{_seconds(run.step_time_s)} a step")
-    return ", ".join(parts)
+        fields.append(f"{_format_seconds(run.step_time_s)} per step")
+    return ", ".join(fields)
 
 
-# --- numbers for people ---
+# --- number formats ---
 
 
-def memory(num_bytes: float | None) -> str:
+def format_bytes(num_bytes: float | None) -> str:
     if num_bytes is None or not math.isfinite(num_bytes):
         return ""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
@@ -294,7 +319,7 @@ def memory(num_bytes: float | None) -> str:
     return f"{num_bytes / 2**10:.0f} KiB"
 
 
-def _number(value: Any, decimals: int) -> str:
+def _format_number(value: Any, decimals: int) -> str:
     if not isinstance(value, int | float):
         return ""
     if not math.isfinite(value):
@@ -302,17 +327,17 @@ def _number(value: Any, decimals: int) -> str:
     return f"{value:.{decimals}f}" if 0.001 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
 
 
-def _rate(value: Any) -> str:
+def _format_rate(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else ""
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
 
 
-def _clock(value: float | None) -> str:
+def _format_clock(value: float | None) -> str:
     if value is None:
         return ""
     minutes, seconds = divmod(round(value), 60)

@@ -10,7 +10,7 @@ from torch import Tensor
 from abrun.backends import make_backend
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import RolloutBatch, collate, on_completions
+from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.train.dpo import DpoAlgorithm
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
@@ -37,13 +37,13 @@ def batch_of(rows: list[Row], config: OwnRunConfig, pad_id: int) -> Any:
     counted = torch.tensor([row.counted for row in rows])
     sequences = replace(sequences, token_mask=sequences.token_mask & counted[:, None])
     if config.algorithm.type == "dpo":
-        return replace(sequences, rows_together=2)
+        return replace(sequences, rows_per_sample=2)
     if config.algorithm.type == "sft":
         return sequences
     whole = collate([row.prompt for row in rows], [row.completion for row in rows], pad_id=pad_id)
     return sequences.with_fields(
         RolloutBatch,
-        inference_logprobs=on_completions([row.inference for row in rows], whole.token_mask),
+        inference_logprobs=scatter_to_completions([row.inference for row in rows], whole.token_mask),
         rewards=torch.tensor([row.reward for row in rows]),
     )
 

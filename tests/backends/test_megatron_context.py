@@ -13,7 +13,7 @@ from abrun.backends.context import ContextSplit
 from abrun.backends.head import Entropies
 from abrun.rl.losses import TokenLosses, gspo_loss, loss_weights
 from abrun.rl.metrics import MetricParts, all_reduce
-from abrun.rl.values import right_shifted
+from abrun.rl.values import shift_right
 from tests.backends.megatron_policies import gradients, make_backend, network
 from tests.backends.policies import Advised, WeightedLoss, plain_logprobs, some_batch
 from tests.backends.test_megatron_ranks import (
@@ -222,8 +222,8 @@ def shifted_in_slices() -> dict[str, Any]:
 
     gather = Packing.whole
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("abrun.backends.policy.right_shifted", lambda values: values)
-        patch.setattr(Packing, "whole", lambda packing, own: gather(packing, right_shifted(own)))
+        patch.setattr("abrun.backends.policy.shift_right", lambda values: values)
+        patch.setattr(Packing, "whole", lambda packing, own: gather(packing, shift_right(own)))
         return train_values(*VALUES["own"])
 
 

@@ -46,7 +46,7 @@ def batch_of(lengths: list[int], first_row: int, together: int, spare: int) -> M
     return Marked(
         token_ids=entry,
         token_mask=mask,
-        rows_together=together,
+        rows_per_sample=together,
         routes=(entry[..., None] * torch.tensor([1, -1, 2])).to(torch.int16),
         support=(entry[..., None] + torch.arange(5)).to(torch.uint8),
         row=rows,

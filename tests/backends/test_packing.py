@@ -317,7 +317,7 @@ def test_samples_of_two_ranks_by_hand() -> None:
 
 def test_pairs_are_never_cut(group: None) -> None:
     policy = Policy(packing=True, micro_batch_tokens=15)
-    pairs = replace(some_batch(), rows_together=2)
+    pairs = replace(some_batch(), rows_per_sample=2)
     parts = [part for part, _ in Microbatches(pairs, policy, make_backend().ranks)]
     assert sum(len(part) for part in parts) == 8 and len(parts) > 1
     whole = [row[: int(length)].tolist() for row, length in zip(pairs.token_ids, lengths(pairs), strict=True)]
@@ -359,7 +359,7 @@ def uneven_batch() -> Advised:
 
 def on_two_ranks(rank: int, world_size: int, together: int) -> dict[str, Any]:
     whole = uneven_batch()
-    batch = replace(whole[rank * 4 : rank * 4 + 4], rows_together=together)
+    batch = replace(whole[rank * 4 : rank * 4 + 4], rows_per_sample=together)
     backend = make_backend(packing=True, micro_batch_tokens=12)
     each = Microbatches(batch, backend.settings, backend.ranks)
     found: dict[str, Any] = {"tokens": [packing.starts[-1] for _, packing in each if packing]}

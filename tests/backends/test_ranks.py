@@ -95,7 +95,7 @@ def test_experts_are_shared_by_ranks_with_other_tokens_each() -> None:
 
 def _wait_in_vain(rank: int, world_size: int) -> Reason | str | None:
     group: Any = dist.new_group(timeout=SECOND)
-    progress.beat("logprobs")
+    progress.report("logprobs")
     if rank == 1:
         time.sleep(2.5)
         return None
@@ -133,7 +133,7 @@ def test_the_first_rank_serves_the_store_unless_torchrun_does(
     variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if by_agent:
         os.set_inheritable(inherited, True)
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, progress.LISTENING: inherited}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, progress.LISTENING_FD_VARIABLE: inherited}
     else:
         os.close(inherited)
     for name, value in variables.items():
@@ -141,28 +141,28 @@ def test_the_first_rank_serves_the_store_unless_torchrun_does(
     store = _meet(SECOND)
     store.set("key", "value")
     assert store.get("key") == b"value"
-    assert progress.LISTENING not in os.environ
+    assert progress.LISTENING_FD_VARIABLE not in os.environ
     assert not by_agent or not os.get_inheritable(inherited)
 
 
 def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signs: list[progress.Sign] = []
-    with progress.lines(tmp_path, range(1)) as lines:
-        monkeypatch.setattr(progress._line, "file", lines[0])
+    signs: list[progress.RankStatus] = []
+    with progress.open_status_lines(tmp_path, range(1)) as lines:
+        monkeypatch.setattr(progress._status_line, "file", lines[0])
 
         def meet(*_: object, **__: object) -> Mock:
-            signs.append(progress.signs(lines)[0])
+            signs.append(progress.read_statuses(lines)[0])
             return Mock()
 
         monkeypatch.setattr(ranks_module, "TCPStore", meet)
         for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", "MASTER_PORT": 1}.items():
             monkeypatch.setenv(name, str(value))
-        progress.beat("starting")
+        progress.report("starting")
         _meet(SECOND)
-        signs.append(progress.signs(lines)[0])
-    assert [sign.waits for sign in signs] == [True, False]
+        signs.append(progress.read_statuses(lines)[0])
+    assert [sign.is_waiting for sign in signs] == [True, False]
     assert signs[0].time_s == signs[1].time_s  # waiting is no sign of life
 
 
@@ -180,6 +180,6 @@ def test_a_rank_waits_in_the_installed_torch_alone(tmp_path: Path, file: str, wa
     """Any folder may be named torch, and torch's own files lie up to five folders deep."""
     stack = tmp_path / "rank-0.stack"
     stack.write_text(f'Current thread 0x1:\n  File "{file}", line 7 in wait\n')
-    place = progress._place(stack)
+    place = progress._stack_location(stack)
     assert str(place) == f"wait ({'/'.join(file.split('/')[-3:])}:7)"
     assert is_in_torch(place) == waits

@@ -27,7 +27,7 @@ from abrun.experiment.preflight.machine import find_gpus
 from abrun.launch.engine import Place, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import run_plan
-from abrun.processes import start
+from abrun.processes import start_process
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.run import RunConfig
@@ -121,7 +121,7 @@ class Evidence:
         env = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONUNBUFFERED": "1"}  # 16 runs share the cores
         began_s = time.time()
         with self.log.open("ab") as log:
-            process = start(list(command), env, dies_by=signal.SIGTERM, stdout=log, stderr=log)
+            process = start_process(list(command), env, death_signal=signal.SIGTERM, stdout=log, stderr=log)
             try:
                 process.wait(max(deadline_s - began_s, 0.0))
             except subprocess.TimeoutExpired:

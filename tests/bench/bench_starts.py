@@ -20,8 +20,8 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.launch.engine import make_engine
-from abrun.processes import Fork
-from abrun.processes.copies import Server
+from abrun.processes import ForkedChild
+from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import stored_recipe
 from abrun.runs.rundir import RunDir
 from tests.bench.common import PrintedLines, make_model, make_parser
@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SEEDS), default=list(SEEDS))
     asked = parser.parse_args()
     preset, vocab_size, batch_size, length, _ = SHAPES[asked.device]
-    copies, fork = set[int](), Server.fork
+    copies, fork = set[int](), ForkServer.fork
 
-    def noted(*order: Any) -> Fork | None:
+    def noted(*order: Any) -> ForkedChild | None:
         copy = fork(*order)
         copies.update([copy.pid] if copy else [])
         return copy
 
-    Server.fork = noted  # pyright: ignore[reportAttributeAccessIssue]
+    ForkServer.fork = noted  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         work, draws = Path(folder), random.Random(0)
         make_model(preset, work / "model", asked.device, vocab_size=vocab_size)

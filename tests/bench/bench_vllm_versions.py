@@ -208,16 +208,16 @@ class Bench:
         """Return the trainer's log-probs of completions and the engine's, token by token."""
         import torch
 
-        from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
+        from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 
         sequences = collate(prompts, [row.token_ids for row in completions], pad_id=self.text.pad_id)
         fields: dict[str, Any] = {
-            "inference_logprobs": on_completions(logprobs, sequences.token_mask),
+            "inference_logprobs": scatter_to_completions(logprobs, sequences.token_mask),
             "rewards": torch.zeros(len(sequences)),
         }
         if completions[0].support is not None:
             supports = [row.support for row in completions]
-            fields["support"] = support_on_completions(supports, sequences.token_mask)
+            fields["support"] = scatter_support(supports, sequences.token_mask)
         batch = sequences.with_fields(RolloutBatch, **fields).to(self.device)
         mask = batch.token_mask
         return self.backend.logprobs(batch)[mask].cpu(), batch.inference_logprobs[mask].cpu()

@@ -18,13 +18,13 @@ import yaml
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan, RunName, make_plan
 from abrun.external import run as external_run
-from abrun.external.follower import Follower
+from abrun.external.follower import MetricsFollower
 from abrun.launch import supervisor
 from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
 from abrun.memory.sweep import Variant
 from abrun.messages import sentence
-from abrun.processes import Awake, below, processes_of
+from abrun.processes import PauseDetector, find_descendants, find_run_processes
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
@@ -52,8 +52,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is 
 @pytest.fixture(autouse=True)
 def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process ends all processes below it: not those that were there before."""
-    others = below(os.getpid())
-    monkeypatch.setattr(external_run, "below", lambda pid: below(pid) - others)
+    others = find_descendants(os.getpid())
+    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -191,7 +191,7 @@ def test_a_mended_alias_is_resumed_until_a_run_has_finished(tmp_path: Path) -> N
 def test_an_alias_of_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     assert launch(tmp_path, "trainer.aliases={train/entropy: entropie}", "seeds=[0, 1]").exit_code == 0
     last = events(tmp_path / "foreign" / "baseline" / "seed-0")[-1]
-    assert last["event"] == "finished" and last["message"] == "no metric 'entropie', which aliases name"
+    assert last["event"] == "finished" and last["message"] == "aliases: the log has no metric 'entropie'"
 
 
 def test_memory_profile_refuses_a_command() -> None:
@@ -361,8 +361,8 @@ def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
 )
 def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path, before: str) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
-    code = f"import os, signal, sys; from abrun.processes import start\n{before}\n"
-    code += "start(sys.argv[1:], os.environ, dies_by=signal.SIGTERM).wait()"
+    code = f"import os, signal, sys; from abrun.processes import start_process\n{before}\n"
+    code += "start_process(sys.argv[1:], os.environ, death_signal=signal.SIGTERM).wait()"
     launcher = subprocess.Popen([sys.executable, "-c", code, *FOLLOWER, str(directory)])
     until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
     launcher.kill()
@@ -394,16 +394,16 @@ def test_what_a_command_has_done_with_keeps_no_ids(tmp_path: Path, monkeypatch: 
 
 @linux
 def test_nobody_is_found_by_the_ids_of_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert below(1)
+    assert find_descendants(1)
     monkeypatch.setattr(os, "getpid", lambda: 2)  # as where a namespace has been entered and /proc is the old
-    assert not below(1) and not processes_of(Path("/"))
+    assert not find_descendants(1) and not find_run_processes(Path("/"))
 
 
 def test_no_sign_of_life_is_asked_of_what_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = iter([100.0, 101.0, 105.0, 110.0, 5000.0, 5001.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(times_s))
-    awake = Awake()
-    assert [awake.since_s() for _ in range(5)] == [100.0, 100.0, 100.0, 5000.0, 5000.0]
+    awake = PauseDetector()
+    assert [awake.running_since_s() for _ in range(5)] == [100.0, 100.0, 100.0, 5000.0, 5000.0]
 
 
 def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
@@ -494,6 +494,6 @@ def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
     (directory / "logs").mkdir()
     for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):
         (directory / link).symlink_to(target)
-        follower = Follower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
-        assert follower.new_rows(ended=True) == []
+        follower = MetricsFollower(MetricsLog(format="jsonl", path=link), directory / link, {}, run)
+        assert follower.new_rows(has_ended=True) == []
         assert follower.problem and follower.problem.code == Code.METRICS_LEAD_TO_RUN_FILE

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from abrun.kernels.grid import BYTES_A_TOKEN, Cost, make_grid, make_whole_row_grid
+from abrun.kernels.grid import BYTES_PER_TOKEN, Cost, make_grid, make_whole_row_grid
 
 costs = st.builds(
     Cost,
@@ -34,9 +34,9 @@ def test_covers_everything_once_within_the_budget(
         assert all(piece.stop > piece.start for piece in pieces)
     tile, chunk = size(grid.tiles), size(grid.chunks)
     logits = tile * (num_rows if whole_rows else chunk) * cost.logit
-    held = num_tokens * BYTES_A_TOKEN + tile * cost.token + chunk * cost.row + logits
-    always = min(num_tokens * BYTES_A_TOKEN, budget_bytes / 2)  # what no cut avoids, or as much of it
-    held += always - num_tokens * BYTES_A_TOKEN
+    held = num_tokens * BYTES_PER_TOKEN + tile * cost.token + chunk * cost.row + logits
+    always = min(num_tokens * BYTES_PER_TOKEN, budget_bytes / 2)  # what no cut avoids, or as much of it
+    held += always - num_tokens * BYTES_PER_TOKEN
     assert held <= budget_bytes * 1.001 or tile == 1 or chunk == 1
 
 
@@ -50,7 +50,7 @@ def test_a_small_budget_narrows_chunks_before_tiles_get_thin(budget_mib: int, co
     num_tokens, num_rows, budget_bytes = 8192, 151936, budget_mib * 2**20
     grid = make_grid(num_tokens, num_rows, cost, budget_bytes)
     tile, chunk = size(grid.tiles), size(grid.chunks)
-    budget = max(budget_bytes - num_tokens * BYTES_A_TOKEN, budget_bytes / 2)
+    budget = max(budget_bytes - num_tokens * BYTES_PER_TOKEN, budget_bytes / 2)
     # Half of the budget for either side, and the square that the logits leave: up to two cuts of each.
     most_tokens = min(num_tokens, budget / 2 / (cost.token + 1e-9), math.sqrt(budget / 2 / cost.logit))
     assert tile >= most_tokens / 2 and chunk >= min(most_tokens, budget / 2 / (cost.row + 1e-9)) / 2

@@ -27,7 +27,7 @@ def stop(*_: object) -> None:
 
 
 def main(directory: Path) -> None:
-    progress.join()
+    progress.report_to_agent()
     asked = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
     run = RunDir(directory)
     record = run.record()

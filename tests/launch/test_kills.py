@@ -23,7 +23,7 @@ from abrun.external import run as external_run
 from abrun.launch.local import FORKED
 from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
-from abrun.processes import below, children, processes_of
+from abrun.processes import find_children, find_descendants, find_run_processes
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
@@ -112,16 +112,16 @@ def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, n
 
 def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
     """The processes of a launcher, or of any run, that are what `known_by` says."""
-    below_launcher = children(launcher)
+    below_launcher = find_children(launcher)
     found, copies = [], set[int]()
     for config in runs_dir.rglob("config.json"):
-        words = {one.pid: _words(one.pid) for one in processes_of(config.parent)}
+        words = {one.pid: _words(one.pid) for one in find_run_processes(config.parent)}
         copies |= {pid for pid in words if FORKED in words[pid]}
         agents = [pid for pid in words if pid in below_launcher and {AGENT, FORKED} & set(words[pid])]
         if known_by == AGENT:
             found += agents
         elif known_by.startswith("rank"):
-            ranks = sorted(rank for agent in agents for rank in children(agent))
+            ranks = sorted(rank for agent in agents for rank in find_children(agent))
             found += ranks[int(known_by.removeprefix("rank ")) :][:1]
         else:
             found += [pid for pid in words if any(word.endswith(known_by) for word in words[pid])]
@@ -169,7 +169,7 @@ def fakes() -> None:
 @pytest.fixture
 def others() -> frozenset[Process]:
     """Of tests before."""
-    return frozenset(below(os.getpid()))
+    return frozenset(find_descendants(os.getpid()))
 
 
 def states(experiment: Path) -> dict[str, RunState]:
@@ -193,10 +193,10 @@ def left_in(folder: Path) -> list[str]:
 def check_killed(runs_dir: Path, experiment: Path, by: str, others: frozenset[Process]) -> None:
     """Wait until no process of a killed launch is left, and check what is said of its runs."""
     deadline = time.monotonic() + 45
-    while any(processes_of(config.parent) for config in runs_dir.rglob("config.json")):
+    while any(find_run_processes(config.parent) for config in runs_dir.rglob("config.json")):
         assert time.monotonic() < deadline, f"{by}: something lives on"
         time.sleep(0.05)
-    assert others.issuperset(below(os.getpid()))
+    assert others.issuperset(find_descendants(os.getpid()))
     if is_experiment(experiment):
         over = {"finished", "interrupted", "pending"}
         over |= set() if by.startswith("launcher") else {"failed"}
@@ -276,7 +276,7 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
     tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among them those between the command's last row and the end of the run."""
-    monkeypatch.setattr(external_run, "below", lambda pid: below(pid) - others)
+    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
     planned = plan_of((FOREIGN[0], ("steps=3", FOREIGN[1][-1]))).runs[0]
     every = max(1, 150 // ROUNDS)
     last, killed, before_end = 1 + SEED % every, True, 0
@@ -286,7 +286,7 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
         write_run(run.path, "foreign", planned.name, planned.config)
         killed = killed_at(last, run.path, lambda run=run: external_run.run(run.path))
         deadline = time.monotonic() + 45
-        while processes_of(run.path):
+        while find_run_processes(run.path):
             assert time.monotonic() < deadline, f"call {last}: something lives on"
             time.sleep(0.02)
         before_end += len(run.metrics_reader().read()) == 3 and not run.finished
@@ -351,7 +351,7 @@ def test_a_run_whose_ranks_share_a_layer_goes_on_after_the_second_dies(
     else:
         os.kill(launcher, end)
     wait_for(launcher, timeout_s=60)
-    assert not list(processes_of(run)) and others.issuperset(below(os.getpid()))
+    assert not list(find_run_processes(run)) and others.issuperset(find_descendants(os.getpid()))
     assert launch(recipe, runs_dir, resume=True, launcher="local").exit_code == 0
     found = metrics(recipe, runs_dir)
     assert found.keys() == expected.keys()

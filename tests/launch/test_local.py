@@ -27,7 +27,7 @@ from abrun.launch.prepare import owned_experiment
 from abrun.launch.supervisor import Outcome
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of
+from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, stored_run
 from abrun.recipe.implementations import LAUNCHERS
@@ -75,7 +75,7 @@ def launch(
 def at_work(runs_dir: Path) -> set[Process]:
     """What is left of the processes of any run."""
     configs = runs_dir.rglob("config.json")
-    return set[Process]().union(*(processes_of(path.parent) for path in configs))
+    return set[Process]().union(*(find_run_processes(path.parent) for path in configs))
 
 
 def launches_of(experiment_dir: Path, run: str) -> list[Launch]:
@@ -219,7 +219,7 @@ def test_a_warm_start_is_claimed_before_anything_is_asked_of_it(
             asked.append(True)
         return set()
 
-    monkeypatch.setattr(queue, "processes_of", processes_there)
+    monkeypatch.setattr(queue, "find_run_processes", processes_there)
     assert launch(tmp_path, "warm_start={steps: 2}").exit_code == 0
     assert asked
 
@@ -617,8 +617,8 @@ def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
         return {of_another_user} if run_dir.match("baseline/seed-0") else set()
 
     monkeypatch.setattr(queue, "LEAVE_S", 0.1)
-    monkeypatch.setattr(queue, "processes_of", at_work_there)
-    monkeypatch.setattr(queue, "end_all", lambda find: find())
+    monkeypatch.setattr(queue, "find_run_processes", at_work_there)
+    monkeypatch.setattr(queue, "kill_all", lambda find: find())
     observer = Silent()
     outcome = launch(tmp_path, jobs=4, observer=observer)
     assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]

@@ -17,7 +17,7 @@ from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_recipe
 from abrun.memory.show import hints, progress_line, tables
 from abrun.memory.sweep import Plan, Variant, variants_of
-from abrun.processes import Popen, processes_of
+from abrun.processes import Popen, find_run_processes
 from abrun.reasons import Code
 from abrun.recipe.experiment import Declared, load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -264,7 +264,7 @@ def test_ranks_that_run_out_of_memory_are_a_result_and_leave_no_process(tmp_path
     profile = measure_recipe(plan(recipe, lengths=[512], budget_bytes=200 * 2**20), tmp_path)
     dense, fused = profile.cells
     assert dense.out_of_memory == "forward" and fused.out_of_memory is None
-    assert not processes_of(tmp_path)
+    assert not find_run_processes(tmp_path)
 
 
 def cell_of_bytes(arm: str, length: int, by_phase: dict[str, int], **more: Any) -> Cell:
@@ -344,4 +344,4 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
         run_probe(["sh", "-c", script], tmp_path, environment(tmp_path, [], config))
-    assert tidied.exists() and not processes_of(tmp_path)
+    assert tidied.exists() and not find_run_processes(tmp_path)

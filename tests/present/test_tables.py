@@ -21,7 +21,7 @@ def printed(table: Table, width: int = 80) -> list[str]:
 def test_numbers_stand_at_the_right() -> None:
     table = Table(columns("arm", "runs", numeric=("runs",)), [("baseline", "5"), ("b", Text("12"))])
     assert printed(table) == ["arm       runs", "baseline     5", "b           12"]
-    assert table.markdown() == ["| arm | runs |", "| --- | --- |", "| baseline | 5 |", "| b | 12 |"]
+    assert table.to_markdown() == ["| arm | runs |", "| --- | --- |", "| baseline | 5 |", "| b | 12 |"]
 
 
 def test_a_titled_table_has_its_sections_between_lines() -> None:
@@ -31,7 +31,7 @@ def test_a_titled_table_has_its_sections_between_lines() -> None:
 
 
 def test_columns_of_an_expanded_table_are_equally_wide() -> None:
-    (heading,) = Table(columns("a", "b"), []).rich(expand=True).columns[:1]
+    (heading,) = Table(columns("a", "b"), []).to_rich(expand=True).columns[:1]
     assert heading.ratio == 1
 
 
@@ -46,12 +46,12 @@ def test_no_cell_is_markup() -> None:
     shown = ("[red]x[/red]", "a|b", "<b>", "\\x1b[31m")
     for line in printed(table):
         assert tuple(line.split()) == shown
-    cells = re.findall(r"<t[hd] class=text>([^<]*)</t[hd]>", table.html())
+    cells = re.findall(r"<t[hd] class=text>([^<]*)</t[hd]>", table.to_html())
     assert tuple(map(unescape, cells)) == shown * 2
 
 
 def test_markdown_has_one_cell_for_each_column() -> None:
-    head, _, row = Table(columns(*HOSTILE), [HOSTILE]).markdown()
+    head, _, row = Table(columns(*HOSTILE), [HOSTILE]).to_markdown()
     assert head == row
     assert row.replace(r"\|", "").count("|") == len(HOSTILE) + 1
     assert "\x1b" not in row

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from abrun.processes.output import MOST_BYTES, UnfailingOutput
+from abrun.processes.output import MAX_PENDING_BYTES, UnfailingOutput
 from abrun.runs.experiment import planned_runs, read_run_state, run_dir
 from tests.snapshot import Snapshot
 
@@ -239,8 +239,8 @@ def test_a_reader_that_pauses_blocks_one_write_for_a_second_and_gets_the_text_la
         printed = os.read(reading, 2**17).decode()
         assert printed.startswith("\nwaits\nline 0\n") and printed.endswith("line 999\nagain\n")
         for _ in range(40):
-            output.write("y" * MOST_BYTES + "\n")
-        assert len(output._unwritten) <= 2 * MOST_BYTES + 2
+            output.write("y" * MAX_PENDING_BYTES + "\n")
+        assert len(output._unwritten) <= 2 * MAX_PENDING_BYTES + 2
         os.close(reading)
         output.drain()
     os.close(writing)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from abrun.messages import sentence
-from abrun.processes import ending_of, is_wordless, start
+from abrun.processes import ending_reason, is_unexplained, start_process
 from abrun.reasons import Code, Reason
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -25,8 +25,8 @@ def test_a_process_has_the_given_environment_and_no_signal_that_python_ignores(t
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         with (tmp_path / "output").open("wb") as output:
-            process = start(
-                ["sh", "-c", "env -0; grep Sig /proc/self/status"], given, dies_by=15, stdout=output
+            process = start_process(
+                ["sh", "-c", "env -0; grep Sig /proc/self/status"], given, death_signal=15, stdout=output
             )
             assert process.wait() == 0
     finally:
@@ -49,13 +49,13 @@ def test_a_process_has_the_given_environment_and_no_signal_that_python_ignores(t
 
 def test_what_cannot_be_started_is_an_error_of_the_starter(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        start(["no-such-command"], os.environ, dies_by=signal.SIGTERM)
+        start_process(["no-such-command"], os.environ, death_signal=signal.SIGTERM)
     data = tmp_path / "data"
     data.write_text("not a program")
     with pytest.raises(PermissionError):
-        start([str(data)], os.environ, dies_by=signal.SIGTERM)
+        start_process([str(data)], os.environ, death_signal=signal.SIGTERM)
     with pytest.raises(NotADirectoryError):
-        start(["true"], os.environ, dies_by=signal.SIGTERM, cwd=data)
+        start_process(["true"], os.environ, death_signal=signal.SIGTERM, cwd=data)
 
 
 def test_many_threads_start_processes_at_once() -> None:
@@ -64,7 +64,7 @@ def test_many_threads_start_processes_at_once() -> None:
 
     def some() -> None:
         for _ in range(5):
-            statuses.append(start(["true"], os.environ, dies_by=signal.SIGKILL).wait())
+            statuses.append(start_process(["true"], os.environ, death_signal=signal.SIGKILL).wait())
 
     threads = [threading.Thread(target=some) for _ in range(8)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_many_threads_start_processes_at_once() -> None:
 
 
 def test_a_process_is_started_once_it_runs_not_once_it_ends() -> None:
-    process = start(["sleep", "5"], os.environ, dies_by=signal.SIGKILL)
+    process = start_process(["sleep", "5"], os.environ, death_signal=signal.SIGKILL)
     assert process.poll() is None
     process.kill()
     process.wait()
@@ -83,11 +83,11 @@ def test_a_process_is_started_once_it_runs_not_once_it_ends() -> None:
 
 EATER = """
 import sys, time
-from abrun.processes import ending_of, oom_kills, start
+from abrun.processes import count_oom_kills, ending_reason, start_process
 import signal
-before = oom_kills()
-eater = start([sys.executable, "-c", sys.argv[1]], {}, dies_by=signal.SIGKILL)
-print(ending_of(eater.wait(), "", before).code)
+before = count_oom_kills()
+eater = start_process([sys.executable, "-c", sys.argv[1]], {}, death_signal=signal.SIGKILL)
+print(ending_reason(eater.wait(), "", before).code)
 """
 
 
@@ -143,10 +143,10 @@ def test_slurm_says_that_memory_ran_out(printed: str, starved: bool) -> None:
     if starved:
         killed = Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None)
         exited = Code.OUT_OF_MEMORY_KILLED(signal=None, exit_code=137)
-    assert ending_of(-9, f"step 3\n{printed}\n", None) == killed
-    assert ending_of(137, f"step 3\n{printed}\n", None) == exited
-    assert ending_of(1, printed, None).code == Code.EXIT_CODE
-    assert not (starved and is_wordless(killed))
+    assert ending_reason(-9, f"step 3\n{printed}\n", None) == killed
+    assert ending_reason(137, f"step 3\n{printed}\n", None) == exited
+    assert ending_reason(1, printed, None).code == Code.EXIT_CODE
+    assert not (starved and is_unexplained(killed))
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_slurm_says_that_memory_ran_out(printed: str, starved: bool) -> None:
     ],
 )
 def test_an_end_is_told_with_the_last_words_before_it(printed: str, last_line: str | None, snapshot) -> None:
-    ending = ending_of(1, printed, None)
+    ending = ending_reason(1, printed, None)
     assert ending == Code.EXIT_CODE(exit_code=1, last_line=last_line)
     ranks = [_rank_failed(ending), _rank_failed(Code.KILLED(signal="SIGABRT"))]
     several = Code.SEE_LOG(ending=Code.SEVERAL_ERRORS(errors=ranks, out_of_memory=False), log="x")
-    assert (is_wordless(ending), is_wordless(several)) == (last_line is None,) * 2
-    assert not is_wordless(Code.SEVERAL_ERRORS(errors=ranks, out_of_memory=True))
+    assert (is_unexplained(ending), is_unexplained(several)) == (last_line is None,) * 2
+    assert not is_unexplained(Code.SEVERAL_ERRORS(errors=ranks, out_of_memory=True))
     snapshot(sentence(several))
 
 
@@ -181,8 +181,8 @@ def test_a_process_in_a_group_of_its_own_ignores_no_signal_to_stop(tmp_path: Pat
     options = {"process_group": 0} if alone else {}
     try:
         with (tmp_path / "output").open("wb") as output:
-            process = start(
-                ["grep", "SigIgn", "/proc/self/status"], os.environ, dies_by=9, stdout=output, **options
+            process = start_process(
+                ["grep", "SigIgn", "/proc/self/status"], os.environ, death_signal=9, stdout=output, **options
             )
             assert process.wait() == 0
     finally:

@@ -18,28 +18,28 @@ from abrun.processes import progress
     ],
 )
 def test_patience_is_ten_usual_steps_once_there_are_three(steps_s: list[float], expected: float) -> None:
-    assert progress.patience(steps_s) == expected
+    assert progress.hang_timeout_s(steps_s) == expected
 
 
 def test_what_is_no_part_of_every_step_may_take_as_long_as_it_likes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = progress._Line()
-    monkeypatch.setattr(progress, "_line", line)
+    line = progress._StatusLine()
+    monkeypatch.setattr(progress, "_status_line", line)
     file = (tmp_path / "rank-0").open("w+b")
     line.file = file.fileno()
     for _ in range(5):
-        progress.stepped()
+        progress.report_step()
 
     def patience_s() -> float:
-        return progress.signs({0: file.fileno()})[0].patience_s
+        return progress.read_statuses({0: file.fileno()})[0].hang_timeout_s
 
-    progress.beat("logprobs")
-    assert patience_s() == progress.LEAST_PATIENCE_S
-    progress.beat("checkpointing", usual=False)
+    progress.report("logprobs")
+    assert patience_s() == progress.MIN_PATIENCE_S
+    progress.report("checkpointing", in_every_step=False)
     assert patience_s() == math.inf
-    progress.beat()
+    progress.report()
     assert patience_s() == math.inf
-    progress.beat("generation")
-    assert patience_s() == progress.LEAST_PATIENCE_S
+    progress.report("generation")
+    assert patience_s() == progress.MIN_PATIENCE_S
     file.close()

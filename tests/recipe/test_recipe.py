@@ -65,6 +65,22 @@ NO_MARGINS = ("-1", "0", ".nan", ".inf", "true", "2 sigmas", "5 %", "0 sigma", "
 
 
 @pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("compare.primary=[]", "claims"),
+        ("compare.primary.0.margin=0.1", "claims"),
+        ("compare.looks=[2, 4]", "interim"),
+        ("compare.looks_spending=rising", "alpha_spending"),
+        ("planted_fault=no_old_logprobs", "injected_fault"),
+    ],
+)
+def test_an_old_spelling_is_refused_with_the_new_name(override, name):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMALL, [override])
+    assert (caught.value.reason.code, caught.value.reason["name"]) == (Code.KEY_RENAMED, name)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "stepz=3",
@@ -758,7 +774,7 @@ def test_yaml_reads_as_people_write_it(tmp_path: Path, snapshot: Snapshot) -> No
     snapshot(refused(path))
 
 
-def test_primaries_of_the_command_line(snapshot: Snapshot) -> None:
+def test_claims_of_the_command_line(snapshot: Snapshot) -> None:
     claim = parse_claim("timing/train/total_step_time_s:steps 10-50:0.1")
     assert (claim.metric, claim.window, claim.margin) == (
         "timing/train/total_step_time_s",

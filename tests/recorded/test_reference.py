@@ -15,7 +15,7 @@ from abrun.recorded.reference import freeze, load_reference, make_regression_exp
 from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, freeze_arm
-from abrun.report.evidence import evidence
+from abrun.report.evidence import evidence_lines
 from abrun.runs.layout import RunName
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -135,7 +135,7 @@ def test_margins_in_its_sigma(tmp_path, simulated):
 
 
 def reference_of(run: str) -> str:
-    head = '"schema_version": 1, "name": "x", "compare": {}, "config": {}, "environment": {}'
+    head = '"schema_version": 2, "name": "x", "compare": {}, "config": {}, "environment": {}'
     return f'{{{head}, "runs": [{{{run}, "config": {{}}, "environment": {{}}}}]}}'
 
 
@@ -143,9 +143,9 @@ def reference_of(run: str) -> str:
     "content",
     [
         "{}",
-        '{"schema_version": 1, "runs": [{}]}',
+        '{"schema_version": 2, "runs": [{}]}',
         "\x00\x01",
-        '{"schema_version": 1, "runs": [], "recipe": {}}',
+        '{"schema_version": 2, "runs": [], "recipe": {}}',
         reference_of('"seed": 0, "rerun": 0, "metrics": []'),
         reference_of('"seed": "0", "rerun": 0, "metrics": {}'),
         reference_of('"seed": 0, "rerun": 0, "metrics": {"x": {"steps": [1, 2], "values": [3]}}'),
@@ -189,7 +189,7 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(
     frozen = write_experiment(tmp_path / "frozen", seeds=[0, 1, 2, 3, 4, 5], **scenario)
     freeze(load_experiment(frozen), "baseline", tmp_path / "ref.json")
     content = later(tmp_path, tmp_path / "ref.json", "treatment", seeds=[0, 1, 2, 3], **scenario)
-    lines = [text for _, text in evidence(content)]
+    lines = [text for _, text in evidence_lines(content)]
     (claim,) = content.claims
     estimate = claim.estimate
     assert estimate.treatment_mean is not None and estimate.baseline_mean is not None

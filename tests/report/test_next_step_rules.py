@@ -9,13 +9,13 @@ import pytest
 from abrun.messages import MESSAGES
 from abrun.messages.message import value_names
 from abrun.report import next_step
-from abrun.report.facts import Facts
-from abrun.report.next_step import Rule, suggested
+from abrun.report.facts import NextStepFacts
+from abrun.report.next_step import NextStepRule, matching_rules
 
 RULES = {
     name: rules
     for name, rules in vars(next_step).items()
-    if isinstance(rules, tuple) and isinstance(rules[0], Rule)
+    if isinstance(rules, tuple) and isinstance(rules[0], NextStepRule)
 }
 CONTENT = {"post_hoc": False, "sensitivity": None, "claims": ["claim"], "descriptions": []}
 OTHERS = {"launched": False}
@@ -23,14 +23,14 @@ REFERENCE = {"regression": True}
 UNCLAIMED = {"content.claims": []}
 DESCRIBED = {"content.descriptions": [SimpleNamespace(num_runs=(1, 1))]}
 SEVERAL = {"content.descriptions": [SimpleNamespace(num_runs=(2, 1))]}
-UNDECIDED = {"undecided": ["claim"]}
-DECIDABLE = {**UNDECIDED, "num_that_decide": 9}
-UNTESTABLE = {"untestable": True}
-OTHER = {"other_claims": ["claim"]}
-LOOK = {"waiting": {"arm"}}
-OPEN_STEP = {"unsettled": {"arm"}}
+UNDECIDED = {"undecided_claims": ["claim"]}
+DECIDABLE = {**UNDECIDED, "num_pairs_that_decide": 9}
+UNTESTABLE = {"has_untestable_claims": True}
+OTHER = {"replacement_claims": ["claim"]}
+LOOK = {"waiting_arms": {"arm"}}
+OPEN_STEP = {"arms_with_open_checks": {"arm"}}
 NO_SHARED_STEP = "a run"
-NOT_RECORDED = {"claim_not_recorded": True}
+NOT_RECORDED = {"is_claim_unrecorded": True}
 
 
 def facts(verdict, known) -> Any:
@@ -42,9 +42,9 @@ def facts(verdict, known) -> Any:
         "compare": SimpleNamespace(step_one=True),
         "runs": {},
     }
-    values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
-    values |= {"launched": True, "paired": True, "failing": [], "broken": [], "seeds_left": []}
-    values |= {"waiting": set(), "unsettled": set()}
+    values = dict.fromkeys(name for name in dir(NextStepFacts) if not name.startswith("_"))
+    values |= {"launched": True, "paired": True, "failed_guards": [], "unfinished_runs": [], "seeds_left": []}
+    values |= {"waiting_arms": set(), "arms_with_open_checks": set()}
     for name, value in known.items():
         holder, _, key = name.rpartition(".")
         {"content": content, "experiment": experiment, "": values}[holder][key] = value
@@ -55,7 +55,7 @@ def facts(verdict, known) -> Any:
 CASES = {
     "MATCH": ({}, "FREEZE_RUNS"),
     "MATCH, unpaired": ({"paired": False}, ""),
-    "MATCH, declared and unpaired": ({"paired": False, "declared": True}, "FREEZE_RUNS"),
+    "MATCH, declared and unpaired": ({"paired": False, "is_declared": True}, "FREEZE_RUNS"),
     "MATCH, post hoc": ({"content.post_hoc": True}, "TEST_ON_FRESH_SEEDS FREEZE_RUNS"),
     "MATCH, post hoc, can inject": (
         {"content.post_hoc": True, "experiment.can_inject": True},
@@ -66,30 +66,30 @@ CASES = {
     "MATCH, of others, with a reference": (OTHERS | REFERENCE, "COMPARE_NEXT_CHANGE"),
     "MISMATCH": ({}, "CONFIRM_ON_FRESH_SEEDS"),
     "MISMATCH, failed runs": (
-        {"failing": [SimpleNamespace(guard="finished")]},
+        {"failed_guards": [SimpleNamespace(guard="finished")]},
         "READ_ENDINGS CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, engines and completions": (
-        {"engines_differ": True, "both_kept_completions": True},
+        {"has_engine_mismatch": True, "has_completions": True},
         "FIND_MISMATCH READ_COMPLETIONS CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, with a reference": (
-        REFERENCE | {"both_kept_completions": True},
+        REFERENCE | {"has_completions": True},
         "CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, of others, at step one": (
-        OTHERS | {"deviating": ["check"]},
+        OTHERS | {"failed_checks": ["check"]},
         "SKIP_STEP_ONE CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, of others, at a claim, too": (
-        OTHERS | {"deviating": ["check"], "differing": ["claim"]},
+        OTHERS | {"failed_checks": ["check"], "failed_claims": ["claim"]},
         "CONFIRM_ON_FRESH_SEEDS",
     ),
     "INCONCLUSIVE": ({}, "TELL_FROM_CHANCE"),
     "INCONCLUSIVE, one run each": (DESCRIBED | DECIDABLE, "TRAIN_THREE_SEEDS"),
     "INCONCLUSIVE, a look to come": (LOOK | UNTESTABLE, "FINISH_INTERIM_PAIRS"),
     "INCONCLUSIVE, a look that step one leaves open": (
-        LOOK | OPEN_STEP | {"float32_tells": True},
+        LOOK | OPEN_STEP | {"is_float32_conclusive": True},
         "RUN_IN_FLOAT32 DECLARE_ROUNDING",
     ),
     "INCONCLUSIVE, step one and a claim": (OPEN_STEP | DECIDABLE, "DECLARE_ROUNDING TRAIN_MORE_PAIRS"),
@@ -102,7 +102,7 @@ CASES = {
     "INCONCLUSIVE, unclaimed, nothing shown": (UNCLAIMED | {"nothing_shown": "flat"}, "TRAIN_LONGER"),
     "INCONCLUSIVE, unclaimed, nothing claimable": (UNCLAIMED, "DECLARE_METRIC"),
     "INCONCLUSIVE, unclaimed": (
-        UNCLAIMED | {"claimable": "reward", "seeds_settle_claim": True, "several_runs": True},
+        UNCLAIMED | {"claimable": "reward", "is_claim_decidable": True, "has_several_runs": True},
         "DECLARE_MARGIN PLAN_SEEDS",
     ),
     "INCONCLUSIVE, with a reference, unclaimed": (
@@ -144,23 +144,23 @@ CASES = {
     ),
     "INCONCLUSIVE, of others, a look to come": (OTHERS | LOOK | UNDECIDED, "TRAIN_FOR_INTERIM"),
     "INCONCLUSIVE, of others, beyond the margin": (
-        OTHERS | UNDECIDED | {"beyond_margin": True},
+        OTHERS | UNDECIDED | {"is_beyond_margin": True},
         "CONFIRM_DIFFERENCE",
     ),
     "INCONCLUSIVE, of others, few pairs decide": (
-        OTHERS | UNDECIDED | {"num_that_decide": 3},
+        OTHERS | UNDECIDED | {"num_pairs_that_decide": 3},
         "TRAIN_MORE_PAIRS",
     ),
     "INCONCLUSIVE, of others": (OTHERS | DECIDABLE, "TRAIN_MORE_PAIRS"),
     "INCONCLUSIVE, of others, unpaired": (OTHERS | DECIDABLE | {"paired": False}, "TRAIN_MORE_PAIRS"),
     "INVALID": ({}, "MEND_RECIPE"),
     "INVALID, runs failed": (
-        {"broken": [SimpleNamespace(status="failed")]} | NOT_RECORDED,
+        {"unfinished_runs": [SimpleNamespace(status="failed")]} | NOT_RECORDED,
         "READ_FIRST_LOG RESUME_RUNS",
     ),
-    "INVALID, runs missing": ({"broken": [SimpleNamespace(status="missing")]}, "RESUME_RUNS"),
+    "INVALID, runs missing": ({"unfinished_runs": [SimpleNamespace(status="missing")]}, "RESUME_RUNS"),
     "INVALID, another alias": (
-        NOT_RECORDED | OTHER | {"better_aliases": {"train/reward": "reward"}},
+        NOT_RECORDED | OTHER | {"suggested_aliases": {"train/reward": "reward"}},
         "READ_BY_OTHER_NAME MEND_RECIPE",
     ),
     "INVALID, a claim not recorded": (NOT_RECORDED | OTHER, "CLAIM_WHAT_SHOWS MEND_RECIPE"),
@@ -187,8 +187,8 @@ def functions(monkeypatch) -> None:
     monkeypatch.setattr(next_step, "no_shared_step_reason", lambda runs: runs == [NO_SHARED_STEP])
 
 
-def suggested_in(case: str) -> list[Rule]:
-    return [*suggested(facts(case.partition(",")[0], CASES[case][0]))]
+def suggested_in(case: str) -> list[NextStepRule]:
+    return [*matching_rules(facts(case.partition(",")[0], CASES[case][0]))]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,4 +206,4 @@ def test_every_rule_is_reached(functions) -> None:
 
 def test_sentences_take_their_values_from_facts() -> None:
     taken = {name for rule in chain(*RULES.values()) for name in value_names(MESSAGES[rule.text])}
-    assert taken and taken <= {*dir(Facts)}
+    assert taken and taken <= {*dir(NextStepFacts)}

@@ -107,7 +107,7 @@ class Page(HTMLParser):
 
 
 def drawn(values, claims=(), metric="train/reward", **options):
-    return charts.chart(experiment(values, **options), metric, claims)
+    return charts.chart_json(experiment(values, **options), metric, claims)
 
 
 def test_nothing_is_loaded():
@@ -320,8 +320,7 @@ def test_many_runs_are_drawn_thinly_and_the_page_says_so(snapshot: Snapshot) -> 
     assert all(len(window["pairs"]) == 100 for window in difference["windows"])
     snapshot("\n".join(chart["notes"]))
     assert (
-        chart["rows"].size <= charts.MOST_VALUES
-        and charts.LEAST_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS
+        chart["rows"].size <= charts.MAX_VALUES and charts.MIN_BUCKETS <= chart["num_buckets"] < NUM_BUCKETS
     )
 
 

@@ -323,7 +323,7 @@ def test_the_numbers_of_a_chart_are_saved_as_a_table(browser, tmp_path):
 
 
 def test_completions_stand_side_by_side_and_are_only_text(opened):
-    from abrun.report.completions import Completions, Prompt
+    from abrun.report.completions import PromptCompletions, ReportedCompletions
     from abrun.report.context import Context
 
     def said(text, reward):
@@ -331,13 +331,13 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
 
     hostile = "</script><img src=x onerror=alert(1)>\nsecond line"
     steps = [
-        (1, [Prompt(prompt="2+2=", said=[said("4", 1.0), said("4", 1.0)])]),
-        (40, [Prompt(prompt="2+2=", said=[said("4", 1.0), said(hostile, 0.0)])]),
+        (1, [PromptCompletions(prompt="2+2=", completions=[said("4", 1.0), said("4", 1.0)])]),
+        (40, [PromptCompletions(prompt="2+2=", completions=[said("4", 1.0), said(hostile, 0.0)])]),
     ]
-    found = Completions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
+    found = ReportedCompletions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
     beside = Context(
         command="abrun compare x",
-        ran=None,
+        time_range=None,
         environment=None,
         levels=[],
         has_recipe=True,

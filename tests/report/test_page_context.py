@@ -15,8 +15,8 @@ from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
-from abrun.report.completions import MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS, completions
-from abrun.report.context import context
+from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
+from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
 from abrun.runs.samples import Sample, sample_row
 from tests.commands import commands_in
@@ -35,7 +35,7 @@ def keep(run: Path, steps: list[int], *samples: Sample) -> None:
 
 
 def beside(comparison, experiment_dir):
-    return context(load_experiment(experiment_dir), comparison.content, "abrun compare x")
+    return make_context(load_experiment(experiment_dir), comparison.content, "abrun compare x")
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_the_date_is_that_of_the_runs(simulated, judged):
             path = experiment_dir / arm / f"seed-{seed}" / "attempts/0001.json"
             path.write_text(json.dumps(content))
     found = beside(judged(experiment_dir), experiment_dir)
-    assert found.ran == "2027-01-15 08:00 to 08:10 UTC"
+    assert found.time_range == "2027-01-15 08:00 to 08:10 UTC"
     assert found.environment == "NVIDIA H200, torch 2.11.0, Python 3.11.9"
 
 
@@ -262,7 +262,10 @@ def test_a_secret_in_the_command_is_not_shown(simulated, judged):
     experiment_dir = simulated()
     secret = "hf_" + "a1" * 17
     content = judged(experiment_dir).content
-    assert secret not in context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
+    assert (
+        secret
+        not in make_context(load_experiment(experiment_dir), content, f"abrun compare {secret}").command
+    )
 
 
 # --- completions ---
@@ -272,10 +275,10 @@ def test_both_arms_stand_beside_each_other_at_the_steps_that_both_kept(simulated
     experiment_dir = simulated()
     keep(experiment_dir / "baseline/seed-1", STEPS, sample("2+2="), sample("1+1=", "2"), sample("alone"))
     keep(experiment_dir / "treatment/seed-1", [1, 2, 40], sample("1+1=", "3", 0.0), sample("2+2="))
-    found = completions(load_experiment(experiment_dir))
+    found = collect_completions(load_experiment(experiment_dir))
     assert found and (found.seed, found.arms, found.num_steps) == (1, [0, 1], 2)
     assert [step for step, _ in found.steps] == [1, 40]
-    prompts = {one.prompt: one.said for one in found.steps[0][1]}
+    prompts = {one.prompt: one.completions for one in found.steps[0][1]}
     assert list(prompts)[-1] == "alone" and prompts["alone"][1] is None
     left, right = prompts["1+1="]
     assert left and right and (left["text"], left["reward"]) == ("2", 1.0)
@@ -289,21 +292,21 @@ def test_completions_are_few_short_and_without_secrets(simulated):
     many = [sample(f"prompt {index}", text) for index in range(9)]
     for arm in ("baseline", "treatment"):
         keep(experiment_dir / arm / "seed-0", STEPS, *many)
-    found = completions(load_experiment(experiment_dir))
-    assert found and len(found.steps) == MOST_STEPS and found.num_steps == len(STEPS)
+    found = collect_completions(load_experiment(experiment_dir))
+    assert found and len(found.steps) == MAX_STEPS and found.num_steps == len(STEPS)
     assert (found.steps[0][0], found.steps[-1][0]) == (STEPS[0], STEPS[-1])
     for _, prompts in found.steps:
-        assert len(prompts) == MOST_PROMPTS
-        for said in (one for prompt in prompts for one in prompt.said):
-            assert said and len(said["text"]) < MOST_CHARACTERS + 60 and secret not in said["text"]
+        assert len(prompts) == MAX_PROMPTS
+        for said in (one for prompt in prompts for one in prompt.completions):
+            assert said and len(said["text"]) < MAX_CHARACTERS + 60 and secret not in said["text"]
             assert said["text"].endswith("the answer") and "\nnext line\n" in said["text"]
 
 
 def test_without_completions_there_is_no_section_and_a_corrupt_file_is_named(simulated):
     experiment_dir = simulated()
-    assert completions(load_experiment(experiment_dir)) is None
+    assert collect_completions(load_experiment(experiment_dir)) is None
     keep(experiment_dir / "baseline/seed-0", [1], sample("2+2="))
-    assert completions(load_experiment(experiment_dir)) is None
+    assert collect_completions(load_experiment(experiment_dir)) is None
     (experiment_dir / "treatment/seed-0/samples.jsonl").write_text('{"step": "one"}\n')
-    found = completions(load_experiment(experiment_dir))
+    found = collect_completions(load_experiment(experiment_dir))
     assert found and found.problem and "samples.jsonl, line 1" in found.problem

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from abrun.present.figures import style
+from abrun.present.figures import figure_style
 from abrun.report import plots
 from abrun.report.buckets import NUM_BUCKETS
 from tests.report.test_page import experiment, learning
@@ -24,7 +24,7 @@ def labels(ax: Axes) -> dict[str, float]:
 
 
 def figure(values, claims):
-    made = plots.metric_figure(experiment(values), "train/reward", claims)
+    made = plots.draw_metric(experiment(values), "train/reward", claims)
     assert made is not None
     return made
 
@@ -66,13 +66,13 @@ def test_claims_stand_on_one_scale_of_margins():
         claim(metric="train/entropy", margin=2.0, interval=(1.0, 3.0), result="undecided"),
         claim(metric="no margin", margin=None),
     ]
-    made = plots.forest(of, claims)
+    made = plots.draw_forest(of, claims)
     assert made is not None
     ax = made.axes[0]
     bars = [line.get_xdata() for line in ax.lines if len(np.asarray(line.get_xdata())) == 2][1:]
     assert np.array(bars) == pytest.approx(np.array([[-0.5, 0.5], [0.5, 1.5]]))
     assert list(labels(ax)) == ["equivalent", "undecided"]
-    assert plots.forest(of, claims[:1]) is None
+    assert plots.draw_forest(of, claims[:1]) is None
 
 
 ARMS = ("no-right-shift", "bfloat16-value-head", "vllm-batch-invariant", "packed.layers_" * 7, "a" * 100)
@@ -103,8 +103,8 @@ def test_no_text_hides_another_or_leaves_its_figure(num_arms):
     of = experiment(values, arms=arms, name="e" * 100)
     wide = {"steps": (9, 12), "margin_text": f"±10 % of {'baseline ' * 3}", "interval": (-0.4, 0.1)}
     claims = [claim(metric=metric, arm=arm, **wide) for metric in metrics for arm in arms[1:]]
-    with style():
-        of_metric = plots.metric_figure(of, metrics[0], claims[: len(arms) - 1])
-        for made in (plots.forest(of, claims), of_metric):
+    with figure_style():
+        of_metric = plots.draw_metric(of, metrics[0], claims[: len(arms) - 1])
+        for made in (plots.draw_forest(of, claims), of_metric):
             assert made is not None
             assert not misplaced(made)

@@ -11,8 +11,8 @@ from abrun.errors import ComparisonError
 from abrun.recipe.claims import Claim
 from abrun.recorded.sources import ReadingOptions
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import compare, compare_sources, verdict_in
-from abrun.report.write import slugs
+from abrun.report.comparing import compare, compare_sources, read_last_verdict
+from abrun.report.write import unique_slugs
 from abrun.runs.rundir import RunDir
 from tests.verdict.simulate import fail
 
@@ -96,7 +96,7 @@ def test_only_asked_formats_are_written(simulated, judged):
 
 
 def test_slugs_never_collide():
-    assert list(slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
+    assert list(unique_slugs(["train/reward", "train-reward", "a b/c", "claims", "../../x"])) == [
         "train-reward",
         "train-reward-2",
         "a-b-c",
@@ -144,7 +144,7 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
     assert folders[4] == folders[5]  # in whatever order
     assert {folder.parent for folder in folders} == {experiment_dir}
-    assert verdict_in(experiment_dir) == "MATCH"
+    assert read_last_verdict(experiment_dir) == "MATCH"
     (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
     assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
     again = [Claim(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.advantages import group_advantages
-from abrun.rl.dpo import dpo_loss, over_tokens, preference_metrics
+from abrun.rl.dpo import dpo_loss, preference_metrics, spread_over_tokens
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import (
     cispo_loss,
@@ -377,7 +377,7 @@ def dpo_of_abrun(
     found = dpo_loss(trainer, batch["reference"], mask, beta=0.3, logprob_reduction=reduction)
     chosen = mask & (torch.arange(8) % 2 == 0)[:, None]
     imitation = weighted(-trainer, chosen.double() / chosen.sum()).sum()
-    loss = over_tokens(found.loss / 4, mask).sum() + sft_coefficient * imitation
+    loss = spread_over_tokens(found.loss / 4, mask).sum() + sft_coefficient * imitation
     (gradient,) = torch.autograd.grad(loss, trainer)
     sums = preference_metrics(found, num_pairs=4).sums
     return loss.item(), gradient, {key: sums[f"train/{key}"].item() for key in DPO_METRICS}

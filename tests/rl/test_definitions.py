@@ -13,7 +13,7 @@ from abrun.recipe.section import Section
 from abrun.rl import losses
 from abrun.rl.advantages import STD_EPSILON, Baseline, NormalizeOver
 from abrun.rl.importance import Correction
-from abrun.rl.values import LEAST_VARIANCE
+from abrun.rl.values import MIN_VARIANCE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "definitions.md").read_text()
 OURS, THEIRS = PAGE.split("## Differences from other frameworks")
@@ -22,7 +22,7 @@ CONSTANTS = {
     "MAX_LOG_RATIO": losses.MAX_LOG_RATIO,
     "MAX_KL_LOG_RATIO": losses.MAX_KL_LOG_RATIO,
     "MAX_KL": losses.MAX_KL,
-    "LEAST_VARIANCE": LEAST_VARIANCE,
+    "MIN_VARIANCE": MIN_VARIANCE,
 }
 # Choices that are no definitions: where a network lies, how a weight is stored, how much is reported.
 ELSEWHERE = {"type", "value_head_dtype", "metrics", "value_optimizer"}
@@ -86,7 +86,7 @@ def test_formulas_of_the_page_have_the_code_s_constants() -> None:
     assert f"clamp(r - c, -{kl_ratio}, {kl_ratio})" in PAGE
     assert f"clamp(estimator(x), -{kl}, {kl})" in PAGE
     assert "(std + 1e-6)" in PAGE and float("1e-6") == STD_EPSILON
-    assert "max(var(returns), 1e-8)" in PAGE and float("1e-8") == LEAST_VARIANCE
+    assert "max(var(returns), 1e-8)" in PAGE and float("1e-8") == MIN_VARIANCE
 
 
 def test_links_inside_of_the_page_lead_somewhere() -> None:

@@ -48,7 +48,7 @@ def batch_of(tensors: dict[str, Tensor]) -> Pairs:
         token_ids=torch.zeros_like(tensors["mask"], dtype=torch.int64),
         token_mask=tensors["mask"],
         reference_logprobs=tensors["reference"],
-        rows_together=2,
+        rows_per_sample=2,
     )
 
 
@@ -166,5 +166,5 @@ def test_any_cut_into_whole_pairs_gives_the_same_loss_gradient_and_metrics(
 def test_a_batch_of_pairs_is_not_cut_inside_a_pair() -> None:
     batch = batch_of(pairs(3))
     assert [len(part) for part in batch.split(4)] == [4, 2]
-    with pytest.raises(AssertionError, match="cut apart"):
+    with pytest.raises(AssertionError, match="would be split"):
         next(batch.split(3))

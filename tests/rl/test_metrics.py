@@ -93,7 +93,7 @@ def test_agrees_with_plain_loops() -> None:
     def k3(x: float) -> float:
         return math.exp(x) - 1 - x
 
-    def over_tokens(formula: Callable[[float, float, float, dict[str, float]], float]) -> list[float]:
+    def spread_over_tokens(formula: Callable[[float, float, float, dict[str, float]], float]) -> list[float]:
         return [
             formula(token["trainer"], token["old"], token["inference"], token)
             for sequence in tokens
@@ -111,24 +111,24 @@ def test_agrees_with_plain_loops() -> None:
         ratio, advantage = math.exp(c - p), token["advantages"]
         return float((advantage > 0 and ratio > 1.3) or (advantage < 0 and ratio < 0.8))
 
-    ratios = over_tokens(lambda c, p, g, _: math.exp(c - p))
+    ratios = spread_over_tokens(lambda c, p, g, _: math.exp(c - p))
     sequence_errors = [
         mean([math.exp(abs(token["inference"] - token["old"])) for token in sequence]) for sequence in tokens
     ]
-    advantages = over_tokens(lambda c, p, g, token: token["advantages"])
+    advantages = spread_over_tokens(lambda c, p, g, token: token["advantages"])
     expected = {
-        "token_mult_prob_error": mean(over_tokens(lambda c, p, g, _: math.exp(abs(g - p)))),
-        "gen_kl_error": mean(over_tokens(lambda c, p, g, _: k3(p - g))),
-        "policy_kl_error": mean(over_tokens(lambda c, p, g, _: k3(g - p))),
-        "js_divergence_error": mean(over_tokens(js)),
-        "sampling_importance_ratio": mean(over_tokens(lambda c, p, g, _: math.exp(p - g))),
+        "token_mult_prob_error": mean(spread_over_tokens(lambda c, p, g, _: math.exp(abs(g - p)))),
+        "gen_kl_error": mean(spread_over_tokens(lambda c, p, g, _: k3(p - g))),
+        "policy_kl_error": mean(spread_over_tokens(lambda c, p, g, _: k3(g - p))),
+        "js_divergence_error": mean(spread_over_tokens(js)),
+        "sampling_importance_ratio": mean(spread_over_tokens(lambda c, p, g, _: math.exp(p - g))),
         "probs_ratio": mean(ratios),
         "probs_ratio_clamped": mean([min(max(ratio, 0.8), 1.3) for ratio in ratios]),
         "probs_ratio_min": min(ratios),
         "probs_ratio_max": max(ratios),
-        "clip_fraction": mean(over_tokens(is_clipped)),
-        "approx_entropy": -mean(over_tokens(lambda c, p, g, _: math.exp(c - g) * c)),
-        "entropy": mean(over_tokens(lambda c, p, g, token: token["entropy"])),
+        "clip_fraction": mean(spread_over_tokens(is_clipped)),
+        "approx_entropy": -mean(spread_over_tokens(lambda c, p, g, _: math.exp(c - g) * c)),
+        "entropy": mean(spread_over_tokens(lambda c, p, g, token: token["entropy"])),
         "max_seq_mult_prob_error": max(sequence_errors),
         "mean_seq_mult_prob_error": mean(sequence_errors),
         "min_seq_mult_prob_error": min(sequence_errors),

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from abrun.backends.packing import packing_of, shared_prefixes
 from abrun.rl.advantages import group_advantages
-from abrun.rl.batch import collate, on_completions, sequence_lengths, support_on_completions
+from abrun.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
 from abrun.rl.dpo import dpo_loss, preference_metrics
 from abrun.rl.importance import importance_weights
 from abrun.rl.losses import kl_penalty, loss_weights
@@ -77,9 +77,9 @@ def collation(batch: Tensors) -> None:
     prompts = [[7] * (1 + row % 3) for row in range(num_rows)]
     completions = [[8] * (length - row % 3) for row in range(num_rows)]
     found = collate(prompts, completions, pad_id=0)
-    on_completions([[-1.0] * len(each) for each in completions], found.token_mask)
+    scatter_to_completions([[-1.0] * len(each) for each in completions], found.token_mask)
     sizes = [len(each) for each in completions]
-    support_on_completions(torch.ones(sum(sizes), 2).byte().split(sizes), found.token_mask)
+    scatter_support(torch.ones(sum(sizes), 2).byte().split(sizes), found.token_mask)
 
 
 def packing(batch: Tensors) -> None:

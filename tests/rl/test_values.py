@@ -19,7 +19,7 @@ from abrun.rl.values import (
     TokenStatistics,
     generalized_advantages,
     reward_to_go_advantages,
-    right_shifted,
+    shift_right,
     token_rewards,
     token_statistics,
     value_loss,
@@ -84,8 +84,8 @@ def on_ranks(function: Callable[[Any, AllReduceSum], T], pieces: Sequence[Any]) 
 
 def test_values_move_along_their_own_row() -> None:
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, math.nan]])
-    assert right_shifted(values).tolist() == [[0.0, 1.0, 2.0], [0.0, 4.0, 5.0]]
-    assert right_shifted(values[:, :1]).tolist() == [[0.0], [0.0]]
+    assert shift_right(values).tolist() == [[0.0, 1.0, 2.0], [0.0, 4.0, 5.0]]
+    assert shift_right(values[:, :1]).tolist() == [[0.0], [0.0]]
 
 
 def test_the_reward_stands_at_the_last_completion_token() -> None:

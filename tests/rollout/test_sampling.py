@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from abrun.recipe.policy import Filters
-from abrun.rl.sampling import filtered_logprobs, keep, most_likely, sample
+from abrun.rl.sampling import filtered_logprobs, keep, sample, sample_greedily
 
 IGNORED = -100
 
@@ -90,7 +90,7 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
 
 
 def test_the_first_of_equally_likely_tokens_is_the_most_likely_one() -> None:
-    tokens, logprobs = most_likely(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-1.0, -2.0, -0.5]]))
+    tokens, logprobs = sample_greedily(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-1.0, -2.0, -0.5]]))
     assert tokens.tolist() == [1, 0, 2] and logprobs.tolist() == [0, 0, 0]
 
 

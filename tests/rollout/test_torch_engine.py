@@ -10,7 +10,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
-from abrun.rl.batch import RolloutBatch, collate, on_completions, support_on_completions
+from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.rollout import Completion, torch_engine
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
@@ -64,7 +64,9 @@ def batch_of(completions: list[Completion]) -> RolloutBatch:
         [completion.token_ids for completion in completions],
         pad_id=TEXT.pad_id,
     )
-    logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
+    logprobs = scatter_to_completions(
+        [completion.logprobs for completion in completions], sequences.token_mask
+    )
     return sequences.with_fields(
         RolloutBatch, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences))
     )
@@ -159,7 +161,7 @@ def test_in_another_precision_the_samplers_own_sets_agree_better(
     backend = make_backend(make_model(), rollout)
     own, exact = batch_of(completions), batch_of(completions)
     kept = [completion.support for completion in completions if completion.support is not None]
-    exact = replace(exact, support=support_on_completions(kept, exact.token_mask))
+    exact = replace(exact, support=scatter_support(kept, exact.token_mask))
     excess = []
     for batch in (own, exact):
         error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()

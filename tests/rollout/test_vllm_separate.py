@@ -95,7 +95,7 @@ def test_a_process_that_dies_as_it_samples_is_one_line(monkeypatch: pytest.Monke
     with to_break(config_of("rollout.devices=1")) as sampling:
         sampling.sync(config_of())
         # Called as it is heard, which is in its first step.
-        monkeypatch.setattr(progress, "beat", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
+        monkeypatch.setattr(progress, "report", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
         began_s = time.monotonic()
         with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; .* log: \S"):
             sampling.generate()

@@ -12,7 +12,7 @@ import torch
 
 from abrun.models import load_network
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import support_on_completions
+from abrun.rl.batch import scatter_support
 from abrun.rl.sampling import unpacked
 from abrun.rollout import Completion
 from tests.rollout import vllm_sampling
@@ -56,7 +56,7 @@ def errors_of(sampling: Sampling, completions: list[Completion]) -> dict[str, fl
     """Return the mean of exp |trainer's log-prob - engine's|, with the engine's sets and without."""
     without = batch_of(completions)
     sets = [completion.support for completion in completions if completion.support is not None]
-    exact = replace(without, support=support_on_completions(sets, without.token_mask))
+    exact = replace(without, support=scatter_support(sets, without.token_mask))
     return {
         name: float(
             (sampling.backend.logprobs(batch) - batch.inference_logprobs).abs().exp()[batch.token_mask].mean()

@@ -22,7 +22,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.models import Text, character_tokenizer, load_network
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.batch import RolloutBatch, collate, on_completions
+from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.transfer import Transfer
@@ -146,7 +146,9 @@ def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Dr
 
 def batch_of(completions: list[Completion]) -> RolloutBatch:
     sequences = collate(PROMPTS, [completion.token_ids for completion in completions], pad_id=TEXT.pad_id)
-    logprobs = on_completions([completion.logprobs for completion in completions], sequences.token_mask)
+    logprobs = scatter_to_completions(
+        [completion.logprobs for completion in completions], sequences.token_mask
+    )
     return sequences.with_fields(
         RolloutBatch, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences))
     )

@@ -9,7 +9,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task
 from abrun.tasks.final_answers import last_box, last_number, number
-from abrun.tasks.verifiers import boxed, final_number, mathematically
+from abrun.tasks.verifiers import boxed, final_number, judge_by_value
 from tests.snapshot import Snapshot
 
 # One completion a line, and what it earns where the last number is compared literally
@@ -29,7 +29,7 @@ def test_the_last_number_literally(kind: str) -> None:
 
 def test_math_verify_takes_an_echo_for_the_answer() -> None:
     echo = Example(prompt="23 + 45", completion="", answer="68"), "23 + 45"
-    assert mathematically(*echo) == 1 and final_number(*echo) == 0 and boxed(*echo) == 0
+    assert judge_by_value(*echo) == 1 and final_number(*echo) == 0 and boxed(*echo) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.tasks import Example, make_task, values
 from abrun.tasks.expressions import final_answer
-from abrun.tasks.verifiers import by_reference, mathematically
+from abrun.tasks.verifiers import judge_by_reference, judge_by_value
 
 # One reference a line, with completions that a person calls right and wrong
 JUDGEMENTS = [
@@ -39,7 +39,7 @@ DISAGREEMENTS = [
 
 
 def judged(reference: str, completion: str) -> float:
-    return by_reference(Example(prompt="", completion="", answer=reference), completion)
+    return judge_by_reference(Example(prompt="", completion="", answer=reference), completion)
 
 
 @pytest.mark.parametrize("kind", sorted({row["kind"] for row in JUDGEMENTS}))
@@ -157,7 +157,7 @@ def test_a_hostile_completion_is_wrong_before_long(completion: str, monkeypatch:
     for reference in ("x+1", "5"):
         started = time.process_time()
         assert judged(reference, completion) == 0
-        assert mathematically(Example(prompt="", completion="", answer=reference), completion) == 0
+        assert judge_by_value(Example(prompt="", completion="", answer=reference), completion) == 0
         assert time.process_time() - started < 8
 
 

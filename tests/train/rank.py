@@ -21,14 +21,14 @@ def hang(directory: Path) -> None:
     go_on = str(directory / "go-on")
     while True:
         if os.access(go_on, os.F_OK):  # no function of Python's, in which it could be found instead of here
-            progress.beat()
+            progress.report()
         time.sleep(0.1)
 
 
 def main(directory: Path) -> None:
     if os.environ.get("PATIENCE_S"):
-        progress.LEAST_PATIENCE_S = float(os.environ["PATIENCE_S"])
-    progress.join()
+        progress.MIN_PATIENCE_S = float(os.environ["PATIENCE_S"])
+    progress.report_to_agent()
     rank = os.environ["RANK"]
     does = json.loads(os.environ["RANK_DOES"]).get(rank, "wait")
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
@@ -48,8 +48,8 @@ def main(directory: Path) -> None:
         if rank == "0":
             RunDir(directory).begin_attempt()
         for _ in range(4):
-            progress.stepped()
-    progress.beat("generation" if does == "hang" else "policy_training")
+            progress.report_step()
+    progress.report("generation" if does == "hang" else "policy_training")
     hang(directory) if does == "hang" else time.sleep(300)
 
 

@@ -19,7 +19,7 @@ import pytest
 from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.messages.records import coded
-from abrun.processes import processes_of, progress
+from abrun.processes import find_run_processes, progress
 from abrun.reasons import Code, Reason
 from abrun.runs.endings import read_endings
 from abrun.runs.layout import RunName
@@ -93,11 +93,11 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert (hanging["doing"], hanging["host"]) == ("generation", None)
     attempt = run.attempt()
     assert (attempt.status, attempt.exit_code) == ("failed", TIMED_OUT)
-    assert not processes_of(tmp_path)
+    assert not find_run_processes(tmp_path)
 
 
 def test_a_rank_that_never_came_to_its_first_line_is_counted(tmp_path: Path) -> None:
-    silence = agents.ranks_silent(7.6, [], num_unstarted=2)
+    silence = agents.silent_ranks_reason(7.6, [], num_unstarted=2)
     assert silence == Code.RANKS_SILENT(silent_s=8, ranks=[], num_unstarted=2, num_more=0)
 
 
@@ -214,7 +214,7 @@ def test_a_run_outlives_its_temporary_files(tmp_path: Path, monkeypatch: pytest.
     assert agent.poll() is None
     (tmp_path / "go-on").unlink()
     silence = ending_of(agent, run)["silence"]
-    assert {rank["place"] for rank in silence["ranks"]} == {str(progress.Place("an unknown place"))}
+    assert {rank["place"] for rank in silence["ranks"]} == {str(progress.CodeLocation("an unknown place"))}
 
 
 def test_what_nccl_said_of_a_collective_is_told(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_it_ends_as_the_first_rank_that_failed(tmp_path: Path) -> None:
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
     assert ending_of(agent, run) == rank_failed(1, Code.KILLED(signal="SIGKILL"))
     assert agent.returncode == -signal.SIGKILL
-    assert not processes_of(tmp_path)
+    assert not find_run_processes(tmp_path)
 
 
 def rank_failed(rank: int, cause: Reason, num_ranks: int = 2) -> Reason:
@@ -428,11 +428,11 @@ def listening(pid: int) -> list[str]:
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_its_death_is_that_of_the_ranks(tmp_path: Path, delay_s: float) -> None:
     agent = start(tmp_path)
-    until(lambda: len(processes_of(tmp_path)) > 1)  # ranks that may not have run a line yet
+    until(lambda: len(find_run_processes(tmp_path)) > 1)  # ranks that may not have run a line yet
     time.sleep(delay_s)
     agent.kill()
     agent.communicate(timeout=60)
-    until(lambda: not processes_of(tmp_path), timeout_s=10)
+    until(lambda: not find_run_processes(tmp_path), timeout_s=10)
 
 
 @pytest.mark.usefixtures("heard_signals")

@@ -62,7 +62,7 @@ def pairs_of_a_batch() -> Pairs:
     batch = some_batch()
     draw = torch.Generator().manual_seed(3)
     reference = -4.6 + torch.randn(batch.token_ids.shape, generator=draw)
-    return replace(batch, rows_together=2).with_fields(Pairs, reference_logprobs=reference)
+    return replace(batch, rows_per_sample=2).with_fields(Pairs, reference_logprobs=reference)
 
 
 def objectives(batch: Pairs) -> dict[str, Any]:

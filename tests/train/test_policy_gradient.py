@@ -73,7 +73,7 @@ def test_the_documented_step_has_the_fields_of_each_stage() -> None:
     page = (root / "docs" / "step.md").read_text()
     files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
     assert len(files) == 6 and all((root / file).is_file() for file in files)
-    drawn: set[str] = {"rows_together", "routes", "support"}  # of samples, experts and filters, where used
+    drawn: set[str] = {"rows_per_sample", "routes", "support"}  # of samples, experts and filters, where used
     for stage in (RolloutBatch, ScoredBatch, TrainBatch):
         _, _, picture = page.partition(f"▼ {stage.__name__}")
         drawn |= set(re.findall(r"^│   (\w+) +\[", picture.partition("│\n")[0], re.MULTILINE))

@@ -10,7 +10,7 @@ import torch
 
 from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, RolloutBatch, ScoredBatch
-from abrun.rl.values import generalized_advantages, right_shifted, token_rewards
+from abrun.rl.values import generalized_advantages, shift_right, token_rewards
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.ppo import PpoAlgorithm, ValueObjective
 from abrun.train.setup import make_setup
@@ -109,7 +109,7 @@ def test_advantages_are_those_of_the_critic_s_values(right_shift: bool, group: N
     found, metrics = PpoAlgorithm(setup, config.algorithm, critic).advantages(scored)
     with torch.no_grad():
         after = critic.head(critic._hidden_states(batch.token_ids, None)).float()
-    values = right_shifted(after) if right_shift else after
+    values = shift_right(after) if right_shift else after
     rewards = token_rewards(batch.rewards, batch.token_mask)
     advantages, returns = generalized_advantages(rewards, values, batch.token_mask, gamma=0.9, gae_lambda=0.8)
     torch.testing.assert_close(found.advantages, advantages)

@@ -106,7 +106,7 @@ def test_garbage_is_not_looked_for_in_what_the_first_step_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     frozen: list[int] = []
-    monkeypatch.setattr(progress, "stepped", lambda: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(progress, "report_step", lambda: frozen.append(gc.get_freeze_count()))
     with single_rank():
         train_here(make_run(tmp_path / "run", run_config("steps=3")))
     assert len(frozen) == 4 and frozen[0] < min(frozen[1:])

@@ -17,7 +17,7 @@ from torch import Tensor
 from abrun.backends.dtensor import DtensorBackend
 from abrun.models import load_network
 from abrun.recipe.algorithms import Grpo
-from abrun.rl.batch import RolloutBatch, collate, on_completions
+from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.seeds import derive
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.setup import make_setup
@@ -85,7 +85,9 @@ def a_batch() -> RolloutBatch:
     sequences = collate(prompts, completions, pad_id=0)
     return sequences.with_fields(
         RolloutBatch,
-        inference_logprobs=on_completions([[-4.0] * len(one) for one in completions], sequences.token_mask),
+        inference_logprobs=scatter_to_completions(
+            [[-4.0] * len(one) for one in completions], sequences.token_mask
+        ),
         rewards=torch.rand(len(prompts), generator=draw),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from psutil import Process
 
-from abrun.processes import RUN_DIR, below, processes_of
+from abrun.processes import RUN_DIR_VARIABLE, find_descendants, find_run_processes
 from abrun.runs.rundir import RunDir
 from tests.rollout.vllm_sampling import needs_vllm
 from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
@@ -24,7 +24,7 @@ def started(directory: Path, *overrides: str) -> Trainer:
         make_run(directory, run_config(*settings(directory.parent, *SEPARATE, *overrides)))
     temporary = directory.parent / "temporary"
     temporary.mkdir(exist_ok=True)
-    return Trainer(directory, env={RUN_DIR: str(directory.resolve()), "TMPDIR": str(temporary)})
+    return Trainer(directory, env={RUN_DIR_VARIABLE: str(directory.resolve()), "TMPDIR": str(temporary)})
 
 
 def engines(trainer: Trainer) -> set[Process]:
@@ -32,14 +32,14 @@ def engines(trainer: Trainer) -> set[Process]:
     assert pid is not None
     return {
         process
-        for process in below(pid)
+        for process in find_descendants(pid)
         if b"abrun.rollout.vllm.server" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     }
 
 
 def assert_nothing_is_left(directory: Path) -> None:
     deadline = time.monotonic() + 10
-    while (left := processes_of(directory)) and time.monotonic() < deadline:
+    while (left := find_run_processes(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 

@@ -11,7 +11,7 @@ from abrun.messages import sentence
 from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
-from abrun.report.evidence import evidence
+from abrun.report.evidence import evidence_lines
 from abrun.stats.power import power_at
 from abrun.verdict.claims import with_holm, with_statistics
 from abrun.verdict.decide import decide
@@ -123,7 +123,7 @@ def test_a_bf16_deviation_that_rounding_alone_may_cause_is_not_tested(simulated,
     assert (unsettled["metric"], unsettled["tolerance"]) == ("train/grad_norm", 0.02)
     assert not unsettled["raised_by_rounding"] and unsettled["has_recipe"]
     snapshot(sentence(unsettled))
-    snapshot(dict(evidence(comparison.content))["step one"])
+    snapshot(dict(evidence_lines(comparison.content))["step one"])
 
 
 @pytest.mark.parametrize("deviations", [(0.10, 0.101, 0.099), (0.0, 0.0, 0.6)])
@@ -236,7 +236,7 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(
     one = check(found, "train/loss")
     assert one.result == ("pass" if passes else "fail") and one.scale == pytest.approx(scale)
     assert one.deviation == pytest.approx(abs(one.treatment - one.baseline) / one.scale)
-    snapshot(dict(evidence(found.content))["step one"])
+    snapshot(dict(evidence_lines(found.content))["step one"])
     if not passes:
         reason = only(found.content.reasons, Code.STEP_ONE_DIFFERS)
         assert (reason["deviation"], reason["tolerance"]) == (one.deviation, 1e-4)
@@ -318,7 +318,7 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
     comparison = judged(experiment_dir)
     one = divergence(comparison)
     assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
-    snapshot(dict(evidence(comparison.content))["divergence"])
+    snapshot(dict(evidence_lines(comparison.content))["divergence"])
 
 
 # --- T3: error rates over simulated experiments ---

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from abrun.report.evidence import evidence
+from abrun.report.evidence import evidence_lines
 from tests.verdict.simulate import edit
 
 WEIGHTS = {"a": np.array([0.5, -2.0, 0.0]), "b": np.array([1e-3, 0.0])}
@@ -47,7 +47,7 @@ def test_the_pair_that_ends_farthest_apart(simulated, judged, snapshot):
     assert (one.num_pairs, one.num_equal, one.seed, one.num_reruns) == (5, 3, 1, 2)
     assert one.relative_difference == pytest.approx(0.25 / norm)
     assert one.aa_relative_difference == pytest.approx(0.25 / norm)
-    snapshot(dict(evidence(comparison.content))["final weights"])
+    snapshot(dict(evidence_lines(comparison.content))["final weights"])
 
 
 def test_equal_weights_and_nothing_else_to_say(simulated, judged, snapshot):
@@ -57,7 +57,7 @@ def test_equal_weights_and_nothing_else_to_say(simulated, judged, snapshot):
     one = found(comparison)
     apart = (one.seed, one.relative_difference, one.aa_relative_difference)
     assert one.num_equal == 5 and apart == (None, None, None)
-    snapshot(dict(evidence(comparison.content))["final weights"])
+    snapshot(dict(evidence_lines(comparison.content))["final weights"])
 
 
 def test_hashes_alone_a_damaged_sample_and_other_models(simulated, judged):

@@ -20,7 +20,7 @@ from abrun.reasons import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recorded.stored import load_experiment
-from abrun.report.injected import caught_sentence, in_short, rows
+from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
 from abrun.verdict.injected import sensitivity
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -90,7 +90,7 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     said = caught_sentence(found, paired=True)
     assert said in (directory / "report" / "report.md").read_text()
     snapshot(said)
-    *first, figures, num_pairs = rows(found)[0]
+    *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
     advice = missed.advice
@@ -115,7 +115,7 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
     found = judged(directory).content.sensitivity
     assert found.num_judged == 0 and "0 of 0" not in (directory / "report/report.md").read_text()
     snapshot(caught_sentence(found, paired=True))
-    snapshot(in_short(load_experiment(directory), found))
+    snapshot(sensitivity_summary(load_experiment(directory), found))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_fault_that_is_part_of_an_arm_is_said(
     directory = simulated(**changes)
     reason = Code.NO_FAULT_INJECTED(faults=faults, can_inject=can_inject)
     assert reason in judged(directory).content.not_tested
-    snapshot(in_short(load_experiment(directory), None))
+    snapshot(sensitivity_summary(load_experiment(directory), None))
 
 
 def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatch) -> None:

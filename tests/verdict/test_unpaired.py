@@ -13,7 +13,7 @@ from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.sources import ReadingOptions
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
-from abrun.report.injected import columns, write_sensitivity
+from abrun.report.injected import sensitivity_columns, write_sensitivity
 from abrun.verdict.guards import opposed
 from abrun.verdict.injected import sensitivity
 from abrun.verdict.verdict_file import json_schema
@@ -208,7 +208,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
     said = [
         report,
         of_faults.read_text(),
-        *columns(paired=False),
+        *sensitivity_columns(paired=False),
         *(step.text for step in found.next_steps),
         *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
     ]

@@ -18,8 +18,8 @@ from abrun.logs.wandb_files import read_wandb_files
 from abrun.reasons import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
-from abrun.wandb_sync import bounded, report, wandb_run
-from abrun.wandb_sync.sync import sync
+from abrun.wandb_sync import report, timed_process, wandb_run
+from abrun.wandb_sync.sync import sync_experiment
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
 from tests.verdict.verdicts import claim, verdict
@@ -61,7 +61,7 @@ def attempt(run: RunDir, first: int, last: int, value: float) -> None:
 
 def mirrored(run: RunDir, *options: str) -> list[Reason]:
     """Mirror what a run has recorded so far; what was said."""
-    code, reasons = bounded.run(["abrun.wandb_sync", str(run.path), *options], 100)
+    code, reasons = timed_process.run_module(["abrun.wandb_sync", str(run.path), *options], 100)
     assert code is not None
     return reasons
 
@@ -132,16 +132,16 @@ def test_sync_sends_what_was_recorded_offline_and_nothing_twice(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         said: list[str] = []
-        sync(experiment, said.append)
-        sync(experiment, said.append)
+        sync_experiment(experiment, said.append)
+        sync_experiment(experiment, said.append)
         kept = server.runs[run.wandb_location()["id"]]
         url = run.wandb_location()["url"]
         assert said == [f"baseline/seed-0: 9 steps sent, {url}", f"baseline/seed-0: 0 steps sent, {url}"]
         assert [row["train/reward"] for row in kept.history] == [1, 2, 3, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
-    monkeypatch.setattr(wandb_run, "INIT_S", 1.0)
+    monkeypatch.setattr(wandb_run, "INIT_TIMEOUT_S", 1.0)
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(StoreError) as gone:
-        sync(experiment, said.append)
+        sync_experiment(experiment, said.append)
     snapshot(gone.value)
     assert "\n" not in str(gone.value)
 
@@ -153,7 +153,7 @@ def test_a_report_is_an_artifact_with_the_verdict_in_the_summary(
     page = tmp_path / "report.html"
     page.write_text("the report")
     content = verdict([claim(mean_difference=0.5, certified_bound=None)], experiment="x", num_pairs=4)
-    said = report.upload(content, [page], None)
+    said = report.upload_report(content, [page], None)
     snapshot(said)
     (kept,) = [run for run in server.runs.values() if run.artifacts]
     assert kept.settings["jobType"] == "compare" and kept.settings["groupName"] == "x"
@@ -168,12 +168,12 @@ def test_what_is_switched_off_is_no_upload(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.chdir(tmp_path)
-    said = report.upload(verdict(), [], None)
+    said = report.upload_report(verdict(), [], None)
     snapshot(said)
 
 
 def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
-    said = report.upload(verdict(), [], None)
+    said = report.upload_report(verdict(), [], None)
     assert "API key" in said and "\n" not in said
     snapshot(said)
 

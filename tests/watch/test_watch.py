@@ -23,7 +23,7 @@ from abrun.runs.lock import launcher_lock
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch import overview
-from abrun.watch.reading import time_left_s
+from abrun.watch.reading import estimate_time_left_s
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 
@@ -145,11 +145,11 @@ def test_the_time_left_counts_the_start_ups_of_runs_to_come(tmp_path: Path) -> N
     reader = watch.ExperimentReader(experiment_dir)
     assert [run.start_up_s for run in reader.read()] == [pytest.approx(40), None, None, None]
     # treatment-0 ends after 15 s, and treatment-1 after 40 + 30 s more; baseline-1 after 40 - 10 + 30 s
-    assert time_left_s(reader.read()) == pytest.approx(85, abs=1)
+    assert estimate_time_left_s(reader.read()) == pytest.approx(85, abs=1)
     begin("treatment/seed-1", 10)
-    assert time_left_s(reader.read()) == pytest.approx(60, abs=1)
+    assert estimate_time_left_s(reader.read()) == pytest.approx(60, abs=1)
     begin("treatment/seed-1", 10, "failed")
-    assert time_left_s(reader.read()) == pytest.approx(60, abs=1)
+    assert estimate_time_left_s(reader.read()) == pytest.approx(60, abs=1)
 
 
 def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
         return SlowQueue(now)
 
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(watch.status_of_experiments(tmp_path, find_jobs))
+    console.print(watch.render_experiments(tmp_path, find_jobs))
     text = console.export_text()
     assert asked == names and now == [6.0]
     assert text.count("no answer for 3 s") == 1
@@ -273,7 +273,7 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
     name = RunName(arm="baseline", seed=0)
     run.write_record(RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
     with launcher_lock(experiment_dir), ThreadPoolExecutor() as pool:
-        lines = pool.submit(list, watch.log_of(run.path, lambda experiment_dir: None, follow=True))
+        lines = pool.submit(list, watch.read_log(run.path, lambda experiment_dir: None, follow=True))
         time.sleep(0.2)
         assert not lines.done()
         writer = run.begin_attempt()
@@ -282,7 +282,7 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
         assert lines.result(10) == ["step 1\n"]
     shutil.rmtree(run.path / "attempts")
     (run.path / "result.json").unlink()
-    assert list(watch.log_of(run.path, lambda experiment_dir: None, follow=True)) == ["step 1\n"]
+    assert list(watch.read_log(run.path, lambda experiment_dir: None, follow=True)) == ["step 1\n"]
 
 
 def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -291,7 +291,7 @@ def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapsh
     run.write_record(RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
 
     def said() -> list[str]:
-        return list(watch.log_of(run.path, lambda experiment_dir: None, follow=False))
+        return list(watch.read_log(run.path, lambda experiment_dir: None, follow=False))
 
     snapshot(said())
     run.begin_launch((), None)
@@ -307,7 +307,7 @@ def test_an_experiment_and_an_arm_have_no_log(tmp_path: Path, snapshot: Snapshot
         (experiment_dir / "treatment", Code.NO_RUN_OR_EXPERIMENT),
     ):
         with refused(code) as caught:
-            list(watch.log_of(directory, lambda experiment_dir: None, follow=False))
+            list(watch.read_log(directory, lambda experiment_dir: None, follow=False))
         snapshot(caught.value)
 
 

@@ -13,7 +13,7 @@ from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import add_entry
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import post_hoc
+from abrun.report.comparing import find_post_hoc_reason
 from abrun.runs.experiment import run_dir
 from abrun.runs.rundir import RunDir
 
@@ -25,7 +25,7 @@ def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int)
     Raises ComparisonError where it did not match, or was not compared with the last entry.
     """
     experiment = load_experiment(experiment_dir)
-    late = post_hoc(experiment, experiment.compare)
+    late = find_post_hoc_reason(experiment, experiment.compare)
     if late:
         raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
     commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}

@@ -9,7 +9,7 @@ from abrun.messages.numbers import difference_text
 from abrun.present.tables import Table, columns
 from abrun.recorded.experiment import Reference
 from abrun.redaction import printable
-from abrun.report.evidence import changes
+from abrun.report.evidence import describe_changes
 
 
 def ledger_shown(reference: Reference) -> RenderableType:
@@ -17,7 +17,10 @@ def ledger_shown(reference: Reference) -> RenderableType:
     assert reference.ledger is not None
     rows = []
     for number, entry in enumerate(reference.ledger.entries, 1):
-        changed = [*changes(entry.treatment), *([f"not judged: {entry.moved}"] if entry.moved else [])]
+        changed = [
+            *describe_changes(entry.treatment),
+            *([f"not judged: {entry.moved}"] if entry.moved else []),
+        ]
         cells = (
             str(number),
             entry.date[:10],

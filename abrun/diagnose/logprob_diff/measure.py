@@ -49,7 +49,7 @@ METRIC = "train/token_mult_prob_error"
 
 
 def main() -> int:
-    progress.join()
+    progress.report_to_agent()
     directory = Path(sys.argv[1])
     job = read_job(directory)
     try:

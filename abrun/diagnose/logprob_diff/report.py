@@ -19,7 +19,7 @@ def summary(budget: Budget) -> RenderableType:
     """Return the headlines, a row for each change, experts, the worst tokens and notes."""
     blocks = [
         Text("\n".join(_headlines(budget))),
-        changes_table(budget).rich(pad_edge=True),
+        changes_table(budget).to_rich(pad_edge=True),
         *_experts(budget),
         Table(columns(*WORST, fold=True), [*_worst_rows(budget)], "the worst tokens"),
         Text("\n".join(_notes(budget))),

@@ -101,7 +101,7 @@ def _missing_of_hub(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
 
 def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     """Files of task and validation that runs would refuse; of long ones, as far as their first lines tell."""
-    from abrun.tasks.problems import look_at_problems
+    from abrun.tasks.problems import check_problems
 
     task, validation = config.task, config.validation
     try:
@@ -111,10 +111,10 @@ def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
             if validation:
                 hold_out(task, validation)
             return
-        trained = look_at_problems(task, task.path, "task.path")
+        trained = check_problems(task, task.path, "task.path")
         if validation:
             path = validation.path
-            source = look_at_problems(task, path, "validation.path") if path else trained
+            source = check_problems(task, path, "validation.path") if path else trained
             held_out = source.held_out(validation.num_prompts) if source else []
             if trained:
                 trained.without(frozenset(example.prompt for example in held_out))

@@ -24,7 +24,7 @@ from abrun.extras import EXTRAS, install_command, installed_packages, installed_
 from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present.tables import Table, columns
-from abrun.processes import first_cause
+from abrun.processes import first_traceback
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
 
@@ -167,7 +167,7 @@ def try_import(package: str, timeout_s: float = SECONDS) -> Any:
         )
         if ended.returncode == 0:
             return json.loads(ended.stdout.splitlines()[-1])
-        said = first_cause(ended.stderr).splitlines()
+        said = first_traceback(ended.stderr).splitlines()
         reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
     except subprocess.TimeoutExpired:
         return Code.IMPORT_TOO_SLOW(package=package, seconds=timeout_s)

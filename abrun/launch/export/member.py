@@ -18,7 +18,7 @@ from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.prepare import owned_experiment, warm_start_dir, write_run
 from abrun.launch.slurm.jobs import WARM_START
-from abrun.processes.output import outlive_output
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
 from abrun.runs import experiment
 from abrun.runs.experiment import WARM_STARTS, is_experiment
@@ -101,5 +101,5 @@ def wait_for(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

@@ -14,7 +14,7 @@ from abrun.errors import RecipeError
 from abrun.experiment.plan import Plan
 from abrun.launch.cluster import agents_grace_s
 from abrun.launch.slurm.jobs import WARM_START, pairs
-from abrun.processes import MODULE
+from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code
 from abrun.recipe.experiment import Declared, stored_recipe
 from abrun.recipe.launcher import Exported
@@ -63,12 +63,14 @@ class Export:
         settings: Exported = self.settings
         where = f'"{first}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agents_grace_s(settings.save_s)
-        module = [settings.python, *MODULE, "abrun.launch.export.member", self.directory, run]
+        module = [settings.python, *MODULE_OPTIONS, "abrun.launch.export.member", self.directory, run]
         return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
 
     def compare(self) -> str:
         """The script that judges what there is by then."""
-        return self._script(shlex.join([self.settings.python, *MODULE, "abrun", "compare", self.directory]))
+        return self._script(
+            shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", self.directory])
+        )
 
     def _script(self, command: str) -> str:
         return "\n".join([*self.settings.setup, f"exec {command}", ""])

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from abrun.launch.node import free_port
-from abrun.processes import Popen, below, end_all, start
+from abrun.processes import Popen, find_descendants, kill_all, start_process
 
 MOST_TOLD = 1 << 16  # bytes
 
@@ -27,10 +27,10 @@ class NodeAgent:
         return socket.gethostname(), get_node_ip_address(), free_port()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        self._process = start(
+        self._process = start_process(
             argv,
             {**os.environ, **env},
-            dies_by=signal.SIGTERM,
+            death_signal=signal.SIGTERM,
             cwd=cwd,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -50,5 +50,5 @@ class NodeAgent:
             self._process.terminate()
             return
         pid = self._process.pid
-        end_all(lambda: below(pid))
+        kill_all(lambda: find_descendants(pid))
         self._process.kill()

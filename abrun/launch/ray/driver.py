@@ -24,8 +24,8 @@ from abrun.launch.queue import Queue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Supervisor, print_line
 from abrun.messages.records import print_reason
-from abrun.processes import MODULE
-from abrun.processes.output import outlive_output
+from abrun.processes import MODULE_OPTIONS
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
 from abrun.recipe.experiment import stored_recipe
 from abrun.recipe.launcher import Ray
@@ -84,7 +84,7 @@ def _run(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
     if stopped_by is None and submitted.get("compare"):
         with open_log(experiment_dir / record.FOLDER / COMPARED) as output:
             output.truncate(0)
-            argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
+            argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
     say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(each.status == "finished" for each in queue.jobs) else 1
@@ -133,5 +133,5 @@ def _cluster() -> Any:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

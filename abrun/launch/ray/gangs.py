@@ -32,7 +32,7 @@ from abrun.launch.engine import Place
 from abrun.launch.queue import Job
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
-from abrun.processes import MODULE
+from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Ray
 from abrun.recipe.run import RunConfig
@@ -319,7 +319,7 @@ class GangRun:
         env, grace_s = network(self.settings.interface), agents_grace_s(self.settings.save_s)
         where = [str(self.run.path), f"{first[1]}:{first[2]}", str(grace_s), os.uname().nodename]
         for node in self.nodes:
-            argv = [python, *MODULE, "abrun.launch.node", *where, str(node.index)]
+            argv = [python, *MODULE_OPTIONS, "abrun.launch.node", *where, str(node.index)]
             node.answer = node.actor.start.remote(argv, env, os.getcwd())
             node.started = True
 

@@ -16,7 +16,7 @@ from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import AT_WORK, Cluster
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
-from abrun.processes import MODULE
+from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.runs.records import RunState
 
@@ -86,7 +86,7 @@ class RayCluster(Cluster):
         }
 
     def _entrypoint(self, content: Mapping[str, Any]) -> str:
-        module = [*MODULE, "abrun.launch.ray.driver", str(self._experiment_dir), content["job"]]
+        module = [*MODULE_OPTIONS, "abrun.launch.ray.driver", str(self._experiment_dir), content["job"]]
         return f"exec {shlex.join([content['python'], *module])}"
 
     @property

@@ -28,8 +28,8 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release, slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.processes import MODULE
-from abrun.processes.output import outlive_output
+from abrun.processes import MODULE_OPTIONS
+from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import stored_recipe
 from abrun.recipe.launcher import Slurm
@@ -78,7 +78,7 @@ class StepEngine(LocalEngine):
         python = settings.python or ("python" if container else sys.executable)
         grace_s = agents_grace_s(grace_of(settings))
         where = [str(run.path), f"{_this_node()}:{free_port()}", str(grace_s), _this_node()]
-        return ["srun", *options, python, *MODULE, "abrun.launch.node", *where]
+        return ["srun", *options, python, *MODULE_OPTIONS, "abrun.launch.node", *where]
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
         # Not marked as of the run: srun has to outlive it, to end the step
@@ -231,5 +231,5 @@ def _this_node() -> str:
 
 
 if __name__ == "__main__":
-    outlive_output()
+    ignore_output_errors()
     sys.exit(main())

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from abrun.experiment.plan import PlannedRun, pairs
-from abrun.processes import MODULE
+from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import read_json_or_empty, write_json
@@ -92,7 +92,7 @@ def render(script: Script, experiment_dir: Path, settings: Slurm, *, at_once: in
         f"--output={_log(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
     ]
     argv = [settings.python if settings.python and not settings.container else sys.executable]
-    argv += [*MODULE, "abrun.launch.slurm.allocation", str(experiment_dir)]
+    argv += [*MODULE_OPTIONS, "abrun.launch.slurm.allocation", str(experiment_dir)]
     if script.warm_start:
         return _script(
             experiment_dir, script.name, options, settings, [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
@@ -109,7 +109,7 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
     """The text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
     options.append(f"--output={_log(experiment_dir, 'compare')}.log")
-    argv = [sys.executable, *MODULE, "abrun", "compare", str(experiment_dir)]
+    argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
     return _script(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
 
 

@@ -27,31 +27,31 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
-MOST_VALUES = 600_000  # of all charts: some 6 MB
+MAX_VALUES = 600_000  # of all charts: some 6 MB
 MAX_BYTES = 8_000_000  # of all charts; where they take more, the last are left out
-MAX_NAMED = 20  # metrics whose curves are left out
+MAX_NAMED_METRICS = 20  # metrics whose curves are left out
 LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: RecordedExperiment, content: VerdictFile, beside: Context | None = None) -> str:
+def render_page(experiment: RecordedExperiment, content: VerdictFile, context: Context | None = None) -> str:
     """The page of a comparison. The same input gives the same bytes."""
-    styles, scripts = [_code(name) for name in STYLES], [_code(name) for name in SCRIPTS]
+    styles, scripts = [_minify(name) for name in STYLES], [_minify(name) for name in SCRIPTS]
     policy = (
-        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
+        f"default-src 'none'; script-src {_policy_hashes(scripts)}; style-src {_policy_hashes(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return Template(_file("template.html")).substitute(
+    return Template(_read_file("template.html")).substitute(
         policy=html.escape(policy, quote=False),
-        license=_file("uPlot.LICENSE"),
-        title=html.escape(_text(f"{content.verdict}: {experiment.name}")),
+        license=_read_file("uPlot.LICENSE"),
+        title=html.escape(_replace_surrogates(f"{content.verdict}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-        data="\n".join(_data_blocks(experiment, content, beside)),
+        data="\n".join(_data_blocks(experiment, content, context)),
     )
 
 
-def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, beside: Context | None) -> list[str]:
+def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: Context | None) -> list[str]:
     """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
     claims = content.claims
     recorded = dict.fromkeys(experiment.metrics())
@@ -59,10 +59,10 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, beside: C
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
     if len(blocks) < len(metrics):  # those that abrun knows are drawn first
-        known = {metric.key: None for metric in METRICS if metric.key in recorded}
-        metrics = [*(claimed | known | recorded)]
+        known_metrics = {metric.key: None for metric in METRICS if metric.key in recorded}
+        metrics = [*(claimed | known_metrics | recorded)]
         blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
-    drawn = len(blocks)
+    num_drawn = len(blocks)
     peaks = memory_peaks(experiment)
     report = {
         "content": as_json(content),
@@ -77,15 +77,16 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, beside: C
             }
             for run in experiment.runs.values()
         ],
-        "metrics": metrics[:drawn],
-        "num_claimed": min(len(claimed), drawn),
-        "left_out": {"count": len(metrics) - drawn, "names": metrics[drawn:][:MAX_NAMED]},
-        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:drawn] else None,
+        "metrics": metrics[:num_drawn],
+        "num_claimed": min(len(claimed), num_drawn),
+        "left_out": {"count": len(metrics) - num_drawn, "names": metrics[num_drawn:][:MAX_NAMED_METRICS]},
+        "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:num_drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
-        "beside": beside and {**asdict(beside), "next_steps": [one.as_json() for one in beside.next_steps]},
+        "context": context
+        and {**asdict(context), "next_steps": [step.as_json() for step in context.next_steps]},
     }
-    return [_script("report", _json(report)), *blocks]
+    return [_script("report", _encode_json(report)), *blocks]
 
 
 def _chart_blocks(
@@ -93,10 +94,10 @@ def _chart_blocks(
 ) -> list[str]:
     """Return the charts of the first metrics, as many as `max_bytes` hold."""
     blocks: list[str] = []
-    most_values = min(charts.MOST_VALUES, MOST_VALUES // max(1, len(metrics)))
+    max_values = min(charts.MAX_VALUES, MAX_VALUES // max(1, len(metrics)))
     for index, metric in enumerate(metrics):
-        about = [claim for claim in claims if claim.claim.metric == metric]
-        chart = _json(charts.chart(experiment, metric, about, most_values))
+        metric_claims = [claim for claim in claims if claim.claim.metric == metric]
+        chart = _encode_json(charts.chart_json(experiment, metric, metric_claims, max_values))
         max_bytes -= len(chart)
         if max_bytes < 0:
             break
@@ -104,8 +105,8 @@ def _chart_blocks(
     return blocks
 
 
-def _json(data: Any) -> bytes:
-    return orjson.dumps(_plain(data), option=orjson.OPT_SERIALIZE_NUMPY)
+def _encode_json(data: Any) -> bytes:
+    return orjson.dumps(_to_json(data), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _script(name: str, data: bytes) -> str:
@@ -115,36 +116,36 @@ def _script(name: str, data: bytes) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """What JSON and JavaScript can hold: whole characters, exact integers, no NaN, keys that are strings."""
     if isinstance(value, str):
-        return _text(value)
+        return _replace_surrogates(value)
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {_text(str(key)): _plain(one) for key, one in value.items()}
+        return {_replace_surrogates(str(key)): _to_json(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json(member) for member in value]
     return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
-def _text(value: str) -> str:
+def _replace_surrogates(value: str) -> str:
     """Half of a surrogate pair, which JSON can smuggle into a name, cannot be written in UTF-8."""
     return value.encode("utf-8", "replace").decode()
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return resources.files("abrun.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _code(name: str) -> str:
+def _minify(name: str) -> str:
     """A file of code without indentation, blank lines and lines of comment; no text in one spans lines."""
-    lines = map(str.strip, _file(name).splitlines())
+    lines = map(str.strip, _read_file(name).splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
-def _hashes(parts: list[str]) -> str:
-    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+def _policy_hashes(sources: list[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

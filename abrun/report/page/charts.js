@@ -559,7 +559,7 @@ class Figure {
     );
     if (window && window.interval)
       lines.push(
-        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${interval(window.interval)}`),
+        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outward(window.interval)}`),
       );
     return lines;
   }

@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
-from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means, bucket_steps, smallest_and_largest
-from abrun.report.panels import Curve, Difference, Panel, panel
+from abrun.report.buckets import NUM_BUCKETS, bucket_extremes, bucket_indices, bucket_means, bucket_steps
+from abrun.report.panels import Curve, Difference, Panel, make_panel
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
 
-MOST_NOTES = 8
-MOST_VALUES = 40_000  # of a chart
-LEAST_BUCKETS = 50
+MAX_NOTES = 8
+MAX_VALUES = 40_000  # of a chart
+MIN_BUCKETS = 50
 
 
 @dataclass(slots=True)
-class Rows:
+class ChartRows:
     """The lines of one chart on its grid; a NaN is a gap where it was recorded, and nothing elsewhere."""
 
     steps: Steps  # [S]
@@ -43,32 +43,32 @@ class Rows:
         return len(self.values) - 1
 
 
-def chart(
-    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult], most_values: int = MOST_VALUES
+def chart_json(
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
 ) -> dict[str, Any]:
     """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
 
     About `most_values` numbers at most: many lines are drawn with fewer buckets each.
     """
-    shown = panel(experiment, metric, claims)
-    rows = Rows(shown.steps)
+    panel = make_panel(experiment, metric, claims)
+    rows = ChartRows(panel.steps)
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
-    notes = [*_not_drawn(shown), *_gaps(runs, metric)]
+    notes = [*_thinned_lines_notes(panel), *_gap_notes(runs, metric)]
     for arm in experiment.arms:
-        notes += [note for curve in shown.curves if curve.arm == arm for note in _coverage(curve)]
-        notes += _left_out(experiment, arm, metric)
+        notes += [note for curve in panel.curves if curve.arm == arm for note in _coverage_notes(curve)]
+        notes += _missing_run_notes(experiment, arm, metric)
     return {
         "metric": metric,
-        "unit": shown.unit,
-        "arms": [_curve(rows, curve) for curve in shown.curves],
-        "windows": shown.windows,
-        "differences": [_difference(rows, difference) for difference in shown.differences],
-        "notes": notes if len(notes) <= MOST_NOTES else [*notes[:MOST_NOTES], _and_more(notes)],
-        **drawn(rows, most_values),
+        "unit": panel.unit,
+        "arms": [_curve_json(rows, curve) for curve in panel.curves],
+        "windows": panel.windows,
+        "differences": [_difference_json(rows, difference) for difference in panel.differences],
+        "notes": notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], _omitted_notes_text(notes)],
+        **rows_json(rows, max_values),
     }
 
 
-def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:
+def _curve_json(rows: ChartRows, curve: Curve) -> dict[str, Any]:
     band = None
     if curve.sd is not None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -88,37 +88,40 @@ def _curve(rows: Rows, curve: Curve) -> dict[str, Any]:
     }
 
 
-def _difference(rows: Rows, difference: Difference) -> dict[str, Any]:
-    known = len(difference.steps) > 0
+def _difference_json(rows: ChartRows, difference: Difference) -> dict[str, Any]:
+    has_steps = len(difference.steps) > 0
     return {
         "arm": difference.index,
         "transform": difference.transform,
         "unit": difference.scale,
         "num_pairs": difference.num_pairs,
         "num_runs": difference.num_runs,
-        "pairs": [{"row": rows.add(one.steps, one.values), "seed": one.seed} for one in difference.pairs],
-        "mean": rows.add(difference.steps, difference.mean, over_runs=True) if known else None,
-        "reruns": [{"row": rows.add(one.steps, one.values), "name": one.name} for one in difference.reruns],
+        "pairs": [{"row": rows.add(line.steps, line.values), "seed": line.seed} for line in difference.pairs],
+        "mean": rows.add(difference.steps, difference.mean, over_runs=True) if has_steps else None,
+        "reruns": [
+            {"row": rows.add(line.steps, line.values), "name": line.name} for line in difference.reruns
+        ],
         "windows": [
-            {"steps": one.steps, "pairs": one.pairs, "interval": one.interval} for one in difference.windows
+            {"steps": line.steps, "pairs": line.pairs, "interval": line.interval}
+            for line in difference.windows
         ],
     }
 
 
-def drawn(rows: Rows, most_values: int = MOST_VALUES) -> dict[str, Any]:
+def rows_json(rows: ChartRows, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """The rows as the page holds them: `gaps` has, by row, where a missing value is one recorded as NaN.
 
     Of a bucket's two places a mean takes the first and leaves the other out.
     """
     values = np.array(rows.values).reshape(len(rows.values), len(rows.steps))
     recorded = np.array(rows.recorded).reshape(values.shape)
-    affordable = most_values // (2 * max(1, len(rows.values)))
-    buckets = bucket_indices(len(rows.steps), min(NUM_BUCKETS, max(LEAST_BUCKETS, affordable)))
+    max_buckets = max_values // (2 * max(1, len(rows.values)))
+    buckets = bucket_indices(len(rows.steps), min(NUM_BUCKETS, max(MIN_BUCKETS, max_buckets)))
     steps = rows.steps
     if buckets is not None:
         steps = bucket_steps(steps, buckets)
         means, over_runs = bucket_means(values, buckets), np.array(rows.over_runs, bool)
-        values = smallest_and_largest(values, buckets)
+        values = bucket_extremes(values, buckets)
         recorded = recorded[:, buckets].any(axis=-1).repeat(2, axis=-1)
         values[over_runs, ::2], values[over_runs, 1::2] = means[over_runs], np.nan
         recorded[over_runs, 1::2] = False
@@ -128,66 +131,66 @@ def drawn(rows: Rows, most_values: int = MOST_VALUES) -> dict[str, Any]:
         "num_buckets": 0 if buckets is None else len(buckets),
         "ends": [] if buckets is None else rows.steps[buckets[:, [0, -1]]],
         "steps": steps,
-        "rows": _short(values),
+        "rows": _narrow(values),
         "gaps": {str(index): np.flatnonzero(gaps[index]) for index in np.flatnonzero(gaps.any(axis=-1))},
     }
 
 
-def _short(values: Array) -> NDArray[Any]:
+def _narrow(values: Array) -> NDArray[Any]:
     """float32, whose shortest decimals are half as long, unless that would show in a line."""
     with np.errstate(all="ignore"):
         narrow = values.astype(np.float32)
-        known = np.isfinite(values)
-        error = np.abs(np.where(known, narrow - values, 0)).max(axis=-1, initial=0)
-        low = np.where(known, values, np.inf).min(axis=-1, initial=np.inf)
-        spread = np.where(known, values, -np.inf).max(axis=-1, initial=-np.inf) - low
+        is_finite = np.isfinite(values)
+        error = np.abs(np.where(is_finite, narrow - values, 0)).max(axis=-1, initial=0)
+        low = np.where(is_finite, values, np.inf).min(axis=-1, initial=np.inf)
+        spread = np.where(is_finite, values, -np.inf).max(axis=-1, initial=-np.inf) - low
         faithful = (error <= 1e-3 * spread) | (spread <= 0)
-    return narrow if faithful.all() and np.isfinite(narrow[known]).all() else values
+    return narrow if faithful.all() and np.isfinite(narrow[is_finite]).all() else values
 
 
 # --- what a chart has to say about its runs ---
 
 
-def _not_drawn(shown: Panel) -> Iterator[str]:
-    for curve in shown.curves:
+def _thinned_lines_notes(panel: Panel) -> Iterator[str]:
+    for curve in panel.curves:
         if len(curve.seeds) < curve.num_seeds:
-            drawn_of = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
-            yield f"{curve.arm}: {drawn_of}; mean and band are of all"
-    for one in shown.differences:
-        if len(one.pairs) < one.num_pairs:
-            yield f"{one.arm}: {len(one.pairs)} of {one.num_pairs} pairs drawn; mean and windows are of all"
+            counts = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
+            yield f"{curve.arm}: {counts}; mean and band are of all"
+    for difference in panel.differences:
+        if len(difference.pairs) < difference.num_pairs:
+            yield f"{difference.arm}: {len(difference.pairs)} of {difference.num_pairs} pairs drawn; mean and windows are of all"
 
 
-def _gaps(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
+def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
     for run in runs:
         series = run.series(metric)
-        bad = ~np.isfinite(series.values)
-        if bad.any():
+        is_gap = ~np.isfinite(series.values)
+        if is_gap.any():
             nans = int(np.isnan(series.values).sum())
-            kinds = [(nans, "NaN"), (int(bad.sum()) - nans, "infinite")]
+            kinds = [(nans, "NaN"), (int(is_gap.sum()) - nans, "infinite")]
             counts = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
-            first, of_all = series.steps[bad][0], "all" if bad.all() else f"of {len(bad)}"
-            yield f"{run}: {counts} ({of_all} values), the first at step {first}"
+            first_step, total_text = series.steps[is_gap][0], "all" if is_gap.all() else f"of {len(is_gap)}"
+            yield f"{run}: {counts} ({total_text} values), the first at step {first_step}"
 
 
-def _left_out(experiment: RecordedExperiment, arm: str, metric: str) -> Iterator[str]:
+def _missing_run_notes(experiment: RecordedExperiment, arm: str, metric: str) -> Iterator[str]:
     runs = list(experiment.arm(arm).values())
-    without = [run for run in runs if run.finished and not len(run.series(metric))]
-    if without and len(without) == sum(run.finished for run in runs):
+    missing_runs = [run for run in runs if run.finished and not len(run.series(metric))]
+    if missing_runs and len(missing_runs) == sum(run.finished for run in runs):
         yield f"{arm}: no finished run recorded this metric"
     else:
-        yield from (f"{run}: did not record this metric" for run in without)
+        yield from (f"{run}: did not record this metric" for run in missing_runs)
     for run in runs:
         if not run.finished and len(run.series(metric)):
-            last = run.series(metric).steps[-1]
-            yield f"{run}: {run.status} after step {last}; drawn dotted, not part of the mean"
+            last_step = run.series(metric).steps[-1]
+            yield f"{run}: {run.status} after step {last_step}; drawn dotted, not part of the mean"
 
 
-def _coverage(curve: Curve) -> Iterator[str]:
+def _coverage_notes(curve: Curve) -> Iterator[str]:
     num_steps, shared = curve.num_steps, len(curve.steps)
     if shared < num_steps:
         yield f"{curve.arm}: mean and band cover the {shared} of {num_steps} steps that all its runs recorded"
 
 
-def _and_more(notes: Sequence[str]) -> str:
-    return f"and {len(notes) - MOST_NOTES} more such notes"
+def _omitted_notes_text(notes: Sequence[str]) -> str:
+    return f"and {len(notes) - MAX_NOTES} more such notes"

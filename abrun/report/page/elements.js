@@ -39,10 +39,18 @@ function number(value, digits = 4) {
 
 // An upper bound in three digits, rounded up, as in the other reports.
 function boundText(bound) {
-  if (typeof bound !== "number" || !(bound > 0)) return number(bound, 3);
-  const unit = 10 ** (Math.floor(Math.log10(bound)) - 2);
-  return number(Math.ceil(Number((bound / unit).toFixed(6))) * unit, 3);
+  return bound > 0 ? rounded(bound, Math.ceil) : number(bound, 3);
 }
+
+function rounded(value, toInteger) {
+  if (typeof value !== "number" || value === 0) return number(value, 3);
+  const unit = 10 ** (Math.floor(Math.log10(Math.abs(value))) - 2);
+  return number(toInteger(Number((value / unit).toFixed(6))) * unit, 3);
+}
+
+// An interval of a difference in three digits, rounded outward: its wider end reads like the certified bound.
+const outward = (ends) =>
+  ends ? `[${rounded(ends[0], Math.floor)}, ${rounded(ends[1], Math.ceil)}]` : "\u2013";
 
 const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
 const interval = (ends, digits = 3) =>

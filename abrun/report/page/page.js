@@ -68,9 +68,9 @@ function banner() {
     ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
-  if (beside.has_recipe) facts.push(["injected faults", caughtText()], ["drift against one ULP", grownText()]);
-  if (beside.ran) facts.push(["runs", beside.ran]);
-  if (beside.environment) facts.push(["on", beside.environment]);
+  if (context.has_recipe) facts.push(["injected faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (context.time_range) facts.push(["runs", context.time_range]);
+  if (context.environment) facts.push(["on", context.environment]);
   const analyses = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
     (one.interim_analyses || []).map((analysis) => [arm, analysis]),
   );
@@ -111,7 +111,7 @@ function banner() {
               several ? [swatch(arms.indexOf(one.arm)), `${one.arm}, `] : [],
               `${one.where}: `,
               el("b", {}, one.means),
-              levels.length > MOST_DETAILED ? null : muted(`; ${one.beside}`),
+              levels.length > MOST_DETAILED ? null : muted(`; ${one.details}`),
             ),
           ),
         )
@@ -130,7 +130,7 @@ function banner() {
       { class: "facts" },
       facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
     ),
-    (beside.next_steps || []).map((step, at) =>
+    (context.next_steps || []).map((step, at) =>
       el("p", { class: "next" }, el("b", {}, at ? "or " : "Next "), step.text, el("code", {}, step.command)),
     ),
   );
@@ -138,7 +138,7 @@ function banner() {
 
 // What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
 function caughtText() {
-  const text = beside.injected_faults;
+  const text = context.injected_faults;
   return content.sensitivity ? el("a", { href: "#sensitivity" }, text) : text;
 }
 
@@ -155,9 +155,9 @@ const withRole = (name, role) => (name === role ? name : `${name} (${role})`);
 const comparedText = () =>
   `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const baselineName = () => content.baseline || arms[0];
-const beside = report.beside || {};
-const asked = (key) => (beside.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
-const levels = beside.levels || [];
+const context = report.context || {};
+const asked = (key) => (context.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
+const levels = context.levels || [];
 const MOST_DETAILED = 3; // levels in the head
 
 // --- arms without a claim, or with one run each ---
@@ -216,7 +216,7 @@ function prospects(one) {
   if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
   const counted = one.paired ? "pairs" : "runs of each arm";
   return [
-    `[${number(one.interval[0], 3)}, ${number(one.interval[1], 3)}]`,
+    outward(one.interval),
     `\u00b1${boundText(one.certified_bound)}`,
     one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
     one.margin === null ? "\u2013" : takesText(one, counted),
@@ -268,7 +268,7 @@ function claimsSection() {
             one.limited_interval
               ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
               : one.interval || one.ci90
-              ? `${confidence(one.interval ? one.alpha : 0.05)} ${interval(one.interval || one.ci90)}`
+              ? `${confidence(one.interval ? one.alpha : 0.05)} ${outward(one.interval || one.ci90)}`
               : "no interval",
           ),
         ],
@@ -372,7 +372,7 @@ function forest(claims) {
         "div",
         {},
         el("b", {}, several ? `${one.arm}: ${one.metric}` : one.metric),
-        muted((levels.length > MOST_DETAILED && one.levels?.beside) || `margin ${marginText(one)}`),
+        muted((levels.length > MOST_DETAILED && one.levels?.details) || `margin ${marginText(one)}`),
       ),
       el(
         "div",
@@ -437,7 +437,7 @@ function dotPlot(one) {
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(one)}`;
+  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${outward(ends)}, margin ${marginText(one)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
@@ -664,7 +664,7 @@ function sensitivity() {
 // --- what the arms said ---
 
 function completions() {
-  const found = beside.completions;
+  const found = context.completions;
   if (!found) return null;
   const intro = "What the arms said to the same prompts at the same steps: of one seed, a few prompts and steps.";
   if (found.problem) return section("completions", "Completions side by side", el("p", {}, found.problem));
@@ -904,7 +904,7 @@ function versions() {
         ]),
       ),
     ),
-    beside.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, beside.command)) : null,
+    context.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, context.command)) : null,
     (content.notes || []).length
       ? [
           el("h3", {}, "Notes from reading the runs"),
@@ -1132,7 +1132,7 @@ const body = [
     "not-tested",
     "What was not tested",
     content.not_tested,
-    `The report lists nothing here; still, only the claims above were tested, on ${beside.has_recipe ? "this recipe" : "these runs"} and these steps.`,
+    `The report lists nothing here; still, only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
   ),
   configuration(),
   versions(),

@@ -37,7 +37,7 @@ class Instance:
         device: torch.device,
         num_ranks: int,
         end_ids: frozenset[int],
-        beat: Callable[[], None] = progress.beat,  # called while it samples
+        beat: Callable[[], None] = progress.report,  # called while it samples
     ) -> None:
         self._beat = beat
         self._rollout, self._device = config.rollout, device

@@ -25,7 +25,17 @@ from abrun.backends import Backend
 from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.models import Text
-from abrun.processes import MODULE, RUN_DIR, Awake, below, end_all, ending_of, oom_kills, progress, start
+from abrun.processes import (
+    MODULE_OPTIONS,
+    RUN_DIR_VARIABLE,
+    PauseDetector,
+    count_oom_kills,
+    ending_reason,
+    find_descendants,
+    kill_all,
+    progress,
+    start_process,
+)
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
@@ -86,7 +96,7 @@ class Engines:
         self._transfer: Transfer | None = None
         self._processes: list[Process] = []
         try:
-            folder = tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER))
+            folder = tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER_VARIABLE))
             self._start(config, text.end_ids, Path(self._open.enter_context(folder)), device)
         except BaseException:
             self.close()
@@ -95,7 +105,7 @@ class Engines:
     def _start(
         self, config: OwnRunConfig, end_ids: frozenset[int], folder: Path, device: torch.device
     ) -> None:
-        progress.beat("starting vllm")
+        progress.report("starting vllm")
         size, places = self._size, _places(config)
         for number in range(len(places)):
             engine, rank = divmod(number, size)
@@ -163,7 +173,7 @@ class Engines:
         """What each process answers, in their order."""
         patience_s = patience_s or self._silence_s
         answers: dict[int, Any] = {}
-        awake, heard_s = Awake(), time.monotonic()
+        awake, heard_s = PauseDetector(), time.monotonic()
         while len(answers) < len(self._processes):
             waiting = [one for one in self._processes if one.number not in answers]
             heard = wait([one.channel for one in waiting], POLL_S)
@@ -171,11 +181,11 @@ class Engines:
                 if process.channel not in heard:
                     continue
                 heard_s = time.monotonic()
-                progress.beat()
+                progress.report()
                 kind, value = process.hear(doing)
                 if kind != ALIVE:
                     answers[process.number] = value
-            silent_s = time.monotonic() - max(heard_s, awake.since_s())
+            silent_s = time.monotonic() - max(heard_s, awake.running_since_s())
             if silent_s > patience_s:
                 raise LaunchError(
                     f"rollout.engine: {waiting[0]}, asked to {doing}: said nothing for {silent_s:.0f} s; it "
@@ -189,8 +199,8 @@ class Process:
 
     def __init__(self, number: int, rank: int, size: int, gpus: Sequence[str], folder: Path) -> None:
         self.number = number
-        self._log = Path(os.environ.get(RUN_DIR, folder)) / engine_log_name(number)
-        self._oom_kills = oom_kills()
+        self._log = Path(os.environ.get(RUN_DIR_VARIABLE, folder)) / engine_log_name(number)
+        self._oom_kills = count_oom_kills()
         self.channel, theirs = Pipe()
         variables = {
             "RANK": str(rank),
@@ -200,10 +210,10 @@ class Process:
         }
         with theirs, open_log(self._log) as log:
             self._printed_before = log.tell()
-            self._process = start(
-                [sys.executable, "-u", *MODULE, "abrun.rollout.vllm.server", str(theirs.fileno())],
+            self._process = start_process(
+                [sys.executable, "-u", *MODULE_OPTIONS, "abrun.rollout.vllm.server", str(theirs.fileno())],
                 {**os.environ, **variables},
-                dies_by=signal.SIGKILL,
+                death_signal=signal.SIGKILL,
                 pass_fds=(theirs.fileno(),),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -231,7 +241,7 @@ class Process:
         """At once, and what it has started."""
         self.channel.close()
         if self._process.poll() is None:
-            end_all(lambda: below(self._process.pid))
+            kill_all(lambda: find_descendants(self._process.pid))
             self._process.kill()
         self._process.wait()
 
@@ -243,7 +253,7 @@ class Process:
             printed = log.read().decode(errors="replace")
         lines = [" ".join(line.split()) for line in printed.splitlines() if line.strip()][-MOST_LINES:]
         status = self._process.poll()
-        ending = None if status is None else ending_of(status, printed, self._oom_kills)
+        ending = None if status is None else ending_reason(status, printed, self._oom_kills)
         how = sentence(ending) if ending else "hung up"
         return (
             f"rollout.engine: {self}, asked to {doing}: {how}; last in its log: {quoted(lines) or 'nothing'}"

@@ -133,7 +133,7 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
 
     Raises LaunchError where it does not start.
     """
-    progress.beat("starting vllm")
+    progress.report("starting vllm")
     wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal()
     if wrong:
         raise LaunchError(wrong)
@@ -153,7 +153,7 @@ def start(config: OwnRunConfig, device: torch.device, num_ranks: int, tail: Tail
             kept.report_bits()
         if num_ranks > 1:
             _without_shared_memory()
-        with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER)) as folder:
+        with tempfile.TemporaryDirectory(dir=os.environ.get(progress.FOLDER_VARIABLE)) as folder:
             network = config_of(config.model)
             network.save_pretrained(folder)
             try:

@@ -16,14 +16,14 @@ import pytest
 from abrun.experiment.plan import make_plan
 from abrun.launch import local
 from abrun.launch.supervisor import Outcome
-from abrun.processes import Fork, children, processes_of
-from abrun.processes.copies import Server
+from abrun.processes import ForkedChild, find_children, find_run_processes
+from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.runs.rundir import RunDir
 from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent, run_to_end
-from tests.processes.test_copies import lives, until, words_of
+from tests.processes.test_fork_server import lives, until, words_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are Linux's alone")
 SMALL = Path(__file__).parent / "small.yaml"
@@ -48,10 +48,10 @@ def launch(
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that were forked; no run is started before one could be."""
-    found, fork = list[int](), Server.fork
+    found, fork = list[int](), ForkServer.fork
 
-    def forked_at_last(server: Server, *order: object) -> Fork | None:
-        made = list[Fork]()
+    def forked_at_last(server: ForkServer, *order: object) -> ForkedChild | None:
+        made = list[ForkedChild]()
         until(
             lambda: (
                 made.extend(filter(None, [fork(server, *order)]))  # pyright: ignore
@@ -62,12 +62,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.extend(copy.pid for copy in made)
         return made[0] if made else None
 
-    monkeypatch.setattr(Server, "fork", forked_at_last)
+    monkeypatch.setattr(ForkServer, "fork", forked_at_last)
     return found
 
 
 def servers_below(pid: int) -> list[int]:
-    return [child for child in children(pid) if local.FORKED in words_of(child) and not is_copy(child)]
+    return [child for child in find_children(pid) if local.FORKED in words_of(child) and not is_copy(child)]
 
 
 def is_copy(pid: int) -> bool:
@@ -130,11 +130,11 @@ def test_a_killed_launcher_leaves_neither_runs_nor_the_server(tmp_path: Path) ->
     environment = {**os.environ, "FAKE_TRAINER": '{"step_s": 0.02}'}
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], env=environment)
     run = tmp_path / "small" / "baseline" / "seed-0"
-    until(lambda: processes_of(run) and servers_below(launcher.pid))
+    until(lambda: find_run_processes(run) and servers_below(launcher.pid))
     (server,) = servers_below(launcher.pid)
     launcher.kill()
     launcher.wait()
-    until(lambda: not processes_of(run) and not lives(server))
+    until(lambda: not find_run_processes(run) and not lives(server))
 
 
 def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_their_own(
@@ -142,11 +142,11 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
 ) -> None:
     started = list[tuple[tuple[str, ...], str]]()
 
-    def server(module: str, modules: tuple[str, ...], env: dict[str, str]) -> Server:
+    def server(module: str, modules: tuple[str, ...], env: dict[str, str]) -> ForkServer:
         started.append((modules, env.get("ODD", "")))
         raise OSError("none is started")
 
-    monkeypatch.setattr(local, "Server", server)
+    monkeypatch.setattr(local, "ForkServer", server)
     engine = local.LocalEngine(1)
 
     def expected(*overrides: str) -> list[tuple[tuple[str, ...], str]]:
@@ -169,11 +169,11 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
 def test_being_asked_to_stop_is_heard_while_a_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*rest: object) -> Server:
+    def interrupted(*rest: object) -> ForkServer:
         os.kill(os.getpid(), signal.SIGINT)
         raise OSError("none is started")
 
-    monkeypatch.setattr(local, "Server", interrupted)
+    monkeypatch.setattr(local, "ForkServer", interrupted)
     outcome = launch(tmp_path, launcher="local")
     assert outcome.stopped_by == signal.SIGINT and set(outcome.statuses.values()) == {"pending"}
 

@@ -1,4 +1,4 @@
-"""A process that may hang: waited for so long, and then ended with all that it has started."""
+"""Runs a module in a process that may hang: after a time limit it is killed with all its descendants."""
 
 import os
 import subprocess
@@ -7,15 +7,20 @@ import tempfile
 from collections.abc import Sequence
 
 from abrun.messages.records import printed_reason
-from abrun.processes import MODULE, below, end_all
+from abrun.processes import MODULE_OPTIONS, find_descendants, kill_all
 from abrun.reasons import Reason
 
 
-def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int | None, list[Reason]]:
-    """Exit code (None: it took too long) and printed reasons of `python -m MODULE...`, given `said`."""
+def run_module(
+    module: Sequence[str], limit_s: float, *, stdin_text: str = ""
+) -> tuple[int | None, list[Reason]]:
+    """Run `python -m MODULE...` with `stdin_text`; return its exit code and the reasons that it printed.
+
+    The exit code is None if the process exceeded `limit_s` seconds.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            [sys.executable, *MODULE, *module],
+            [sys.executable, *MODULE_OPTIONS, *module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,
@@ -24,12 +29,12 @@ def run(module: Sequence[str], limit_s: float, *, said: str = "") -> tuple[int |
         )
         code: int | None = None
         try:
-            process.communicate(said, timeout=limit_s)
+            process.communicate(stdin_text, timeout=limit_s)
             code = process.returncode
         except (subprocess.TimeoutExpired, BrokenPipeError):
             pass
         finally:
-            end_all(lambda: below(process.pid))
+            kill_all(lambda: find_descendants(process.pid))
             process.kill()
             process.wait()
         output.seek(0)

@@ -1,0 +1,107 @@
+"""Commands to paste: what was typed in the place of what stands for it."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from abrun.recorded.experiment import RecordedExperiment
+
+RUNS_DIR = Path("runs")  # where commands look without --runs-dir
+UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
+COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
+LAUNCH_COMMANDS = ("launch", "sensitivity")  # commands that start runs
+READING_OPTIONS = (
+    "--baseline",
+    "--pattern",
+    "--group",
+    "--alias",
+    "--step-column",
+    "--runs-dir",
+)  # of foreign runs
+
+
+def fill_placeholders(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
+    """With what is launched in the place of RECIPE, and what was typed in that of RUNS, as far as known."""
+    if experiment.directory:
+        command = command.replace("RECIPE", _recipe_arguments(command, experiment.directory, words), 1)
+    compare_words = list(words[2:]) if list(words[:2]) == ["abrun", "compare"] else []
+    sources = [*takewhile(lambda word: not word.startswith("-"), compare_words)]
+    options = compare_words[len(sources) :]
+    if _split_options(options, ["--reference"])[0]:
+        command = command.replace(COMPARE_WITH_REFERENCE, shlex.join(["abrun", "compare", "NEW", *options]))
+    elif experiment.directory:
+        command = command.replace(
+            f" --no-compare && {COMPARE_WITH_REFERENCE}", ""
+        )  # its recipe names the reference
+    if not compare_words:
+        return command.replace("RUNS", experiment_argument(experiment)) if experiment.directory else command
+    if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
+        flags = (
+            [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
+        )
+        return shlex.join([*shlex.split(command), *_split_options(options, READING_OPTIONS)[0], *flags])
+    if UNPAIRED.strip() in options:
+        command = command.replace(UNPAIRED, "")
+    replaced_options = [
+        option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command
+    ]
+    replaced_options += ["--interim"] * (" --seeds " in command)  # of other runs
+    _, options = _split_options(options, replaced_options)
+    if command.startswith("abrun freeze"):
+        sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]
+    command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
+    return command.replace("RUNS", shlex.join(sources) or "RUNS")
+
+
+def experiment_argument(experiment: RecordedExperiment) -> str:
+    """By which commands find an experiment of the store; of other runs, a name for files."""
+    if experiment.directory is None:
+        return shlex.quote(experiment.name)
+    path = _relative_path(experiment.directory)
+    return shlex.quote(path.name if path.parent == RUNS_DIR else str(path))
+
+
+def relative_folder(directory: Path) -> str:
+    """The folder of an experiment, from here where it is below."""
+    return str(_relative_path(directory))
+
+
+def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> str:
+    """Of the launch that was typed, with what was set; else the experiment's folder, which holds that."""
+    launch_words = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
+    typed_recipe = [word for word in launch_words[:1] if not word.startswith("-")]
+    typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
+    path = _relative_path(directory)
+    arguments = typed_recipe or [str(path)]
+    starts_runs = command.split()[1] in LAUNCH_COMMANDS
+    if typed_recipe:
+        seeds = ["--seeds"] * (starts_runs and " --seeds " not in command)
+        arguments += _split_options(launch_words, ["--set", *seeds, *(["--launcher"] * starts_runs)])[0]
+    if starts_runs and path.parent != RUNS_DIR:
+        arguments += ["--runs-dir", str(path.parent)]
+    return shlex.join(arguments)
+
+
+def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of a command line the options of those names, with their values, and all the rest."""
+    selected: list[str] = []
+    remaining: list[str] = []
+    words_left = iter(words)
+    for word in words_left:
+        name, equals, _ = word.partition("=")
+        if name in names:
+            selected += [word] if equals else [word, next(words_left, "")]
+        else:
+            remaining.append(word)
+    return selected, remaining
+
+
+def _relative_path(directory: Path) -> Path:
+    """From here, where it is below; a path of one part could be taken for a name."""
+    directory = directory.resolve()
+    if directory.parent == RUNS_DIR.resolve():
+        return RUNS_DIR / directory.name
+    path = Path(os.path.relpath(directory))
+    return directory if path.parts[:1] == ("..",) or len(path.parts) < 2 else path
