@@ -120,7 +120,9 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))))
+    print(
+        shown(upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir)))
+    )
 
 
 Budget = Annotated[

@@ -1,7 +1,7 @@
-"""Runs of any framework, read from what it logs: TensorBoard, wandb, CSV, JSON lines, Parquet.
+"""Readers for the logs of any framework: TensorBoard, wandb, CSV, JSON lines, Parquet.
 
-A source is a file, a folder that may hold many runs, or a project on a wandb server. What is read is a `Log`;
-`naming` says which run of an experiment it is, `aliases` what its metrics are called here.
+A source is a file, a folder that may hold many runs, or a project on a wandb server. Each run becomes a
+`Log`. The module `naming` finds its arm and seed, and `aliases` maps its metric names to abrun's.
 """
 
 import re
@@ -28,46 +28,53 @@ __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
 TABLE_FORMATS = ("csv", "jsonl", "parquet", "json")
-# Tables that nothing here reads, in case that the runs lie in them.
+# Tables that no reader supports; an error names them if a source has no other runs.
 FOREIGN_FILE = re.compile(
     r".+\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
     r"|.+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*",  # rotated or copied, such as log.jsonl.1
     re.IGNORECASE,
 )
 TRAINER_STATE = "trainer_state.json"
-# Of formats with as many runs each, the fullest first. The last two only where there is nothing else.
+# Order of preference among formats with equally many runs. The last two are fallbacks.
 FORMATS_BY_PREFERENCE = ("abrun", "tensorboard", "wandb", "jsonl", "csv", "parquet", "trainer_state", "json")
 FALLBACK_FORMATS = ("trainer_state", "json")
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 CHECKPOINT = r"checkpoint-(\d+)"
-# Completions, prompts and evaluations that trainers keep beside their logs, by what they call them.
+# Names of files with completions, prompts and evaluations, which trainers write next to their logs.
 DUMP_FILE = re.compile(
     r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
 )
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
-PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL's: three runs of wandb, which are one
+PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
 WANDB_PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
-SPLIT_NAMES = {"train", "validation", "valid", "val", "eval", "test"}  # of one run, each with its own log
-HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the folder that torch's add_hparams makes inside a run's: the time
+SPLIT_NAMES = {
+    "train",
+    "validation",
+    "valid",
+    "val",
+    "eval",
+    "test",
+}  # splits of one run, each with its own log
+HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
 START_TIME = re.compile(r"run-(\d{8}_\d{6})-")
 RUN_ID = re.compile(r"run-(.+)\.wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """One run in a folder, not yet read."""
+    """Location of a run that has not been read yet."""
 
     format: str
     name: str
-    path: Path  # its folder, or the file where it is a table
+    path: Path  # its folder, or its file for a table
     files: tuple[Path, ...]
 
 
 def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
-    """Every run of a source, by name.
+    """Return every run of a source, sorted by name.
 
-    `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, or `wandb:ENTITY/PROJECT[/RUN]`
-    on a server; `group` keeps the runs of one of wandb's groups. Raises StoreError, one line, where nothing
+    A source is `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, or
+    `wandb:ENTITY/PROJECT[/RUN]` on a server. `group` selects one wandb group. Raises StoreError if nothing
     can be read.
     """
     prefix, colon, rest = source.partition(":")
@@ -87,9 +94,9 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
 
 
 def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
-    """The one run that a file, or everything in a folder, holds; empty while the path does not exist.
+    """Return the single run in a file or a folder; an empty log while the path does not exist.
 
-    It may still be written: a torn end is left out, with a note.
+    The run may still be written: a torn end is skipped with a note.
     """
     if format not in FORMATS:
         raise StoreError(f"format: got {format!r}; allowed: {', '.join(FORMATS)}")
@@ -120,14 +127,14 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 
 
 def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, list[RunFiles]], list[str]]:
-    """The runs by format, the one to read first, and a sentence on files that nothing here reads."""
+    """Return the runs by format, in order of preference, and a note on unsupported files."""
     with wrap_read_errors(path):
         path_exists = exists(path)
     if not path_exists:
         prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:]))
         raise StoreError(
-            f"{printable(source)}: no such file or folder; allowed: a path, with one of {prefixes} before it "
-            "or none, or wandb:ENTITY/PROJECT"
+            f"{printable(source)}: no such file or folder; allowed: a path, optionally with a prefix "
+            f"({prefixes}), or wandb:ENTITY/PROJECT"
         )
     runs = (
         _drop_links(list(_find_in_folder(path, path))) if is_directory(path) else [_single_file(path, format)]
@@ -141,7 +148,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
             _relative_name(file, path) for file in islice(path.rglob("*.*"), 100) if is_file(file)
         )
         contents = f"; it holds {list_names(names, 3)}" if names else ""
-        raise StoreError(f"{printable(source)}: no runs there; allowed: runs logged as {expected}{contents}")
+        raise StoreError(f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}")
     by_format = {form: [run for run in runs if run.format == form] for form in FORMATS_BY_PREFERENCE}
     forms = sorted(
         (form for form in FORMATS_BY_PREFERENCE if by_format[form]),
@@ -160,11 +167,11 @@ def _single_file(path: Path, format: str | None) -> RunFiles:
         "json",
         "jsonl",
     ):
-        kind = format  # an odd suffix, but the user says what it is
+        kind = format  # the user's prefix decides for an unknown suffix
     if kind is None or (format is not None and kind != format):
         raise StoreError(
-            f"{printable(str(path))}: not a file of {format or 'metrics'}; allowed: *.csv, *.tsv, *.jsonl, "
-            f"*.ndjson, these as *.gz, *.json, *.parquet, *.wandb, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}"
+            f"{printable(str(path))}: not a {format or 'metrics'} file; allowed: *.csv, *.tsv, *.jsonl, "
+            f"*.ndjson (also as *.gz), *.json, *.parquet, *.wandb, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}"
         )
     return RunFiles(format=kind, name=path.name, path=path, files=(path,))
 
@@ -189,7 +196,7 @@ def _is_json_list(path: Path) -> bool:
 
 
 def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -> Iterator[RunFiles]:
-    """The runs in a folder and below it, each once, however its folder is linked to."""
+    """Yield the runs in a folder and its subfolders, each once, even if several links lead to it."""
     visited = set() if visited is None else visited
     if folder.resolve() in visited:
         return
@@ -206,7 +213,7 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
     if any(kind == "wandb" for kind in kinds.values()):
         for file in (file for file in files if kinds[file] == "wandb"):
             yield RunFiles(format="wandb", name=name, path=folder, files=(file,))
-        return  # what is below are its own copies
+        return  # subfolders hold copies of the run's files
     if any(kind == "tensorboard" for kind in kinds.values()):
         yield RunFiles(format="tensorboard", name=name, path=folder, files=tuple(list_event_files(folder)))
     state = _find_trainer_state(folder, folders)
@@ -229,7 +236,7 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
 
 
 def _drop_links(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """The runs without links to a file that is here as well, such as `latest.jsonl`."""
+    """Return the runs without those that only link to another run's file, such as `latest.jsonl`."""
     files = {file for run in runs for file in run.files if not file.is_symlink()}
     targets = {file.resolve() for file in files}
     return [
@@ -240,12 +247,12 @@ def _drop_links(runs: Sequence[RunFiles]) -> list[RunFiles]:
 
 
 def _relative_name(path: Path, top: Path) -> str:
-    """A path below a source. A file unpacked from Windows may have the separators of there in its name."""
+    """Return a path relative to its source. Names unpacked from a Windows archive may hold backslashes."""
     return path.relative_to(top).as_posix().replace("\\", "/")
 
 
 def _find_trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
-    """The one in the folder, or in the last of its checkpoints, whose log_history goes furthest."""
+    """Return the trainer state of the folder, or else of its last checkpoint."""
     numbered = [(re.fullmatch(CHECKPOINT, subfolder.name), subfolder) for subfolder in folders]
     checkpoints = sorted((int(match[1]), subfolder) for match, subfolder in numbered if match)
     candidates = [folder, *(subfolder for _, subfolder in reversed(checkpoints))]
@@ -253,7 +260,7 @@ def _find_trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
 
 
 def _merge_resumed_runs(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """A wandb run that was resumed offline has a folder for each start, side by side: one run."""
+    """Merge the folders of a wandb run that was resumed offline: each start has its own."""
     merged: dict[Any, RunFiles] = {}
     for run in runs:
         run_id = RUN_ID.fullmatch(run.files[0].name) if run.format == "wandb" else None
@@ -269,7 +276,7 @@ def _merge_resumed_runs(runs: Sequence[RunFiles]) -> list[RunFiles]:
 def _read_fullest_format(
     by_format: Mapping[str, Sequence[RunFiles]], ignored: list[str], source: str, step_column: str | None
 ) -> tuple[list[tuple[RunFiles, Log]], list[str]]:
-    """The runs of the first format that has any number, and sentences on what was left aside."""
+    """Return the runs of the first format that holds any number, and notes on the ignored formats."""
     first_error: StoreError | None = None
     runs_without_metrics: list[tuple[RunFiles, Log]] = []
     for format, runs in by_format.items():
@@ -286,7 +293,7 @@ def _read_fullest_format(
                 for other_format in FORMATS_BY_PREFERENCE
                 if other_format in by_format and other_format != format
             ]
-            note = f"of {printable(source)} the {format} logs; left aside: {', '.join(other_formats)}"
+            note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
     if first_error:
@@ -297,11 +304,11 @@ def _read_fullest_format(
 def _read_runs(
     sources: Sequence[RunFiles], step_column: str | None
 ) -> tuple[list[tuple[RunFiles, Log]], list[str]]:
-    """Every run, and sentences on tables that are none.
+    """Return every run, and notes on ignored tables.
 
-    A table that cannot be read is a run all the same where runs that can be read have files of the same name;
-    else it is left aside, as is an empty one beside the only run of a folder. Raises StoreError where there
-    is no run.
+    An unreadable table counts as a run if a readable run has a file of the same name apart from digits;
+    otherwise it is ignored. An empty table next to the only run of a folder is ignored, too. Raises
+    StoreError if there is no run.
     """
     logs: list[tuple[RunFiles, Log]] = []
     errors: list[tuple[RunFiles, StoreError]] = []
@@ -321,7 +328,7 @@ def _read_runs(
     for source, log in logs:
         if log.metrics or source.format not in TABLE_FORMATS or _name_without_digits(source) in names:
             continue
-        if num_runs[source.path.parent] == 1:  # the folder is a run, and so is no other file in it
+        if num_runs[source.path.parent] == 1:  # the folder is one run; its other files are not runs
             logs = [(other_source, other_log) for other_source, other_log in logs if other_log is not log]
             ignored.setdefault(_name_without_digits(source), []).append(
                 f"{log.place}: {'; '.join(log.notes)}"
@@ -338,7 +345,7 @@ def _read_runs(
         else:
             ignored.setdefault(_name_without_digits(source), []).append(str(error))
     return logs, [
-        f"left aside: {problems[0]}{f' (and {len(problems) - 1} more of that name)' * (len(problems) > 1)}"
+        f"ignored: {problems[0]}{f' (and {len(problems) - 1} more of that name)' * (len(problems) > 1)}"
         for problems in ignored.values()
     ]
 
@@ -348,7 +355,7 @@ def _name_without_digits(run: RunFiles) -> str:
 
 
 def _merge_run_parts(logs: Sequence[Log]) -> list[Log]:
-    """Runs that were logged in several files, or by several processes, or restarted, each as one."""
+    """Merge runs that were logged in several files, by several processes, or over several starts."""
     split_names = {log.name: log.name.rpartition("/") for log in logs}
     part_names = {
         name
@@ -382,9 +389,9 @@ def _merge_run_parts(logs: Sequence[Log]) -> list[Log]:
 
 
 def _merge_splits(logs: Sequence[Log]) -> list[Log]:
-    """A run's `train` and `validation` logs, side by side, as one run.
+    """Merge the `train` and `validation` logs of a run that lie side by side.
 
-    A metric that both have is the training's; the other's goes by its folder or file before it.
+    If both have a metric, the training's keeps its name, and the other's is prefixed with its split.
     """
     run_and_split = {
         log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
@@ -410,14 +417,14 @@ def _merge_splits(logs: Sequence[Log]) -> list[Log]:
         }
         metrics = {new_names[name]: series for name, series in log.metrics.items()}
         dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
-        guess = "the train and other logs of a run, side by side, are one run"
+        guess = "train and other logs that lie side by side were merged into one run"
         log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, guess))
         merged_logs.append(replace(log, name=run, is_part=True))
     return merge_parts(merged_logs)
 
 
 def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
-    """Return the runs of what was found; `one_run`: a table is one, whatever its columns name."""
+    """Read the runs at a location; `one_run`: treat a table as one run, whatever its columns name."""
     match run.format:
         case "abrun":
             log = read_run_dir(run.path, run.name)
@@ -437,7 +444,7 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
 
 
 def _merge_hparams_runs(logs: Sequence[tuple[RunFiles, Log]]) -> list[Log]:
-    """Event files below a run's own, of its hyperparameters or of torch's add_scalars, are part of it."""
+    """Merge event files in subfolders of a run (hyperparameters, torch's add_scalars) into the run."""
     runs_by_folder = {run.path: log for run, log in logs if run.format == "tensorboard"}
     for folder, log in list(runs_by_folder.items()):
         parent = next((ancestor for ancestor in folder.parents if ancestor in runs_by_folder), None)
@@ -455,7 +462,7 @@ def _merge_hparams_runs(logs: Sequence[tuple[RunFiles, Log]]) -> list[Log]:
 
 
 def _scalar_key(folder: Path, log: Log) -> str | None:
-    """The metric in a folder of torch's add_scalars: it is called `<tag>_<key>` and holds that tag alone."""
+    """Return the metric in a folder `<tag>_<key>` of torch's add_scalars, which holds only that tag."""
     tag = next(iter(log.metrics)) if len(log.metrics) == 1 else None
     prefix = "" if tag is None else tag.replace("/", "_") + "_"
     return f"{tag}/{folder.name[len(prefix) :]}" if prefix and folder.name.startswith(prefix) else None
@@ -465,7 +472,7 @@ def _select_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:
     selected = [log for log in logs if log.group == group]
     if not selected:
         groups = sorted({log.group for log in logs if log.group})
-        available = f"there are {list_names(groups)}" if groups else "its runs have none (wandb's have)"
+        available = f"available: {list_names(groups)}" if groups else "these runs have no groups"
         raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {available}")
     return selected
 
@@ -476,5 +483,5 @@ def _start_key(file: Path) -> tuple[str, str]:
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Sorts s2 before s10."""
+    """Return a sort key that puts s2 before s10."""
     return [(int(text) if text.isdecimal() else -1, text) for text in re.split(r"(\d+)", name)]

@@ -1,9 +1,11 @@
-"""Completions that other trainers have kept: a file a step, read for their prompts, texts and rewards.
+"""Completions written by other trainers, one file per step, with prompts, texts and rewards.
 
-verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, an object a completion of `input`,
-`output` and `score`. TRL (`log_completions`): `completions/[<mode>/]completions_<step>.parquet`, of columns
-`prompt`, `completion`, a reward each function, `advantage`. NeMo-RL: `train_data_step<step>.jsonl`, an object
-a completion, of lists of one: `content` (a conversation's texts), `rewards` (none in distillation).
+- verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, one object per completion with
+  `input`, `output` and `score`.
+- TRL (`log_completions`): `completions/[<mode>/]completions_<step>.parquet` with columns `prompt`,
+  `completion`, one per reward function, and `advantage`.
+- NeMo-RL: `train_data_step<step>.jsonl`, one object per completion whose values are lists of length one:
+  `content` (the texts of a conversation) and `rewards` (absent in distillation).
 """
 
 import re
@@ -17,18 +19,18 @@ from abrun.logs.rows import parse_json
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.samples import Sample
 
-MAX_PROMPTS = 64  # of a step; of the completions of one prompt the first is kept
+MAX_PROMPTS = 64  # per step, with the first completion of each prompt
 _FILE = re.compile(
     r"(?P<verl>\d{1,9})\.jsonl|completions_(?P<trl>\d{1,9})\.parquet|train_data_step(?P<nemo>\d{1,9})\.jsonl",
     re.ASCII,
 )
-_NO_REWARD = ("step", "advantage", "mode")  # numbers of TRL's table that are none
+_NO_REWARD = ("step", "advantage", "mode")  # numeric columns of TRL's table that are not rewards
 
 
 class CompletionFiles(Mapping[int, tuple[Sample, ...]]):
-    """Completions by step, ascending; a step's file, which may be large, is read when it is asked for.
+    """Completions by step, ascending. A step's file, which may be large, is read on access.
 
-    Raises StoreError, there, where a file is corrupt or its reader is not installed.
+    Access raises StoreError if the file is corrupt or its reader is not installed.
     """
 
     def __init__(self, files: Mapping[int, Path]) -> None:
@@ -45,7 +47,7 @@ class CompletionFiles(Mapping[int, tuple[Sample, ...]]):
 
 
 def read_completions(folder: Path) -> CompletionFiles:
-    """Of this folder, or else of the first below that has any; empty where none has."""
+    """Return the completions in a folder, or else in the first usual subfolder that has any."""
     for candidate in (
         folder,
         *(folder / subfolder for subfolder in ("completions/train", "completions", "rollout_data")),
@@ -65,7 +67,7 @@ def _find_files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _has_completions(path: Path) -> bool:
-    """Whether a `0.jsonl` is completions: it may be the metrics of seed 0."""
+    """Return True if a file such as `0.jsonl` holds completions; it could be the metrics of seed 0."""
     with path.open(encoding="utf-8", errors="replace") as file:
         first_line = file.readline(1 << 22)
     return all(f'"{key}"' in first_line for key in ("input", "output", "score"))
@@ -90,12 +92,12 @@ def _read_file(path: Path) -> Iterator[Sample]:
 def _read_verl(path: Path) -> Iterator[Sample]:
     for where, row in _read_objects(path):
         if not {"input", "output"} <= row.keys():
-            raise StoreError(f"{where}: no object with input and output, as verl writes them")
+            raise StoreError(f"{where}: expected an object with input and output, as verl writes")
         yield _make_sample(row["input"], row["output"], row.get("score"))
 
 
 def _read_nemo_rl(path: Path) -> Iterator[Sample]:
-    """The last text of a conversation is the completion, those before it the prompt."""
+    """Yield samples of NeMo-RL: the last text of a conversation is the completion, the rest the prompt."""
     for where, row in _read_objects(path):
         match row:
             case {"content": [[*prompt, text]]} if prompt:
@@ -103,11 +105,11 @@ def _read_nemo_rl(path: Path) -> Iterator[Sample]:
                 reward = rewards[0] if isinstance(rewards, list) and len(rewards) == 1 else None
                 yield _make_sample("\n".join(map(str, prompt)), text, reward)
             case _:
-                raise StoreError(f"{where}: no content of a prompt and a completion, as NeMo-RL writes it")
+                raise StoreError(f"{where}: expected content with prompt and completion, as NeMo-RL writes")
 
 
 def _read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's place, in words, and its object; an empty one where it is none."""
+    """Yield a description of each line's position, and its object (empty if it is not an object)."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             row = parse_json(line)
@@ -126,14 +128,14 @@ def _read_trl(path: Path) -> Iterator[Sample]:
         raise StoreError(f"{printable(str(path))}: cannot be read: {printable(str(error))}") from None
     for row in rows:
         if not {"prompt", "completion"} <= row.keys():
-            raise StoreError(f"{printable(str(path))}: no columns prompt and completion, as TRL writes them")
+            raise StoreError(f"{printable(str(path))}: expected columns prompt and completion, as TRL writes")
         yield _make_sample(
             _conversation_text(row["prompt"]), _conversation_text(row["completion"]), _single_reward(row)
         )
 
 
 def _conversation_text(value: Any) -> str:
-    """A text, or the messages of a conversation."""
+    """Return a text, joining the messages of a conversation."""
     if isinstance(value, list):
         return "\n".join(
             str(message.get("content", "")) if isinstance(message, dict) else str(message)
@@ -143,7 +145,7 @@ def _conversation_text(value: Any) -> str:
 
 
 def _single_reward(row: Mapping[str, Any]) -> float | None:
-    """Of one reward function; of several the weights are not in the table."""
+    """Return the reward if there is one reward function; the weights of several are not in the table."""
     rewards = [value for key, value in row.items() if key not in _NO_REWARD and type(value) in (int, float)]
     return float(rewards[0]) if len(rewards) == 1 else None
 

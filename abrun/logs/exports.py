@@ -1,9 +1,9 @@
-"""CSV files that hold several runs, or a part of one: long tables, and what wandb and TensorBoard export.
+"""CSV files with several runs, or a part of one: long tables, and exports of wandb and TensorBoard.
 
-A long table has a column that names the arm, the run or the seed, and perhaps one that names the metric of a
-`value`. wandb exports a chart: the x-axis, then `<run> - <metric>` for every run, with its smallest and
-largest value in each of the chart's buckets. TensorBoard exports one metric: `Wall time,Step,Value`, the run
-and the metric in the file's name. (Both read from what their pages download.)
+A long table has a column that names the arm, the run or the seed, and possibly one that names the metric of a
+`value`. wandb exports a chart: the x-axis, then `<run> - <metric>` for every run, with the minimum and
+maximum in each of the chart's buckets. TensorBoard exports one metric as `Wall time,Step,Value`, with run and
+metric in the file name. (Both formats are those of the pages' download buttons.)
 """
 
 import re
@@ -39,7 +39,7 @@ DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
 
 
 def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
-    """The runs of a CSV file: of most files one, which is called `name`; of all with `one_run`."""
+    """Return the runs of a CSV file. Most files hold one, named `name`; with `one_run` all do."""
     lines, torn = read_csv_lines(path)
     if not lines:
         return [
@@ -66,9 +66,9 @@ def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -
 
 
 def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
-    """The runs of a file of JSON lines, or of one list of objects: of most files one, called `name`.
+    """Return the runs of a file of JSON lines, or of one list of objects. Most files hold one, named `name`.
 
-    Several where every row names an arm, a run or a seed, and not all the same, unless it is `one_run`.
+    A file holds several if its rows name different arms, runs or seeds, unless `one_run` is set.
     """
     rows, notes = read_json_rows(path)
     logs = [] if one_run else _read_long_table(path, name, rows, (), step_column, min_runs=2)
@@ -81,10 +81,10 @@ def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) 
 
 
 def _parse_chart_columns(header: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """Column -> run and metric, of a chart that wandb exported; empty: it is none."""
+    """Return run and metric of each column of an exported wandb chart; empty if it is not a chart."""
     columns = {index: name for index, name in enumerate(header) if not name.endswith(BOUNDS)}
     candidates = []
-    for pattern in CHART:  # a name of a run, or of a metric, may itself hold " - "
+    for pattern in CHART:  # the name of a run or metric may itself contain " - "
         matches = {index: pattern.fullmatch(name) for index, name in columns.items()}
         candidates.append(
             {index: (match["run"], match["metric"]) for index, match in matches.items() if match}
@@ -97,9 +97,9 @@ def _read_chart(
     path: Path, header: list[str], lines: list[CsvLine], chart_columns: Mapping[int, tuple[str, str]]
 ) -> list[Log]:
     if any(len(cells) != len(header) for _, cells in lines):
-        return [log_from_csv_lines(path, lines)]  # which refuses the line
+        return [log_from_csv_lines(path, lines)]  # raises for the line of another length
     axis = next(i for i, name in enumerate(header) if i not in chart_columns and not name.endswith(BOUNDS))
-    guess = "a chart that wandb exported: its buckets, not every step"
+    guess = "an exported wandb chart: values of its buckets, not of every step"
     logs = []
     for run in dict.fromkeys(run for run, _ in chart_columns.values()):
         columns = {
@@ -120,11 +120,11 @@ def _read_tensorboard_download(path: Path, name: str, lines: list[CsvLine]) -> L
     run, tag = (match["run"], match["tag"]) if match else (path.parent.name, path.stem)
     folder = name.rsplit("/", 1)[0] + "/" if "/" in name else ""
     log = log_from_csv_lines(path, [(1, ["Wall time", "Step", tag]), *lines[1:]], "Step")
-    return replace(log, name=folder + run, is_part=True, guesses=("metrics named after TensorBoard's files",))
+    return replace(log, name=folder + run, is_part=True, guesses=("metric names from TensorBoard's files",))
 
 
 def merge_parts(logs: Sequence[Log]) -> list[Log]:
-    """The runs whose metrics lie in several files, each as one."""
+    """Merge the runs whose metrics lie in several files."""
     runs: dict[object, Log] = {}
     for index, log in enumerate(logs):
         key = log.name if log.is_part else index
@@ -146,9 +146,9 @@ def merge_parts(logs: Sequence[Log]) -> list[Log]:
 
 
 def _find_key_columns(header: Sequence[str], rows: Sequence[tuple[int, Cells]]) -> dict[str, str]:
-    """The columns that say whose a row is, by kind: `arm`, `run`, `seed`, `metric`; empty: none does.
+    """Return the columns that identify a row's run or metric, by kind: `arm`, `run`, `seed`, `metric`.
 
-    A `name` beside a `value` is the metric's, unless it names runs by their seeds.
+    A `name` column next to `value` names metrics, unless all its values name seeds.
     """
     columns = {name.strip().lower(): name for name in reversed(header)}
     kinds = {"arm": ARM_COLUMNS, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
@@ -177,9 +177,9 @@ def _read_long_table(
     *,
     min_runs: int,
 ) -> list[Log]:
-    """A run for every distinct value of the key columns; empty where there are none, or fewer than `fewest`.
+    """Return one run per distinct value of the key columns; empty if there are fewer than `min_runs`.
 
-    `columns`: all that the file names, if it does.
+    `columns`: all column names of the file, if it has a header.
     """
     keys = _find_key_columns(columns or [*rows[0][1]], rows) if rows else {}
     identity_columns = {kind: column for kind, column in keys.items() if kind != "metric"}
@@ -198,9 +198,9 @@ def _read_long_table(
     )
     column_names = ", ".join(identity_columns.values())
     guess_text = (
-        f"a long table: its runs from the columns {column_names}"
+        f"a long table: runs from columns {column_names}"
         if column_names
-        else "a long table: a metric a name"
+        else "a long table: one metric per name"
     )
     logs = []
     for values, run_rows in runs.items():

@@ -1,7 +1,7 @@
-"""Arms, seeds and the baseline of runs whose names follow no usual pattern: what is guessed is said.
+"""Guesses of arms, seeds and the baseline for runs whose names follow no usual pattern.
 
-A guess stands only where it explains every run: each arm has every seed once, and the same seeds as the
-others. Where none does, runs are numbered, which pairs nothing.
+A guess is used only if it explains every run: each arm has every seed once, and all arms have the same seeds.
+If none does, runs are numbered and not paired. The report lists every guess.
 """
 
 import re
@@ -17,7 +17,7 @@ from abrun.runs.layout import RunName
 SEPARATORS = r"[/_\-. =@,]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"
 SEED_WORDS = ("seed", "s")
-# Parts of a time, a process, or what a logger adds to every run's name: they tell no arm from another.
+# Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 BASELINE_NAMES = (
@@ -37,20 +37,20 @@ MAX_ARMS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
-    """Which run each log is."""
+    """Guessed name of each log's run."""
 
     names: list[RunName]
     paired: bool
-    seeds_known: bool  # False: they are numbers only
+    seeds_known: bool  # False: runs were only numbered
     guessed: list[Reason]
 
 
 def guess_runs(
     logs: Sequence[Log], arms: Sequence[str] | None = None, run_filter: RunFilter = select_all
 ) -> Guess | None:
-    """The run that each log is; None: nothing explains those that `selects` takes.
+    """Return the run name of each log; None if no guess explains the runs that `run_filter` selects.
 
-    `arms`: of each log, where known.
+    `arms`: the arm of each log, if known.
     """
     for source, seeds, guessed_arms in _seed_assignments(logs):
         run_arms = list(arms or guessed_arms)
@@ -73,7 +73,7 @@ def guess_runs(
 
 
 def guess_baseline(arms: Sequence[str]) -> str:
-    """The one arm that is called like a baseline, else the first."""
+    """Return the only arm with a baseline-like name, else the first arm."""
     baseline_like = [
         arm for arm in arms if {word.lower() for word in re.split(SEPARATORS, arm)} & {*BASELINE_NAMES}
     ]
@@ -81,13 +81,13 @@ def guess_baseline(arms: Sequence[str]) -> str:
 
 
 def differ_only_by_numbers(logs: Sequence[Log]) -> bool:
-    """Whether nothing but numbers tells runs apart: they are of one arm."""
+    """Return True if run names differ only by numbers, so that they can be one arm."""
     kinds = {(log.job_type, log.group) for log in logs}
     return len(kinds) == 1 and len(set(_names_without_numbers(logs))) == 1
 
 
 def _seed_assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
-    """Ways to read all seeds, the likeliest first, and the arms that are left: how, seeds, arms."""
+    """Yield possible assignments, the likeliest first: source of the seeds, seeds, and arms."""
     split_names = [re.split(SEPARATORS, name) for name in _shortened_names(logs)]
     shortest = min(map(len, split_names), default=0)
     positions = [*range(-1, -shortest - 1, -1), *range(shortest)]
@@ -116,7 +116,7 @@ def _seed_assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], lis
 
 
 def _is_a_grid(names: Sequence[RunName]) -> bool:
-    """Whether every arm has the same seeds, two or more, each once."""
+    """Return True if every arm has the same seeds, at least two, each once."""
     seeds = {arm: sorted(name.seed for name in names if name.arm == arm) for arm in {n.arm for n in names}}
     first_seeds = next(iter(seeds.values()), [])
     return (
@@ -127,7 +127,7 @@ def _is_a_grid(names: Sequence[RunName]) -> bool:
 
 
 def _arm_groups(logs: Sequence[Log]) -> list[str]:
-    """An arm for each log: wandb's job type or group where they differ, else its name without numbers."""
+    """Return an arm for each log: wandb's job type or group if they differ, else the name without numbers."""
     for kinds in ([log.job_type for log in logs], [log.group for log in logs]):
         if all(kinds) and len(set(kinds)) > 1:
             return [kind or "" for kind in kinds]
@@ -138,7 +138,10 @@ def _arm_groups(logs: Sequence[Log]) -> list[str]:
 
 
 def _differing_settings(logs: Sequence[Log], seed_keys: set[str]) -> list[str]:
-    """An arm for each log: the settings that differ, but not in every log, as run names and folders do."""
+    """Return an arm for each log: its values of the settings that differ between groups of logs.
+
+    Settings that differ in every log, as run names and folders do, are ignored.
+    """
     configs = [log.config or {} for log in logs]
     differing_keys = []
     for key in sorted({key for config in configs for key in config} - seed_keys):
@@ -149,7 +152,7 @@ def _differing_settings(logs: Sequence[Log], seed_keys: set[str]) -> list[str]:
 
 
 def _shortened_names(logs: Sequence[Log]) -> list[str]:
-    """The names without times, and without the name of the file where that of all is the same."""
+    """Return the names without times, and without a file name that all of them share."""
     names = [without_times(strip_suffix(log.name)) for log in logs]
     while len({name.rpartition("/")[2] for name in names}) == 1 and all("/" in name for name in names):
         names = [name.rpartition("/")[0] for name in names]

@@ -1,4 +1,4 @@
-"""Arms, seeds and A/A reruns from the names of runs."""
+"""Extraction of arms, seeds and A/A reruns from run names."""
 
 import re
 import string
@@ -10,32 +10,32 @@ from abrun.logs.log import Log, list_names, printable
 from abrun.logs.starts import merge_starts, without_times
 from abrun.runs.layout import RunName
 
-SUFFIXES = {  # of files that hold runs, and their formats
+SUFFIXES = {  # suffixes of files that hold runs -> format
     ".csv": "csv",
     ".tsv": "csv",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".wandb": "wandb",
-    ".json": "json",  # a list of rows; in a folder, most others are none
+    ".json": "json",  # only if it holds a list of rows
 }
-# The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
+# The first that matches every name, with the fewest leading folders, is used. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
     *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
     *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
 )
-# Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
+# For a known arm: `seed-0`, `s0`, `0`, or one of these at the end of the name.
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
 SEED_LIMIT = 2**31
 
 
 class NameMatch(NamedTuple):
-    """What a pattern found in a name."""
+    """Fields of a name that matched a pattern."""
 
     arm: str | None
     seed: int
     rerun: int
-    folders: int  # how many of the name's leading folders it took
+    folders: int  # number of leading folders of the name that were used
 
 
 Matcher = Callable[[str], NameMatch | None]
@@ -53,12 +53,12 @@ def name_runs(
     unpaired: bool = False,
     run_filter: RunFilter = select_all,
 ) -> list[RunName]:
-    """Return which run each log is, by the first rule that names all of them.
+    """Return the run name of each log, by the first rule that names all of them.
 
-    `pattern`; what their own files state; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
-    pattern, or a job type, need not say the seed: an arm's runs are then numbered. Several logs have one name
-    where they are starts of one run. Raises ComparisonError where no rule fits, or where two logs that
-    `selects` takes are the same run.
+    The rules are `pattern`, the runs' own files, wandb's job types as arms, and DEFAULT_PATTERNS. Unpaired
+    runs need no seed in a pattern or job type: the runs of an arm are then numbered. Logs may share a name if
+    they are starts of one run. Raises ComparisonError if no rule fits, or if two logs selected by `run_filter` are
+    the same run.
     """
     if pattern is not None:
         needs_seed = not unpaired or "seed" in _pattern_fields(pattern)
@@ -83,8 +83,8 @@ def name_runs(
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
-        f"arms and seeds: got runs named {list_names([log.name for log in logs])}, which no usual pattern "
-        "matches (dates and times name no arm and no seed); say how their names are made, such as --pattern "
+        f"arms and seeds: no usual pattern matches the run names {list_names([log.name for log in logs])} "
+        "(dates and times do not count as arm or seed); describe the names, for example --pattern "
         "'{arm}-s{seed}', or give each arm's folder"
     )
 
@@ -97,9 +97,9 @@ def name_seeds(
     unpaired: bool = False,
     run_filter: RunFilter = select_all,
 ) -> list[RunName]:
-    """Return which run of a known arm each log is; a single one that names no seed is seed 0.
+    """Return the run name of each log of a known arm; a single log without a seed is seed 0.
 
-    Unpaired runs that have no seeds, or all the same one, are numbered. `selects` as in `name_runs`.
+    Unpaired runs without seeds, or that share one, are numbered. `run_filter` as in `name_runs`.
     """
     if pattern is not None:
         matcher = _make_matcher(pattern, needs_arm=False)
@@ -110,16 +110,16 @@ def name_seeds(
     if names is None:
         unnamed = [log.name for log in logs if _find_seed(log) is None]
         raise ComparisonError(
-            f"seeds: got runs of {arm} named {list_names(unnamed)}, whose seed is not in the name or the config; "
-            "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
+            f"seeds: {arm}: no seed in the name or config of {list_names(unnamed)}; describe the names, for "
+            "example --pattern '*-s{seed}', or pass --unpaired if the runs have no seeds"
         )
     return _check_distinct(logs, names, run_filter)
 
 
 def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
-    """Return the runs of known arms by the seeds that they name; None where one names none.
+    """Return the run names of known arms by their logs' seeds; None if a log has no seed.
 
-    Unpaired runs are then numbered, and so are those that share a seed.
+    With `unpaired`, runs without seeds, or that share a seed, are numbered instead.
     """
     seeds = [_find_seed(log) for log in logs]
     seeded_runs = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
@@ -131,17 +131,17 @@ def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) 
 
 
 def _number_runs(arms: Sequence[str]) -> list[RunName]:
-    """In the order of the logs, from 0 in each arm."""
+    """Number the runs of each arm from 0, in the order of the logs."""
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
 def has_arm_field(pattern: str) -> bool:
-    """Whether a pattern says the arm as well."""
+    """Return True if a pattern contains the arm."""
     return "arm" in _pattern_fields(pattern)
 
 
 def strip_suffix(name: str) -> str:
-    """A name without the suffix of a file format, and of its compression."""
+    """Return a name without the suffixes of its file format and compression."""
     unpacked = name[: -len(".gz")] if name.lower().endswith(".gz") else name
     return next((unpacked[: -len(end)] for end in SUFFIXES if unpacked.lower().endswith(end)), name)
 
@@ -150,7 +150,7 @@ def strip_suffix(name: str) -> str:
 
 
 def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
-    """The names by each default pattern that matches every log, those first that need the fewest folders."""
+    """Return the names by each default pattern that matches every log, fewest leading folders first."""
     candidates = []
     for pattern in DEFAULT_PATTERNS:
         matcher = _make_matcher(pattern, needs_arm=True, allows_reruns=True)
@@ -164,7 +164,7 @@ def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
 
 
 def _find_seed(log: Log) -> tuple[int, int] | None:
-    """Seed and rerun: as its files state them, from its name, or from the one `seed` of its configuration."""
+    """Return seed and rerun of a log: from its own files, its name, or the `seed` of its configuration."""
     if log.identity:
         return log.identity.seed, log.identity.rerun
     if seed_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
@@ -203,7 +203,7 @@ def _match_or_raise(log: Log, matcher: Matcher, pattern: str, arm: str | None = 
     if name is None:
         raise ComparisonError(
             f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
-            "change it, or leave that run out of the sources"
+            "change the pattern, or remove that run from the sources"
         )
     return name
 
@@ -216,9 +216,9 @@ def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: R
     for name, same_name in logs_of.items():
         if len(same_name) > 1 and merge_starts(same_name, str(name)) is None:
             raise ComparisonError(
-                f"{printable(str(name))}: got two runs of that name, {same_name[0].place} and {same_name[1].place}; leave "
-                "one out with --exclude, say how names are made, such as --pattern '{arm}-s{seed}', or name "
-                "the folder of each arm: ARM=FOLDER"
+                f"{printable(str(name))}: got two runs of that name, {same_name[0].place} and "
+                f"{same_name[1].place}; leave one out with --exclude, describe the names, for example "
+                "--pattern '{arm}-s{seed}', or name the folder of each arm: ARM=FOLDER"
             )
     return list(names)
 
@@ -231,7 +231,7 @@ def _pattern_fields(pattern: str) -> list[str]:
         segments = list(string.Formatter().parse(pattern))
     except ValueError as error:
         raise ComparisonError(
-            f"--pattern: got {pattern!r}: {error}; write such as '{{arm}}-s{{seed}}', literal braces doubled"
+            f"--pattern: got {pattern!r}: {error}; example: '{{arm}}-s{{seed}}'; double literal braces"
         ) from None
     fields = [name for _, name, form, conversion in segments if name is not None]
     formatted = [name for _, name, form, conversion in segments if name is not None and (form or conversion)]
@@ -247,13 +247,13 @@ def _pattern_fields(pattern: str) -> list[str]:
 def _make_matcher(
     pattern: str, *, needs_arm: bool, needs_seed: bool = True, allows_reruns: bool = False
 ) -> Matcher:
-    """Matches a name, or the leading folders of one, against a pattern: the fewest folders that fit."""
+    """Return a function that matches a name, or the fewest leading folders of it, against a pattern."""
     fields = _pattern_fields(pattern)
     needed = {"arm": needs_arm, "seed": needs_seed}
     missing = [name for name, needs in needed.items() if needs and name not in fields]
     if missing:
         raise ComparisonError(
-            f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; allowed: such as '{{arm}}-s{{seed}}'"
+            f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; example: '{{arm}}-s{{seed}}'"
         )
     groups: Mapping[str, str] = {
         "arm": "(?P<arm>.+)",

@@ -1,4 +1,4 @@
-"""From rows of anything to series: which column is the step, which values are numbers."""
+"""Conversion of table rows to series: choice of the step column and parsing of numbers."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from abrun.logs.log import Log, list_names, printable, replaced_notes
 from abrun.runs.lines import CHECKSUM
 from abrun.stats.series import Series, from_rows
 
-# In this order, the first that every row has, in any case. Trainers that log their own step come before
-# wandb's `_step`, which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
+# The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
+# which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
 STEP_COLUMNS = (
     "step",
     "training_step",
@@ -36,7 +36,7 @@ STEP_COLUMNS = (
     "update",
     "training_iteration",
 )
-# wandb's own columns, TensorBoard's, those that count as steps do, or are read off a clock, and our checksums
+# Columns of wandb and TensorBoard, counters, clock readings and abrun's checksums
 NON_METRIC_COLUMNS = {
     CHECKSUM,
     "_step",
@@ -47,15 +47,15 @@ NON_METRIC_COLUMNS = {
     "elapsed_time",
     "remaining_time",
 }
-SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # a word that says what a row was measured on
+SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # the name of a data split, such as train or eval
 MAX_SPLITS = 8
-CONFIG = "config/"  # before a key of the configuration, which Ray repeats in every row
-UNNAMED = "Unnamed: "  # and its place: a column without a name, which counts rows; no metric
+CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every row
+UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MAX_METRICS = 100_000
 STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
 MAX_TEXT_CHARS = 400  # characters of a cell that are kept
-# A number with a unit, of a total, or with a decimal comma: meant to be read. Not a date, a name.
+# Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 FIX_STEP = "write a whole number, or name another column with --step-column"
 
@@ -63,26 +63,26 @@ Cells = Mapping[str, float | str]  # of one row: numbers, and texts that may be 
 
 
 class NoStepError(StoreError):
-    """Rows that no column numbers: beside logs, they are something else."""
+    """Rows without a step column: next to logs, they are not a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableMetrics:
-    """Metrics of a table, and what was left out of it."""
+    """Metrics of a table, and the values that were left out."""
 
     metrics: dict[str, Series] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)  # column -> its first text that is no number, where
+    unread: dict[str, str] = field(default_factory=dict)  # column -> its first non-number, and its position
     dropped: dict[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps whose value is text
     config: dict[str, Any] = field(default_factory=dict)
 
     def as_log(self, *, notes: Sequence[str] = (), **fields: Any) -> Log:
-        """Return the log of a run; `fields`: its name, its place and what else is known of it."""
+        """Return the log of a run; `fields`: its name, place and any other fields of Log."""
         log_fields = {"config": self.config or None, "unread": self.unread, "dropped": self.dropped, **fields}
         return Log(metrics=self.metrics, notes=(*self.notes, *notes), **log_fields)
 
     def merge(self, table: "TableMetrics") -> "TableMetrics":
-        """Add what another table of the same run holds; where both hold a metric, this one's counts."""
+        """Merge with another table of the same run; this table wins if both hold a metric."""
         return TableMetrics(
             metrics=table.metrics | self.metrics,
             notes=self.notes + table.notes,
@@ -93,12 +93,12 @@ class TableMetrics:
 
 
 def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
-    """The numbers and texts of a row of JSON; nested names are joined by '/'. null is not recorded.
+    """Yield names and values of a JSON row; nested names are joined by '/'. null is skipped.
 
-    true, false and lists are texts, so that a metric of them is told with its line. A mapping with a
-    `_type` is one of wandb's media (a histogram, a table), not metrics.
+    true, false and lists become texts, so that an error about such a metric names its line. A mapping with a
+    `_type` is wandb media (a histogram, a table), not a metric.
     """
-    levels = [("", iter(row.items()))]  # no recursion: a row may be nested as deep as JSON's reader goes
+    levels = [("", iter(row.items()))]  # no recursion: rows may be nested deeply
     while levels:
         prefix, items = levels[-1]
         for key, value in items:
@@ -117,7 +117,7 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a text of JSON holds, None where it is none."""
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return orjson.loads(text)
     except ValueError:
@@ -141,10 +141,10 @@ def build_series(
     columns: Sequence[str] = (),
     lines: Sequence[int] = (),
 ) -> TableMetrics:
-    """The series of rows in the order they were written, and what was left out.
+    """Return the series in rows, which are in the order they were written, and the values left out.
 
-    `columns`: all that the file names; `lines`: where each row stands in it, for messages. Raises StoreError
-    where no column is the step, or where a step is not a whole number.
+    `columns`: all column names of the file; `lines`: each row's line number, for messages. Raises StoreError
+    if no column holds the step, or if a step is not a whole number.
     """
     cells, split_notes = _split_metrics(cells, step_column)
     rows, texts = _parse_numbers(cells, step_column)
@@ -166,10 +166,10 @@ def build_series(
         or (filled_rows and num_without_step == len(filled_rows))
     ):
         if column and column in unread:
-            raise NoStepError(f"{unread[column]}; or name the column that has the step with --step-column")
+            raise NoStepError(f"{unread[column]}; or name the step column with --step-column")
         problem = f"no step in column '{printable(column[:80])}'" if column else "no column has the step"
         raise NoStepError(
-            f"{place}: {problem}; found are {list_names(names, 12)}; name the column that has it with --step-column"
+            f"{place}: {problem}; columns: {list_names(names, 12)}; name the step column with --step-column"
         )
     _refuse_unreadable_steps(column, texts, cells, rows, [f"{place}, {row_place}" for row_place in places])
     dropped = {column, *NON_METRIC_COLUMNS}
@@ -194,7 +194,7 @@ def build_series(
     )
     notes = [*split_notes, *_text_notes(texts, metrics, places), *replaced_notes(num_replaced)]
     if num_without_step:
-        notes.append(f"{num_without_step} of {len(filled_rows)} rows have no {column} and were left out")
+        notes.append(f"{num_without_step} of {len(filled_rows)} rows without {column} were left out")
     return TableMetrics(
         metrics=metrics,
         notes=notes,
@@ -208,10 +208,10 @@ def build_series(
 
 
 def _split_metrics(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence[Cells], list[str]]:
-    """Rows whose metrics are named after a word in them, such as `split`: train/reward and eval/reward.
+    """Prefix metrics with the word in a column such as `split`: train/reward and eval/reward.
 
-    Only where rows of different words alternate and record the same metric at the same step, so that the
-    one would replace the other. Also a sentence that says so.
+    This is done only if rows of different words alternate and record the same metric at the same step, so
+    that one would replace the other. Also return a note on it.
     """
     for column in [name for name, cell in (cells[0] if cells else {}).items() if isinstance(cell, str)]:
         words = [str(row.get(column, "")) for row in cells]
@@ -236,7 +236,7 @@ def _split_metrics(cells: Sequence[Cells], step_column: str | None) -> tuple[Seq
                 for row, word in zip(cells, words, strict=True)
             ]
             split_names = list_names(sorted({*words}), MAX_SPLITS)
-            note = f"metrics named after column {printable(column[:80])}: {split_names}"
+            note = f"metric names prefixed by column {printable(column[:80])}: {split_names}"
             return renamed, [note]
     return cells, []
 
@@ -248,7 +248,7 @@ def _is_step(name: str, step_column: str | None) -> bool:
 def _parse_numbers(
     cells: Sequence[Cells], step_column: str | None
 ) -> tuple[list[dict[str, float]], dict[str, list[tuple[int, str]]]]:
-    """Rows of numbers, and of each column the texts that are none, with the index of their row."""
+    """Return rows of numbers and, by column, the texts that are not numbers with their row index."""
     number_format = NumberFormat(cell for row in cells for cell in row.values() if isinstance(cell, str))
     step_columns: dict[str, bool] = {}  # column that may be the step -> whether it has steps without a point
     for row in cells:
@@ -283,7 +283,7 @@ def _refuse_unreadable_steps(
     rows: Sequence[Mapping[str, float]],
     places: Sequence[str],
 ) -> None:
-    """A row whose step is text would vanish. One without a digit elsewhere is no row of values."""
+    """Raise StoreError for a row whose step is text: it would vanish. Rows without values are ignored."""
     for index, text in texts.get(column, ()):
         other_texts = (
             cell for name, cell in cells[index].items() if name != column and isinstance(cell, str)
@@ -300,12 +300,12 @@ def _refuse_unreadable_steps(
 def _text_notes(
     texts: Mapping[str, list[tuple[int, str]]], metrics: Mapping[str, Series], places: Sequence[str]
 ) -> Iterator[str]:
-    """Notes on the columns whose texts were meant to be numbers."""
+    """Yield notes on columns whose texts were meant to be numbers."""
     for name, cell_texts in texts.items():
         (index, first_text), plural = cell_texts[0], "s" * (len(cell_texts) > 1)
         if name in NON_METRIC_COLUMNS or not (name in metrics or NUMBER_LIKE.fullmatch(first_text.strip())):
             continue
-        note = f"{printable(name[:80])}: {len(cell_texts)} value{plural} left out as no number{plural}"
+        note = f"{printable(name[:80])}: {len(cell_texts)} value{plural} left out (not a number)"
         yield f"{note}, the first '{printable(first_text[:40])}' in {places[index]}"
 
 
@@ -314,7 +314,7 @@ def _dropped_steps(
     steps: Sequence[int | None],
     rows: Sequence[Mapping[str, float]],
 ) -> dict[str, tuple[int, ...]]:
-    """Metric -> the steps whose last value is text."""
+    """Return, by metric, the steps whose last value is text."""
     dropped: dict[str, tuple[int, ...]] = {}
     for name, cell_texts in texts.items():
         last_text_row = {step: index for index, _ in cell_texts if (step := steps[index]) is not None}
@@ -351,11 +351,11 @@ def _parse_config_value(cell: float | str) -> Any:
 
 
 def describe_text_cell(place: str, row_place: str, column: str, text: str) -> str:
-    """Say where a text stands in the place of a number, and what to write there."""
+    """Return a sentence on a text in the place of a number: its position and the fix."""
     comma = " (a decimal comma?)" if DECIMAL_COMMA.fullmatch(text.strip()) else ""
     return (
         f"{place}, {row_place}, column {printable(column[:80])}: got '{printable(text[:40])}'{comma}; "
-        "write a number with a decimal point, nan where there is none"
+        "write a number with a decimal point, or nan for a missing value"
     )
 
 
@@ -365,12 +365,12 @@ def describe_text_cell(place: str, row_place: str, column: str, text: str) -> st
 def _find_step_column(
     rows: Sequence[Mapping[str, float]], names: Sequence[str], texts: Mapping[str, object]
 ) -> str | None:
-    """The first of STEP_COLUMNS that most rows have as a number, or else as text.
+    """Return the first of STEP_COLUMNS that most rows have, as a number or else as text.
 
-    Not one that begins anew with each epoch, where another counts on.
+    A counter that restarts with each epoch is skipped if another one does not.
     """
     names_by_case = {name.lower(): name for name in reversed([*names, *texts])}
-    names_by_case |= {name: name for name in (*texts, *names)}  # as it is written before any other case
+    names_by_case |= {name: name for name in (*texts, *names)}  # the exact spelling comes first
     columns = [names_by_case[column] for column in STEP_COLUMNS if column in names_by_case]
     num_rows = {name: sum(name in row for row in rows) for name in columns}
     max_rows = max(num_rows.values(), default=0)
@@ -386,16 +386,16 @@ def _find_step_column(
 
 
 def check_number_of_metrics(number: int, place: str) -> None:
-    """Raises StoreError, one line, where there are more than anything here could show."""
+    """Raise StoreError if a run has more than MAX_METRICS metrics."""
     if number > MAX_METRICS:
         raise StoreError(f"{place}: got {number} metrics; allowed: at most {MAX_METRICS} a run")
 
 
 def check_step(step: float, place: str, column: str) -> int:
-    """A step as a whole number that is exact as a float. Raises StoreError, one line, for any other."""
+    """Return a step as an int. Raises StoreError unless it is a whole number below 2^53."""
     if step % 1 or abs(step) >= STEP_LIMIT:
         raise StoreError(
-            f"{place}: {printable(column[:80])}: got {step:g}; a step is a whole number below 2^53: "
-            "mend the row, or name another column with --step-column"
+            f"{place}: {printable(column[:80])}: got {step:g} as the step; expected a whole number below "
+            "2^53: fix the row, or name another column with --step-column"
         )
     return int(step)

@@ -1,4 +1,4 @@
-"""Starts of runs: the dates and clock times in their names, and jobs that were started more than once."""
+"""Starts of runs: dates and times in their names, and merging of jobs that were started more than once."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ from abrun.logs.log import Log, printable
 from abrun.reasons import Code
 from abrun.stats.series import NO_SERIES, Series, Steps, by_step
 
-# A folder that is named by its start alone: a restarted run has several, side by side.
+# A folder named only by its start: a restarted run has several, side by side.
 START_FOLDER = re.compile(
     r"version_\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
 _NAMED_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-# A date or a clock time, with the host behind it where TensorBoard's writers put one; a number that a
-# name calls a seed is none.
+# A date or a clock time, with the host name that TensorBoard's writers append. A number after "seed" is not
+# a time.
 MOMENT = re.compile(
     r"(?<![A-Za-z0-9.])(?<!seed[-_=])(?:"
     rf"{_NAMED_MONTH}{_DAY}_{_CLOCK}(?:_[^/]*)?"
@@ -33,7 +33,7 @@ MOMENT = re.compile(
 
 
 def without_times(name: str) -> str:
-    """Return a name without dates and clock times, which tell no arm and no seed from another."""
+    """Return a name without dates and clock times, which identify neither arm nor seed."""
     if not MOMENT.search(name):
         return name
     cleaned_parts = [
@@ -43,9 +43,9 @@ def without_times(name: str) -> str:
 
 
 def merge_continued_starts(logs: Sequence[Log], run: str) -> Log | None:
-    """Return one log of starts whose steps go on; None where they may be different runs.
+    """Merge starts whose steps continue each other; return None if they may be different runs.
 
-    Each begins and ends behind the one before; where steps overlap, the later start counts.
+    Each start has to begin and end after the one before; where steps overlap, the later start counts.
     """
     if len({repr(_run_identity(log)) for log in logs}) > 1:
         return None
@@ -57,9 +57,10 @@ def merge_continued_starts(logs: Sequence[Log], run: str) -> Log | None:
 
 
 def merge_starts(logs: Sequence[Log], run: str) -> Log | None:
-    """Return one log of a job that was started several times; None where they may be different runs.
+    """Merge the starts of one job; return None if they may be different runs.
 
-    As `continued`; or else without the starts that did not finish and that another one repeats.
+    Starts are merged as in `merge_continued_starts`, if necessary without unfinished starts whose steps
+    another start repeats.
     """
     log = merge_continued_starts(logs, run)
     if log is not None or len({repr(_run_identity(start)) for start in logs}) > 1:
@@ -95,12 +96,12 @@ def _merge_logs(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int
             points.setdefault(metric, []).append(series)
     metrics = {metric: _concatenate_series(series) for metric, series in points.items()}
     steps = ", ".join(f"{first_step}-{last_step}" for first_step, last_step in spans)
-    guess = f"{printable(run)}: {len(ordered)} starts of one run, whose steps go on ({steps})"
+    guess = f"{printable(run)}: {len(ordered)} starts of one run with continuing steps ({steps})"
     unread = {name: text_cell for log in reversed(ordered) for name, text_cell in log.unread.items()}
     guesses = dict.fromkeys([*(guess for log in ordered for guess in log.guesses), guess])
     left_out = tuple(line for log in ordered for line in log.left_out)
     dropped: dict[str, tuple[int, ...]] = {}
-    for log in ordered:  # what a later start repeats as a number, counts
+    for log in ordered:  # a number in a later start replaces a text
         remaining = {
             metric: np.setdiff1d(steps, _metric_steps(log, metric)) for metric, steps in dropped.items()
         }
@@ -122,9 +123,9 @@ def _concatenate_series(series: Sequence[Series]) -> Series:
 
 
 def _step_spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the first and last step of every log on each metric that all of them have, the longest first.
+    """Yield the first and last step of every log, for each metric that all of them have, longest first.
 
-    Some metrics begin at step 0 in every start, so one alone does not tell.
+    Some metrics begin at step 0 in every start, so one metric is not enough.
     """
     shared = [metric for metric in logs[0].metrics if all(len(log.metrics.get(metric, ())) for log in logs)]
     for metric in sorted(shared, key=lambda metric: -sum(len(log.metrics[metric]) for log in logs)):
@@ -137,7 +138,7 @@ def _are_continuous(spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[Log]) -> bool:
-    """Return True for an unfinished start, all of whose steps another one holds."""
+    """Return True for an unfinished start whose steps are all in another start."""
     first_step, last_step = spans[index]
     return logs[index].status != "finished" and any(
         other_span[0] <= first_step
@@ -148,7 +149,7 @@ def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[
 
 
 def _run_identity(log: Log) -> object:
-    """Return what starts of one run have in common."""
+    """Return the properties that all starts of one run share."""
     config: Mapping[str, Any] = log.config or {}
     settings = {
         key: without_times(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Runs of abrun itself, wherever their directories were copied to."""
+"""Reader for abrun's own run directories, wherever they were copied to."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from abrun.runs.rundir import RunDir
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether a folder is a run directory of abrun: its config.json says whose."""
+    """Return True if a folder is a run directory of abrun, by its config.json."""
     run = RunDir(folder)
     return run.has_metrics and run.find_record() is not None
 

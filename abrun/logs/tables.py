@@ -1,4 +1,4 @@
-"""Runs in tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
+"""Readers for tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
 
 import codecs
 import csv
@@ -29,31 +29,37 @@ GZIP = b"\x1f\x8b"
 MAX_UNPACKED_BYTES = 2**30  # bytes
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
-NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written): nothing of it can be read"
+NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
 MAX_CELL_CHARS = 2**24  # characters
 MAX_VALUES = 2**24  # of a Parquet file
-METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")  # of a long table: which metric a row is of
+METRIC_COLUMNS = (
+    "metric",
+    "variable",
+    "tag",
+    "key",
+    "name",
+)  # in a long table: name of the row's metric
 VALUE_COLUMNS = ("value", "val")
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
 EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
 
-CsvLine = tuple[int, list[str]]  # the number that it ends at, and its cells
+CsvLine = tuple[int, list[str]]  # line number of its end, and its cells
 
 
 # --- CSV ---
 
 
 def log_from_csv_lines(path: Path, lines: list[CsvLine], step_column: str | None = None) -> Log:
-    """The run of a CSV file's whole lines, the header first: a line a step, an empty cell is not recorded."""
+    """Return the run in a CSV file's complete lines, header first. Empty cells are not recorded."""
     header, rows = parse_csv_lines(path, lines)
     return log_from_rows(path, rows, step_column, header)
 
 
 def parse_csv_lines(path: Path, lines: Sequence[CsvLine]) -> tuple[list[str], list[tuple[int, Cells]]]:
-    """Return the columns and the rows of a CSV file's whole lines, the header first."""
-    # The index of a data frame has no name in its CSV; read again, pandas calls it so.
+    """Return the columns and the rows of a CSV file's complete lines, header first."""
+    # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
     _check_unique_columns(path, header)
     rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
@@ -68,7 +74,7 @@ def log_from_rows(
     step_column: str | None,
     columns: Sequence[str] = (),
 ) -> Log:
-    """The run of a file's rows, each with its line."""
+    """Return the run in a file's rows, each given with its line number."""
     lines, cells = [], []
     for line, row in rows:
         lines.append(line)
@@ -77,7 +83,7 @@ def log_from_rows(
 
 
 def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
-    """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
+    """Return the complete lines with their line numbers, and True if a torn last line was left out."""
     content, torn = _read_content(path)
     csv.field_size_limit(MAX_CELL_CHARS)
     text, num_skipped, delimiter = _skip_comments(_decode(path, content))
@@ -90,11 +96,11 @@ def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
             if cells:
                 lines.append((num_skipped + last_line, cells))
     except csv.Error as error:
-        # A quote that is open at the end is a torn line, or one far above that takes all below for its text.
+        # An open quote at the end of the file is a torn line, or starts far above and swallowed the rest.
         if "unexpected end of data" in str(error) and reader.line_num == last_line + 1:
             return lines, True
         raise StoreError(
-            f"{_path_text(path)}, line {num_skipped + last_line + 1}: not readable as CSV: {_error_text(error)}"
+            f"{_path_text(path)}, line {num_skipped + last_line + 1}: not valid CSV: {_error_text(error)}"
         ) from None
     if lines and not content.endswith((b"\n", b"\r")):
         lines, torn = lines[:-1], True
@@ -102,7 +108,7 @@ def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
 
 
 def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
-    """The lines below the first header, though a resumed writer wrote another, of other columns or order."""
+    """Merge later headers, which a resumed writer may repeat with other columns, into the first."""
     first_header = lines[0][1] if lines else []
     header_indices = [
         index for index, (_, cells) in enumerate(lines) if index and _is_header(cells, first_header)
@@ -123,7 +129,7 @@ def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
-    """Return True for a line that names half of the columns again, or more, and holds no number."""
+    """Return True for a line that repeats at least half of the column names and holds no number."""
     names = [name.removeprefix(COMMENT).strip() for name in cells]
     common = {name for name in names if name} & {name.strip() for name in header}
     has_number = any(re.match(r"[-+.]?\d", name) for name in names)
@@ -133,15 +139,15 @@ def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
 def _check_length(path: Path, number: int, cells: Sequence[str], header: Sequence[str]) -> None:
     if len(cells) != len(header):
         raise StoreError(
-            f"{_path_text(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
-            "mend the line or write the file again"
+            f"{_path_text(path)}, line {number}: got {len(cells)} cells; the header has {len(header)}: "
+            "fix the line or write the file again"
         )
 
 
 def _skip_comments(text: str) -> tuple[str, int, str]:
-    """The text from the header on, how many lines stand above it, and what its cells are divided by.
+    """Return the text from the header on, the number of lines above it, and the delimiter.
 
-    The header may itself begin with `#`, above a first row of as many cells.
+    The header may itself begin with `#` if the line below has as many cells.
     """
     num_skipped, last_comment, delimiter = 0, "", ""
     while text:
@@ -152,7 +158,7 @@ def _skip_comments(text: str) -> tuple[str, int, str]:
         text, num_skipped, last_comment = rest, num_skipped + 1, line if line.strip() else last_comment
         delimiter = excel[1] if excel else delimiter
     first_line, second_line = [*text.split("\n", 2), ""][:2]
-    if not delimiter:  # as often in the header as below it, else as often as any in the header
+    if not delimiter:  # equally frequent in the header and below it, else most frequent in the header
         counts = {mark: (first_line.count(mark), second_line.count(mark)) for mark in DELIMITERS}
         delimiter = max(
             DELIMITERS, key=lambda mark: (0 < counts[mark][0] == counts[mark][1], counts[mark][0])
@@ -172,7 +178,7 @@ def _check_unique_columns(path: Path, names: Sequence[str]) -> None:
     duplicates = sorted(name for name, count in Counter(names).items() if name and count > 1)
     if duplicates:
         raise StoreError(
-            f"{_path_text(path)}: the column '{printable(duplicates[0][:80])}' is there twice; rename one of them"
+            f"{_path_text(path)}: duplicate column '{printable(duplicates[0][:80])}'; rename one of them"
         )
 
 
@@ -180,7 +186,7 @@ def _check_unique_columns(path: Path, names: Sequence[str]) -> None:
 
 
 def read_json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
-    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn.
+    """Return the flat rows of JSON lines or of a list with their line numbers, and notes on a torn end.
 
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
@@ -212,7 +218,7 @@ def _parse_objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, 
         else:
             excerpt = printable(line[:40].decode(errors="replace"))
             raise StoreError(
-                f"{_path_text(path)}, line {index + 1}: got '{excerpt}'; a JSON object is expected: "
+                f"{_path_text(path)}, line {index + 1}: got '{excerpt}'; expected a JSON object: "
                 "remove the line or write the file again"
             )
     return rows, notes
@@ -223,21 +229,21 @@ def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         excerpt = printable(content[:40].decode(errors="replace"))
         raise StoreError(
-            f"{_path_text(path)}, line 1: got '{excerpt}'; a JSON object is expected in every line, or one list of "
-            "objects: write the file again"
+            f"{_path_text(path)}, line 1: got '{excerpt}'; expected a JSON object in every line, or one list "
+            "of objects: write the file again"
         )
     return rows
 
 
 def _is_summary(row: Mapping[str, Any]) -> bool:
-    """ms-swift's last row: the history again, and where checkpoints are."""
+    """Return True for ms-swift's last row, which repeats the history and lists checkpoints."""
     return isinstance(row.get("log_history"), list)
 
 
 def widen_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
-    """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
+    """Convert long rows, `{"step": 1, "name": "loss", "value": 0.5}`, to rows with a column per metric.
 
-    The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
+    The keys may be nested, like fms-hf-tuning's `data/step` and `data/value`. Other rows stay unchanged.
     """
     metric, value = find_long_columns(rows)
 
@@ -254,7 +260,7 @@ def widen_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> It
 
 
 def find_long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
-    """Return the columns that hold a metric's name and its value; empty where no row has both."""
+    """Return the columns that hold a metric's name and its value; empty strings if no row has both."""
     keys = (
         (_find_by_last_part(row, METRIC_COLUMNS), _find_by_last_part(row, VALUE_COLUMNS)) for _, row in rows
     )
@@ -262,7 +268,7 @@ def find_long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
 
 
 def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None:
-    """The column whose last part is the first of `words` that any has."""
+    """Return the column whose last path part is the first of `words` that occurs."""
     names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
     return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
 
@@ -273,25 +279,25 @@ def _parse_object(text: bytes) -> dict[str, Any] | None:
 
 
 def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
-    """verl's file logger writes `{"step": 1, "data": {metrics}}`."""
+    """Return the metrics in a row of verl's file logger, `{"step": 1, "data": {metrics}}`."""
     data = row.get("data")
     return {"step": row["step"], **data} if row.keys() == {"step", "data"} and isinstance(data, dict) else row
 
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
-    """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
+    """Read the trainer_state.json of transformers (and TRL), with the metric names of its other loggers."""
     state = _parse_object(_read_content(path)[0])
     history = state.get("log_history") if state else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
-            f"{_path_text(path)}: no log_history of rows; a trainer_state.json of transformers is expected"
+            f"{_path_text(path)}: expected a trainer_state.json of transformers with a log_history"
         )
     rows = [dict(_rename_as_logged(dict(flat_cells(row)))) for row in history]
     return _make_log(path, build_series(rows, _path_text(path), step_column))
 
 
 def _rename_as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
-    """`rewrite_logs` of transformers: eval_x is eval/x, test_x is test/x, anything else train/x."""
+    """Rename metrics like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     for name, value in row.items():
         if name == "step":
             yield name, value
@@ -305,7 +311,7 @@ def _rename_as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
 
 
 def read_parquet(path: Path, step_column: str | None = None) -> Log:
-    """A Parquet file: a column a metric. A null is not recorded (pandas writes NaN as null)."""
+    """Read a Parquet file with one column per metric. A null is not recorded (pandas writes NaN as null)."""
     with wrap_read_errors(path), open_regular(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
@@ -334,8 +340,10 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
             texts = [column.name for column in schema if column.type in text_types]
             _check_unique_columns(path, schema.names)
             num_values = file.metadata.num_rows * len(numeric + texts)
-            if num_values > MAX_VALUES:  # which a few bytes can claim, by repeating one
-                raise StoreError(f"{_path_text(path)}: claims {num_values} numbers; allowed: {MAX_VALUES}")
+            if num_values > MAX_VALUES:  # a tiny file can claim this many by repeating a value
+                raise StoreError(
+                    f"{_path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
+                )
             table = file.read(columns=numeric + texts).combine_chunks()
             columns = [
                 [text and text[:MAX_TEXT_CHARS] for text in column.to_pylist()]
@@ -345,8 +353,8 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
             ]
     except StoreError:
         raise
-    except Exception as error:  # Arrow's, the system's, of text that is none, or for want of memory
-        raise StoreError(f"{_path_text(path)}: not readable as Parquet: {_error_text(error)}") from None
+    except Exception as error:  # from Arrow or the system: invalid text, out of memory
+        raise StoreError(f"{_path_text(path)}: not valid Parquet: {_error_text(error)}") from None
     rows: list[dict[str, float | str]] = [{} for _ in range(table.num_rows)]
     for name, values in zip(table.column_names, columns, strict=True):
         for row, value in zip(rows, values, strict=True):
@@ -359,9 +367,9 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
 
 
 def _read_content(path: Path) -> tuple[bytes, bool]:
-    """Return a file's bytes, unpacked and as UTF-8 without a byte order mark, and whether its end is torn.
+    """Return a file's bytes, decompressed and as UTF-8 without byte order mark, and True if its end is torn.
 
-    Raises StoreError, one line.
+    Raises StoreError.
     """
     with wrap_read_errors(path):
         content = read_regular(path)
@@ -376,7 +384,7 @@ def _read_content(path: Path) -> tuple[bytes, bool]:
 
 
 def _decompress(path: Path, content: bytes) -> tuple[bytes, bool]:
-    """Return what gzip's members hold, one behind the other, and whether the last has no end."""
+    """Return the concatenated content of all gzip members, and True if the last one is torn."""
     chunks: list[bytes] = []
     size = 0
     while content.startswith(GZIP):
@@ -405,7 +413,7 @@ def _decode(path: Path, content: bytes) -> str:
         if error.reason == "unexpected end of data":  # torn inside a character
             return content[: error.start].decode()
         raise StoreError(
-            f"{_path_text(path)}: byte {error.start} is not UTF-8 text; a CSV file is expected: save it as UTF-8"
+            f"{_path_text(path)}: byte {error.start} is not UTF-8; expected a CSV file: save it as UTF-8"
         ) from None
 
 

@@ -1,8 +1,7 @@
-"""Runs in TensorBoard's event files, read without TensorFlow and without leaving out a point.
+"""Reader for TensorBoard's event files that does not need TensorFlow and keeps every point.
 
-An event file is TFRecords: length (8 bytes), CRC of the length (4), an Event message, CRC of it (4). The
-package's own readers import TensorFlow wherever it is installed, or keep a sample of the points, and are not
-needed here.
+An event file consists of TFRecords: length (8 bytes), CRC of the length (4), an Event message, its CRC (4).
+TensorBoard's own readers import TensorFlow if it is installed, or keep only a sample of the points.
 """
 
 import re
@@ -22,8 +21,8 @@ from abrun.stats.series import Series, by_step
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
-# DataType of tensor.proto -> what a tensor's bytes are, and the field of numbers where it has none. (Of
-# bfloat16 and 8-bit floats nothing is read.)
+# DataType of tensor.proto -> dtype of a tensor's bytes, and the field of numbers used without bytes.
+# (bfloat16 and 8-bit floats are not read.)
 TENSOR_TYPES = {
     1: (np.dtype("<f4"), "float_val"),
     2: (np.dtype("<f8"), "double_val"),
@@ -41,18 +40,18 @@ TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 
 
 def list_event_files(folder: Path) -> list[Path]:
-    """The event files in a folder, in the order in which they were begun."""
+    """Return the event files in a folder, in the order in which they were started."""
     with wrap_read_errors(folder):
         files = [path for path in folder.iterdir() if EVENT_FILE_PREFIX in path.name and is_file(path)]
     return sorted(files, key=start_key)
 
 
 def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
-    """One run of all its event files; where a step comes twice, the last counts."""
+    """Return one run from all its event files; the last value of a repeated step counts."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     config: dict[str, Any] = {}
     notes: list[str] = []
-    num_restarts = 0  # files that do not go on where those before them were
+    num_restarts = 0  # files that start again at an earlier step
     for path in files:
         first_steps = {tag: min(steps) for tag, (steps, _) in points.items()}
         is_restart = False
@@ -83,16 +82,16 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
 
 
 def _restart_notes(place: str, num_files: int, num_restarts: int) -> Iterator[str]:
-    """Two runs in one folder, and one that was started over, look alike."""
+    """Yield a note if files restart at earlier steps: several runs in one folder look the same."""
     if num_restarts:
         yield (
-            f"{place}: its {num_files} event files are one run, begun anew {num_restarts} time(s), whose last "
-            "values count; were they several runs, each needs a folder of its own"
+            f"{place}: its {num_files} event files were read as one run, restarted {num_restarts} time(s), "
+            "and the last values count; if they are several runs, put each into its own folder"
         )
 
 
 def start_key(path: Path) -> tuple[int, str]:
-    """Sorts event files by the time in their names."""
+    """Return a key that sorts event files by the time in their names."""
     match = TIMESTAMP.search(path.name)
     return int(match[1]) if match else 0, path.name
 
@@ -107,7 +106,7 @@ def _read_events(path: Path, notes: list[str]) -> Iterator[Any]:
         content = read_regular(path)
     records, end = _find_records(content)
     if not records and len(content) >= HEADER and not _has_valid_crc(content, 0, HEADER - FOOTER):
-        raise StoreError(f"{printable(str(path))}: not an event file of TensorBoard; remove or rename it")
+        raise StoreError(f"{printable(str(path))}: not a TensorBoard event file; remove or rename it")
     for start, stop in records:
         try:
             yield event.FromString(content[start:stop])
@@ -122,7 +121,7 @@ def _read_events(path: Path, notes: list[str]) -> Iterator[Any]:
 
 
 def _read_scalar(value: Any) -> float | None:
-    """The number of a summary value, in TensorFlow 1's field or 2's tensor; None: it is no scalar."""
+    """Return the number of a summary value (TensorFlow 1 field or 2 tensor); None if it is not a scalar."""
     if value.HasField("simple_value"):
         return value.simple_value
     if not value.HasField("tensor") or any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
@@ -164,7 +163,7 @@ def _read_hparams(value: Any) -> dict[str, Any]:
 
 
 def _find_records(content: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Where the whole and undamaged events lie, and where the last of them ends."""
+    """Return the spans of the complete, undamaged events, and the offset at which the last one ends."""
     spans, position = [], 0
     while _has_valid_crc(content, position, position + HEADER - FOOTER):
         (length,) = struct.unpack_from("<Q", content, position)
@@ -177,7 +176,7 @@ def _find_records(content: bytes) -> tuple[list[tuple[int, int]], int]:
 
 
 def _has_valid_crc(content: bytes, start: int, stop: int) -> bool:
-    """Whether all of the bytes are there, and the masked CRC-32C in the 4 bytes behind them is theirs."""
+    """Return True if the bytes are complete and match the masked CRC-32C in the 4 bytes after them."""
     if stop + FOOTER > len(content):
         return False
     crc = google_crc32c.value(content[start:stop])

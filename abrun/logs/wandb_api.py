@@ -1,4 +1,4 @@
-"""Runs on a wandb server, through wandb's public API: every row of the history, not a sample of it."""
+"""Reader for runs on a wandb server, through its public API. It reads every row of the history."""
 
 import http.client
 import netrc
@@ -33,9 +33,9 @@ STATUS_BY_STATE: dict[str, LogStatus] = {
 
 
 def read_project(path: str, group: str | None, step_column: str | None = None) -> list[Log]:
-    """The runs of `entity/project` (of one group), or the run `entity/project/run_id`.
+    """Return the runs of `entity/project` (of one group), or the run `entity/project/run_id`.
 
-    Raises StoreError, one line, without a key, without a network, or where nothing is there.
+    Raises StoreError without an API key or network, or if there is no run.
     """
     entity, project, *run_id = path.strip("/").split("/")
     with _wrap_errors(path):
@@ -47,13 +47,13 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
             runs = list(api.runs(f"{entity}/{project}", filters=filters, order="+created_at"))
         if not runs:
             where = f"{path}, group {group!r}" if group is not None else path
-            raise StoreError(f"wandb:{printable(where)}: no runs there; check the names")
+            raise StoreError(f"wandb:{printable(where)}: no runs found; check the names")
         return [_read_run(run, f"{entity}/{project}", step_column) for run in runs]
 
 
 def _read_run(run: Any, project: str, step_column: str | None) -> Log:
     place = printable(f"wandb:{project}/{run.id}")
-    scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails on a run that logged nothing
+    scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails for a run that logged nothing
     recorded = build_series([dict(flat_cells(row)) for row in scanned], place, step_column)
     status = STATUS_BY_STATE.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
@@ -86,23 +86,23 @@ def _connect(path: str) -> Any:
     except ImportError:
         raise missing_package_error(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
     base_url = wandb.setup().settings.base_url
-    if not _has_key(base_url):  # wandb.Api would ask for one, and wait
-        raise StoreError(f"wandb:{printable(path)}: got no API key; set WANDB_API_KEY, or run: wandb login")
+    if not _has_key(base_url):  # otherwise wandb.Api would prompt for one and block
+        raise StoreError(f"wandb:{printable(path)}: no API key; set WANDB_API_KEY, or run: wandb login")
     _check_reachable(base_url, path)
     return wandb.Api(timeout=API_TIMEOUT_S)
 
 
 def _check_reachable(base_url: str, path: str) -> None:
-    """wandb.Api tries for half a minute, and then does not say what was wrong."""
+    """Raise StoreError if the server is unreachable: wandb.Api retries for 30 s and hides the cause."""
     try:
         urllib.request.urlopen(base_url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        return  # it answers
+        return  # the server responds
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise StoreError(
             f"wandb:{printable(path)}: the server {base_url} cannot be reached: {printable(str(reason))}; "
-            "check the network and WANDB_BASE_URL, or copy the run's folders here"
+            "check the network and WANDB_BASE_URL, or copy the run's folders to this machine"
         ) from None
 
 
@@ -121,7 +121,7 @@ def _has_key(base_url: str) -> bool:
 
 @contextmanager
 def _wrap_errors(path: str) -> Iterator[None]:
-    """Turns what wandb and its HTTP clients raise into one StoreError line."""
+    """Raise errors of wandb and its HTTP clients as a StoreError of one line."""
     try:
         yield
     except StoreError:

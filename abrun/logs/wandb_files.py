@@ -1,7 +1,7 @@
-"""Runs in wandb's own files: `offline-run-*/run-*.wandb`, or `run-*` of a run that was online too.
+"""Reader for wandb's local files: `offline-run-*/run-*.wandb`, or `run-*` of an online run.
 
-A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB of chunks: CRC (4
-bytes), length (2), type (1), and a part of a protobuf Record. The client is not needed.
+A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB with chunks of CRC (4
+bytes), length (2), type (1) and a part of a protobuf Record. The wandb package is not needed.
 """
 
 import re
@@ -24,11 +24,11 @@ from abrun.regular_files import read_regular
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
-MAX_DEPTH = 50  # keys inside of each other in a configuration
+MAX_DEPTH = 50  # of nested keys in a configuration
 MAX_GPUS = 1024
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-NO_EXIT_NOTE = "it has no record of its end: it still runs, or was killed"
-# What of requirements.txt tells whether two runs ran the same software.
+NO_EXIT_NOTE = "it has no end record: it is still running, or was killed"
+# Packages of requirements.txt that determine whether two runs used the same software.
 RECORDED_PACKAGES = (
     "accelerate",
     "bitsandbytes",
@@ -57,21 +57,21 @@ RECORDED_PACKAGES = (
 
 @dataclass(slots=True)
 class RunContents:
-    """What the records of a run's files add up to."""
+    """Accumulated content of the records in a run's files."""
 
     rows: list[dict[str, float | str]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     run: Any = None  # the last RunRecord
     exit_code: int | None = None
-    steps: dict[str, str] = field(default_factory=dict)  # a metric, or a pattern -> what counts its steps
+    steps: dict[str, str] = field(default_factory=dict)  # metric or pattern -> its step metric
     notes: list[str] = field(default_factory=list)
 
 
 def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None = None) -> Log:
-    """One run of its .wandb files in the order in which they were begun (each resumption begins another).
+    """Return one run from its .wandb files in the order they were started (each resume starts another).
 
-    The log is named `name` where the run has no name of its own.
+    The log is named `name` if the run has no display name.
     """
     contents = RunContents()
     for path in files:
@@ -102,7 +102,7 @@ def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None =
 
 
 def _build_series(contents: RunContents, place: str, step_column: str | None) -> TableMetrics:
-    """Every metric over its own step, where `define_metric` named one; else over the column that has it."""
+    """Return every metric over its step metric, if `define_metric` set one, else over the step column."""
     recorded = TableMetrics()
     remaining_rows = contents.rows
     logged_names = {name for row in contents.rows for name in row}
@@ -114,7 +114,7 @@ def _build_series(contents: RunContents, place: str, step_column: str | None) ->
             continue
         rows, latest = [], None
         for row in contents.rows:
-            latest = row.get(step, latest)  # as wandb draws a row without it
+            latest = row.get(step, latest)  # carried forward, as in wandb's charts
             if latest is not None and not names.isdisjoint(row):
                 rows.append({step: latest} | {name: row[name] for name in row if name in names})
         recorded = recorded.merge(build_series(rows, place, step))
@@ -143,7 +143,7 @@ def _read_file(contents: RunContents, path: Path) -> None:
     with wrap_read_errors(path):
         content = read_regular(path)
     if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
-        raise StoreError(f"{printable(str(path))}: not a file of wandb's; remove or rename it")
+        raise StoreError(f"{printable(str(path))}: not a wandb file; remove or rename it")
     end = FILE_HEADER
     for body, record_end in _iterate_records(content):
         try:
@@ -175,9 +175,9 @@ def _read_file(contents: RunContents, path: Path) -> None:
 
 
 def _iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
-    """The whole records of a log, up to the first torn or damaged one, and where each ends."""
+    """Yield the complete records of a log, up to the first damaged one, and the offset of each one's end."""
     position = FILE_HEADER
-    chunks: list[bytes] = []  # of a record that is begun and not ended
+    chunks: list[bytes] = []  # of the current, incomplete record
     while position + CHUNK_HEADER <= len(content):
         if BLOCK - position % BLOCK < CHUNK_HEADER:
             position += BLOCK - position % BLOCK  # padding at the end of a block
@@ -217,7 +217,7 @@ def _history_row(history: Any) -> dict[str, float | str]:
 
 
 def _value_json(item: Any) -> str:
-    """The value of an item, which clients from 0.31 on may write as a number instead of JSON."""
+    """Return an item's value as JSON; clients from 0.31 on may write it as a number instead."""
     kind = item.WhichOneof("value")
     return str(getattr(item, kind)) if kind else item.value_json
 
@@ -251,7 +251,7 @@ def _add_environment(environment: dict[str, Any], record: Any) -> None:
 
 
 def parse_environment(metadata: Mapping[str, Any], requirements: str) -> dict[str, Any]:
-    """What wandb-metadata.json and requirements.txt say of a run's machine; unknown keys are not there."""
+    """Return a run's environment from wandb-metadata.json and requirements.txt, without unknown keys."""
     environment: dict[str, Any] = {}
     if python := str(metadata.get("python") or "").split():
         environment["python"] = python[-1]  # "CPython 3.11.7", or without the first word
@@ -273,7 +273,7 @@ def _read_metadata(files: Path) -> dict[str, Any]:
     try:
         content = orjson.loads(read_regular(files / "wandb-metadata.json"))
     except (OSError, ValueError):
-        return {}  # it is written late, and not at all in some versions
+        return {}  # written late, and never in some versions
     return content if isinstance(content, dict) else {}
 
 

@@ -1,6 +1,6 @@
-"""Earlier comparisons of the same runs, from the stamps that reports leave in their folders.
+"""Earlier comparisons of the same runs, from the stamp files that reports leave in their folders.
 
-A stamp is data that anyone may have written or deleted: what cannot be read counts as no comparison.
+Anyone may have written or deleted a stamp, so an unreadable one counts as no comparison.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.regular_files import is_directory
 from abrun.runs.files import read_json
 
-STAMP_FILE = ".report.json"  # in a report's folder: what was asked for, and the readings it was written for
-MAX_FOLDERS = 2000  # beside a report that are searched for stamps
+STAMP_FILE = ".report.json"  # in a report's folder: the request and the claim tests behind the report
+MAX_FOLDERS = 2000  # next to a report, searched for stamps
 MAX_TESTS = 500
 MAX_STAMP_BYTES = 4_000_000  # of a stamp
 HASH_LENGTH = 16
@@ -28,15 +28,15 @@ HASH_LENGTH = 16
 class ClaimTest:
     """One test of a treatment's claims."""
 
-    question: str  # hash of the claims and of how they are tested
-    pairs: frozenset[str]  # hashes of what each pair recorded; of unpaired runs the treated ones
+    question: str  # hash of the claims and of the test design
+    pairs: frozenset[str]  # hashes of each pair's values; for unpaired runs, of each treated run's values
 
     def as_json(self) -> dict[str, Any]:
         return {"question": self.question, "pairs": sorted(self.pairs)}
 
 
 def find_earlier_claim_tests(output: Path) -> set[ClaimTest]:
-    """Return the tests that the stamps in a report's folder, and in the folders beside it, hold."""
+    """Return the tests recorded by stamps in a report's folder and in its sibling folders."""
     claim_tests = set(read_claim_tests(output))
     with suppress(OSError), os.scandir(output.parent) as entries:
         for entry in islice(entries, MAX_FOLDERS):
@@ -46,7 +46,7 @@ def find_earlier_claim_tests(output: Path) -> set[ClaimTest]:
 
 
 def read_claim_tests(folder: Path) -> Iterator[ClaimTest]:
-    """Yield the tests that the stamp of a folder holds; none where it is missing or is not a stamp."""
+    """Yield the tests in a folder's stamp; none if it is missing or invalid."""
     content: Mapping[str, Any] = {}
     with suppress(StoreError, OSError):
         content = read_json(folder / STAMP_FILE, MAX_STAMP_BYTES)
@@ -60,7 +60,7 @@ def read_claim_tests(folder: Path) -> Iterator[ClaimTest]:
 
 
 def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
-    """Return the test of a treatment that is made now."""
+    """Return the test of a treatment's claims on the experiment's current runs."""
     compare = experiment.compare
     claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.claims)
     sides = experiment.sides(arm).finished
@@ -78,7 +78,7 @@ def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
 
 
 def _hash_values(run: RecordedRun) -> str:
-    """Identify a run by the values it recorded, whatever its metrics are called and wherever it lies."""
+    """Return a hash of a run's recorded values, independent of metric names and location."""
     return _hash(
         *sorted(hashlib.sha256(series.values.tobytes()).hexdigest() for series in run.metrics.values())
     )

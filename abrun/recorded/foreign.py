@@ -1,4 +1,4 @@
-"""Runs that other trainers made, as an experiment to compare."""
+"""Experiments built from runs of other trainers."""
 
 import os
 import re
@@ -28,9 +28,9 @@ NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Sources of a comparison, the logs that each holds, and how their runs are named and selected."""
+    """Sources of a comparison, their logs, and the options that name and select their runs."""
 
-    named_sources: Sequence[tuple[str | None, str]]  # arm, source
+    named_sources: Sequence[tuple[str | None, str]]  # arm if given, source
     logs_by_source: Sequence[Sequence[Log]]
     aliases: Aliases
     reading: ReadingOptions
@@ -53,7 +53,7 @@ class Sources:
 
 
 def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
-    """Read what sources hold. Raises ComparisonError or StoreError, one line, where that cannot be done."""
+    """Read the logs of all sources. Raises ComparisonError or StoreError."""
     aliases = parse_aliases(reading.aliases)
     named_sources = [_parse_source(source) for source in sources]
     logs_by_source = [
@@ -66,13 +66,13 @@ def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
 
 
 def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> RecordedExperiment:
-    """The runs of some sources, paired by seed unless `reading` says otherwise.
+    """Return the runs of some sources as an experiment, paired by seed unless `reading` is unpaired.
 
-    Several sources are an arm each, named `ARM=SOURCE` or after the folder or file, unless their runs' names
-    say the arm; one source holds all arms. The baseline is the arm `baseline`, else one called "baseline",
-    else the first source's. What follows from neither is guessed, and `guessed` says so. Runs that `seeds`
-    and `exclude` do not take are left out first: nothing is refused for them. `allows_one_arm` guesses no seeds.
-    Raises ComparisonError, one line, where that cannot be told.
+    Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run names
+    contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
+    "baseline", else that of the first source. Anything else is guessed and listed in `guessed`. Runs outside
+    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed.
+    Raises ComparisonError if arms or seeds cannot be determined.
     """
     selection, paired, allows_one_arm = reading.selection, not reading.unpaired, reading.allows_one_arm
     logs_by_source, excluded = selection.without_excluded(sources.logs_by_source)
@@ -125,14 +125,14 @@ def _rename_logs(logs: Mapping[RunName, Log], renamed: RenamedRuns) -> dict[RunN
 
 
 def _add_renamed_keys(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """Return values by our names too: those that other runs gave them or, without numbers, would have."""
+    """Return a mapping that also has abrun's names of its metrics, from other runs or by recognition."""
     _, recognised = recognise_metrics(unread)
     our_names = {**{theirs: name for name, theirs in recognised.items()}, **names}
     return {**unread, **{our_names[name]: content for name, content in unread.items() if name in our_names}}
 
 
 def _make_run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
-    identity = log.identity if log.identity == name else None  # else it was given another name by hand
+    identity = log.identity if log.identity == name else None  # otherwise the user named it
     return RecordedRun(
         **log.recording_fields(),
         name=name,
@@ -153,7 +153,7 @@ def _parse_source(source: str) -> tuple[str | None, str]:
 
 
 def _identify_runs(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
-    """Return which run each log is: as `_names` says, or else as guessed."""
+    """Return the run name of each log, by `_name_all_runs` or else by a guess."""
     may_guess = may_guess and sources.pattern is None
     try:
         names = _name_all_runs(sources, unpaired=not paired, may_guess=may_guess)
@@ -182,9 +182,9 @@ def _identify_runs(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
 
 
 def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
-    """A folder, or files of one, whose runs name their seeds and no arms: the arm of the folder's name.
+    """Name one arm after the folder if the run names contain seeds but no arms.
 
-    Raises ComparisonError where more than numbers tells its runs apart: two arms are not to pass as one.
+    Raises ComparisonError if the names differ by more than numbers: they could be two arms.
     """
     logs, named_sources = sources.logs, sources.named_sources
     folders = {source if len(named_sources) == 1 else str(Path(source).parent) for _, source in named_sources}
@@ -203,7 +203,7 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
 
 
 def _refuse_one_arm(sources: Sources) -> None:
-    """Raise ComparisonError where the runs of the only source say their seeds, and no arms."""
+    """Raise ComparisonError if the runs of the only source have seeds in their names but no arms."""
     if len(sources.named_sources) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
     names = _names_or_none(name_seeds, sources.logs, "any", run_filter=sources.run_filter)
@@ -220,7 +220,7 @@ def _guess_names(sources: Sources) -> Guess | None:
         return guess_runs(logs, run_filter=sources.run_filter)
     if len(logs) == num_sources > 2 and not sources.has_arms:
         guess = guess_runs(_rename_from_common_folder(sources), run_filter=sources.run_filter)
-        if guess is not None and guess.seeds_known:  # a run each, as `runs/*.csv` is
+        if guess is not None and guess.seeds_known:  # one run per source, as in `runs/*.csv`
             return guess
     _refuse_several_arms(sources)
     arms = _source_arms(sources)
@@ -236,7 +236,7 @@ def _guess_names(sources: Sources) -> Guess | None:
 def _names_or_none(
     name_rule: Callable[..., list[RunName]], *arguments: Any, **options: Any
 ) -> list[RunName] | None:
-    """Return the names that a rule gives; None where it refuses the logs."""
+    """Return the names by a rule; None if the rule raises ComparisonError."""
     try:
         return name_rule(*arguments, **options)
     except ComparisonError:
@@ -244,7 +244,7 @@ def _names_or_none(
 
 
 def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list[RunName]:
-    """The run that each log is, in the order of the sources and their logs."""
+    """Return the run name of each log, in the order of sources and logs."""
     logs, pattern, run_filter = sources.logs, sources.pattern, sources.run_filter
     names_arm_and_seed = pattern is not None and has_arm_field(pattern)
     if names_arm_and_seed and sources.has_arms:
@@ -257,12 +257,12 @@ def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False)
         and not sources.has_arms
         and all(len(arm_logs) == 1 for arm_logs in sources.logs_by_source)
     ):
-        try:  # as `runs/*.csv` is: a run each
+        try:  # one run per source, as in `runs/*.csv`
             return name_runs(_rename_from_common_folder(sources), run_filter=run_filter)
         except ComparisonError:
             if may_guess and len(logs) > 2:
                 raise
-            pass  # an arm each
+            pass  # one arm per source
     logs_by_arm: dict[str, list[Log]] = {}
     for arm, arm_logs in zip(_source_arms(sources), sources.logs_by_source, strict=True):
         logs_by_arm.setdefault(arm, []).extend(arm_logs)
@@ -292,9 +292,9 @@ def _rename_from_common_folder(sources: Sources) -> list[Log]:
 
 
 def _source_arms(sources: Sources) -> list[str]:
-    """An arm for each source; one without a name goes by its folder or file, or what sets the paths apart.
+    """Return an arm for each source: the given name, the folder or file, or the first differing path part.
 
-    Raises ComparisonError where a name that was given is another source's too.
+    Raises ComparisonError if two sources have the same name.
     """
     arms = [arm or _arm_from_source(source) for arm, source in sources.named_sources]
     given_arms = [arm for arm, _ in sources.named_sources]
@@ -317,7 +317,7 @@ def _source_arms(sources: Sources) -> list[str]:
 
 
 def _arm_from_source(source: str) -> str:
-    """The arm that a source without a name is: its folder or file, or the last part of a wandb path."""
+    """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
     path = (
         source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
     )
@@ -328,7 +328,7 @@ def _arm_from_source(source: str) -> str:
 def _order_arms(
     runs: Mapping[RunName, Log], reading: ReadingOptions, *, has_several_sources: bool
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """The arms, the baseline first, and what of that is guessed."""
+    """Return the arms, baseline first, and the guesses made about them."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not reading.allows_one_arm:
@@ -352,7 +352,7 @@ def _order_arms(
 
 
 def _refuse_duplicate_runs(sources: Sequence[str], logs_by_source: Sequence[Sequence[Log]]) -> None:
-    """A run that two sources hold would be compared with itself."""
+    """Raise ComparisonError if two sources hold the same run, which would be compared with itself."""
     seen_places: dict[tuple[object, str | None], tuple[int, str]] = {}
     for number, (source, logs) in enumerate(zip(sources, logs_by_source, strict=True)):
         for log in logs:
@@ -370,7 +370,7 @@ def _refuse_duplicate_runs(sources: Sequence[str], logs_by_source: Sequence[Sequ
 
 
 def _refuse_experiments_as_arms(sources: Sources) -> None:
-    """A source is to be one arm, and its runs themselves say that they are of several."""
+    """Raise ComparisonError if a source that should be one arm holds runs of several arms of abrun."""
     runs = [log.identity for log in sources.logs]
     has_distinct_runs = None not in runs and len(set(runs)) == len(runs) and not sources.has_arms
     if len(sources.named_sources) == 1 or has_distinct_runs:
@@ -390,7 +390,7 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
 
 
 def _refuse_several_arms(sources: Sources) -> None:
-    """Raise ComparisonError for a source, given as one arm, whose runs name several arms and share seeds."""
+    """Raise ComparisonError if a source given as one arm has run names with several arms and shared seeds."""
     for (_, source), logs in zip(sources.named_sources, sources.logs_by_source, strict=True):
         names = _names_or_none(name_runs, logs, run_filter=sources.run_filter)
         if names is None:
@@ -419,7 +419,7 @@ def _refuse_several_arms(sources: Sources) -> None:
 
 
 def _file_identity(place: str) -> object:
-    """What stays the same under every name and link of a file."""
+    """Return a key that is the same for every name and link of a file."""
     try:
         status = os.stat(place)
     except (OSError, ValueError):
@@ -428,7 +428,10 @@ def _file_identity(place: str) -> object:
 
 
 def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) -> None:
-    """An arm without any number is the wrong files; one such run of several is data, and one that failed."""
+    """Raise ComparisonError for an arm without any number: these are probably the wrong files.
+
+    A single run without numbers among others is data, and so is a failed run.
+    """
     for arm in arms:
         logs = [log for run, log in runs.items() if run.arm == arm]
         if any(log.metrics or log.status != "unknown" for log in logs):
@@ -446,6 +449,6 @@ def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
 
 
 def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
-    """A name that can be a folder's."""
+    """Return an experiment name that is valid as a folder name."""
     text = _arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"

@@ -1,8 +1,8 @@
-"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and to compare with later.
+"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and compare with later.
 
-A reference holds what a verdict reads: the claims with their margins, the windows of the claimed metrics in
-full, and some steps of the others, among them the first and the largest. It holds no hosts, no absolute
-paths, no environment variables.
+A reference holds what a verdict needs: the claims with their margins, every step of the claimed metrics in
+their windows, and a sample of the other steps, including the first and the largest value. It holds no hosts,
+absolute paths or environment variables.
 """
 
 import json
@@ -35,7 +35,7 @@ from abrun.stats.series import Series, Steps, window_bounds
 
 REFERENCE_ARM = "reference"
 _SCHEMA_VERSION = 2
-_NUM_KEPT_STEPS = 64  # of a metric without a claim, spread over the run
+_NUM_KEPT_STEPS = 64  # per metric outside the windows of claims, spread over the run
 _ENVIRONMENT_KEYS = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
 _PRIVATE_PREFIXES = ("wandb.", "trainer.env.", "initial_weights")
 
@@ -47,11 +47,11 @@ def freeze(
     claims: Compare | None = None,
     ledger: Ledger | None = None,
 ) -> Reference | None:
-    """Write the runs of an arm, with `claims` on them (default: its experiment's), as a reference file.
+    """Write the runs of an arm, with `claims` (default: its experiment's), as a reference file.
 
-    With a `ledger`, what is accepted later is added there. Returns the reference that it replaces. Raises
-    ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones, and where
-    the file is anything but a reference.
+    A `ledger` records changes that are accepted later. Returns the reference that was replaced, or None.
+    Raises ComparisonError if the arm does not exist, has fewer than two seeds or unfinished runs, or if the
+    file exists and is not a reference.
     """
     if arm not in experiment.arms:
         raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
@@ -98,11 +98,11 @@ def freeze(
 
 
 def add_entry(path: Path, make_entry: Callable[[Reference], Mapping[str, Any]]) -> Reference:
-    """Append what `make` says, of the file as it is, to its ledger; returns the reference with it.
+    """Append the entry that `make_entry` returns for the current file to its ledger; return the reference.
 
-    One process at a time, and the whole file or nothing. Raises ComparisonError or StoreError.
+    The file is locked and written atomically. Raises ComparisonError or StoreError.
     """
-    load_reference(path)  # refuse what is no reference before waiting for a lock
+    load_reference(path)  # raise for other files before waiting for a lock
     with file_lock(path):
         entry = make_entry(load_reference(path))
         mode = path.stat().st_mode & 0o777
@@ -111,7 +111,7 @@ def add_entry(path: Path, make_entry: Callable[[Reference], Mapping[str, Any]]) 
 
 
 def _read_replaced(path: Path) -> Reference | None:
-    """The reference that is there; None: nothing is. Raises ComparisonError for what must not be lost."""
+    """Return the existing reference, or None. Raises ComparisonError for a file that must not be replaced."""
     if not is_file(path):
         return None
     try:
@@ -124,7 +124,7 @@ def _read_replaced(path: Path) -> Reference | None:
 
 
 def _format_reference(content: Mapping[str, Any]) -> str:
-    """A reference's file: a line for each run, and for each entry of the ledger."""
+    """Return the text of a reference file, with one line per run and per ledger entry."""
     head = {key: value for key, value in content.items() if key not in ("runs", "ledger")}
     sections = [json.dumps(encode_non_finite(head), indent=1, allow_nan=False).removesuffix("\n}")]
     sections.append(f' "runs": {_format_rows(content["runs"])}')
@@ -143,7 +143,7 @@ def _format_rows(rows: Sequence[Any]) -> str:
 
 
 def load_reference(path: Path) -> Reference:
-    """Raises ComparisonError where the file is none, or another version's."""
+    """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
     if not is_file(path):
         raise ComparisonError(Code.NO_REFERENCE_FILE(path=path))
     content = read_json(path)
@@ -173,9 +173,9 @@ def load_reference(path: Path) -> Reference:
 def make_regression_experiment(
     experiment: RecordedExperiment, reference: Reference, arm: str
 ) -> RecordedExperiment:
-    """One arm of an experiment as the treatment of a reference, with the reference's claims.
+    """Return one arm of an experiment as the treatment of a reference, with the reference's claims.
 
-    Configuration keys that the reference does not hold (paths, for instance) are not compared.
+    Configuration keys that the reference does not hold, such as paths, are not compared.
     """
     if arm not in experiment.arms:
         raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
@@ -203,7 +203,7 @@ def make_regression_experiment(
 
 
 def _claims_declared_s(experiment: RecordedExperiment) -> int:
-    """When an experiment's claims were: before its runs began, or now that they are frozen with them."""
+    """Return when an experiment's claims were declared: before its runs, or else now."""
     starts = [run.span_s[0] for run in experiment.runs.values() if run.span_s]
     if starts and compare_hash(experiment.compare) == experiment.launched_compare_sha256:
         return math.floor(min(starts))
@@ -211,12 +211,12 @@ def _claims_declared_s(experiment: RecordedExperiment) -> int:
 
 
 def public_config(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """What the configurations of an arm's runs have in common, without what belongs to one machine."""
+    """Return the values shared by the configurations of runs, without machine-specific ones."""
     return _common_values([_public_settings(run.config or {}) for run in runs])
 
 
 def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]:
-    """Of a treatment what a reference would hold of it."""
+    """Return the part of a treatment's diff that a reference would hold."""
     return {
         key: (old, new)
         for key, (old, new) in diff.items()
@@ -238,13 +238,13 @@ def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Step
 
 
 def _full_windows(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
-    """The windows in which every step of a metric is kept."""
+    """Return the windows, as first and last step, in which every step of a metric is kept."""
     claims = [claim for claim in compare.claims if claim.metric == metric and len(grids[metric])]
     return [window_bounds(claim.window, grids[metric], metric) for claim in claims]
 
 
 def _thin_series(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
-    """Every step of the windows; elsewhere some, with the first, the largest and the first non-finite one."""
+    """Keep every step in the windows, and a sample elsewhere with the largest and first non-finite value."""
     size = len(series)
     keep = np.zeros(size, bool)
     keep[np.linspace(0, size - 1, min(size, _NUM_KEPT_STEPS)).round().astype(int)] = True
@@ -258,7 +258,7 @@ def _thin_series(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
 def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
     seed, rerun = row["seed"], row["rerun"]
     if type(seed) is not int or type(rerun) is not int:
-        raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; both are whole numbers")
+        raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; expected whole numbers")
     metrics = {
         metric: _load_series(metric, stored_series) for metric, stored_series in row["metrics"].items()
     }
@@ -279,12 +279,12 @@ def _load_series(metric: str, stored_series: Mapping[str, Any]) -> Series:
     steps = np.array(stored_series["steps"], np.int64)
     values = np.array([decode_non_finite(value) for value in stored_series["values"]], np.float64)
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
-        raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
+        raise ValueError(f"{shortened(metric)}: expected increasing steps with one value each")
     return Series(steps, values, int(stored_series.get("recounted", 0)))
 
 
 def _public_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what belongs to one machine or one person."""
+    """Return a configuration without values specific to one machine or person."""
     return {
         key: value
         for key, value in config.items()

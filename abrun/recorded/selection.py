@@ -1,4 +1,4 @@
-"""How runs are found and selected, and which are left out of a comparison."""
+"""Options that find and select runs, and the list of runs left out of a comparison."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_SEEDS_LISTED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
-    """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
+    """Options for finding arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
 
     runs_dir: Path = Path("runs")
     baseline: str | None = None
@@ -28,13 +28,13 @@ class ReadingOptions:
     group: str | None = None
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
-    seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
-    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
-    versions_differ: bool = False  # versions that follow the arm are the treatment
-    unpaired: bool = False  # runs are independent, whatever their seeds
-    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
-    interim: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
-    allows_one_arm: bool = False  # one arm is enough: its counterpart is a reference
+    seeds: tuple[int, ...] | None = None  # only runs of these seeds; None: all
+    exclude: tuple[str, ...] = ()  # patterns of runs to leave out
+    versions_differ: bool = False  # version differences between the arms are the treatment
+    unpaired: bool = False  # treat runs as independent, whatever their seeds
+    may_unpair: bool = False  # treat runs as independent if seeds are unknown or not shared
+    interim: tuple[int, ...] = ()  # numbers of pairs at the interim analyses
+    allows_one_arm: bool = False  # one arm is enough, because it is compared with a reference
 
     @property
     def selection(self) -> "Selection":
@@ -42,7 +42,7 @@ class ReadingOptions:
 
     @property
     def given_options(self) -> dict[str, str]:
-        """Return the options that were given on how runs are to be found, with their values."""
+        """Return the options that differ from their defaults, with their values."""
         options = {
             "--baseline": self.baseline,
             "--pattern": self.pattern,
@@ -57,7 +57,7 @@ class ReadingOptions:
         return {option: value for option, value in options.items() if value is not None}
 
     def refuse_for_stored(self, directory: Path) -> None:
-        """An experiment of the store says all this itself: an option would be without effect."""
+        """Raise ComparisonError for any option, since none affects an experiment of the store."""
         for option, value in self.given_options.items():
             raise ComparisonError(
                 Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
@@ -66,7 +66,7 @@ class ReadingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The runs to compare: those of `seeds` (None: all), without those that a pattern of `exclude` names."""
+    """The runs to compare: those of `seeds` (None: all), without those matched by a pattern in `exclude`."""
 
     seeds: Sequence[int] | None = None
     exclude: Sequence[str] = ()
@@ -76,12 +76,12 @@ class Selection:
         return in_seeds and not any(fnmatchcase(str(run), pattern) for pattern in self.exclude)
 
     def excludes(self, log: Log) -> bool:
-        """Return True for a log whose name, wandb id or place a pattern names."""
+        """Return True for a log whose name, wandb id or place matches a pattern in `exclude`."""
         names = [name for name in (log.name, log.run_id, log.place) if name]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def without_excluded(self, logs_of: Sequence[Sequence[Log]]) -> tuple[list[list[Log]], list[Log]]:
-        """Return the logs of each source that no pattern names, and those that one does."""
+        """Return the logs of each source that match no pattern in `exclude`, and those that do."""
         excluded = [log for logs in logs_of for log in logs if self.excludes(log)]
         rest = [[log for log in logs if not self.excludes(log)] for logs in logs_of]
         if not any(rest):
@@ -91,10 +91,10 @@ class Selection:
     def select(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
     ) -> tuple[dict[RunName, Log], list[Reason]]:
-        """Return the selected runs, each of all its starts, and each thing left out.
+        """Return the selected runs, with their starts merged, and reasons for everything left out.
 
-        Where runs are paired, an excluded run takes its seed's other runs with it. `excluded`: logs that have
-        been left out before they were named. Raises ComparisonError where nothing is left.
+        If runs are paired, excluding a run also excludes the other runs of its seed. `excluded`: logs that
+        were left out before they were named. Raises ComparisonError if nothing is left.
         """
         self._refuse_unmatched([run for run, _ in named], excluded)
         logs_of: dict[RunName, list[Log]] = {}
@@ -123,7 +123,7 @@ class Selection:
         return runs, left_out
 
     def refuse_empty_selection(self, runs: Collection[RunName]) -> NoReturn:
-        """Raise ComparisonError: the options leave no run of these."""
+        """Raise ComparisonError because the options select none of these runs."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
             raise ComparisonError(Code.ALL_EXCLUDED(patterns=list_names(list(self.exclude))))
         seeds = sorted({run.seed for run in runs})[:MAX_SEEDS_LISTED]
@@ -152,7 +152,7 @@ class Selection:
 
 
 def restarted_counter_reasons(runs: Mapping[RunName, Log]) -> list[Reason]:
-    """Return a reason on the runs whose step counter begins anew, or none."""
+    """Return a reason that names the runs with a restarted step counter, or an empty list."""
     restarted = [
         (run, log, count) for run, log in runs.items() if (count := count_repeated_steps(log.metrics))
     ]
@@ -173,14 +173,14 @@ def _merge_run_starts(run: RunName, logs: Sequence[Log]) -> Log:
 
 
 def last_step(log: Log) -> int:
-    """Return the last step of the training: timers may have steps of their own."""
+    """Return the last training step; timers may use other steps."""
     trained = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics]
     longest = max(trained or log.metrics.values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 
 def _describe_ending(log: Log, end: int) -> str:
-    """Return how a run ended, where it did not reach the last step or failed."""
+    """Return a description of a run that ended early or failed, else an empty text."""
     run_end = last_step(log)
     early = f" ends at step {run_end} of {end}" if run_end < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""

@@ -1,4 +1,4 @@
-"""Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
+"""Sources of runs to compare: an experiment of the store, or logs of any framework."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from abrun.runs.experiment import find_experiment, is_experiment
 
 
 def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | None:
-    """The directory of an experiment of the store, where that is what the sources name."""
+    """Return the directory of a stored experiment if the sources name one, else None."""
     if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
         return None
     directory = find_experiment(sources[0], runs_dir)
@@ -26,7 +26,7 @@ def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceContents:
-    """What sources hold, read once: each comparison takes the runs out of it as it needs them."""
+    """Content of sources, read once and used by any number of comparisons."""
 
     sources: Sequence[str]
     reading: ReadingOptions
@@ -34,9 +34,9 @@ class SourceContents:
     recorded: RecordedExperiment | Sources
 
     def experiment(self, **changes: Any) -> RecordedExperiment:
-        """Return the runs; `changes` are of what the reading says, but for what it takes from the logs.
+        """Return the experiment; `changes` replace fields of `reading` that do not affect reading the logs.
 
-        Raises ComparisonError where logs do not say which run is which.
+        Raises ComparisonError if arms or seeds cannot be determined.
         """
         if isinstance(self.recorded, RecordedExperiment):
             return self.recorded
@@ -46,7 +46,7 @@ class SourceContents:
 
 
 def read_sources(sources: Sequence[str], reading: ReadingOptions) -> SourceContents:
-    """Read the runs that sources name. Raises StoreError or ComparisonError for what cannot be read."""
+    """Read the runs of sources. Raises StoreError or ComparisonError if that fails."""
     directory = find_stored_experiment(sources, reading.runs_dir)
     if directory is not None:
         reading.refuse_for_stored(directory)
@@ -57,9 +57,9 @@ def read_sources(sources: Sequence[str], reading: ReadingOptions) -> SourceConte
 def open_sources(
     sources: Sequence[str], reading: ReadingOptions, claims: Sequence[Claim] | None = None
 ) -> RecordedExperiment:
-    """The runs that sources name; `claims` replace the declared claims.
+    """Return the runs of sources as an experiment; `claims` replace the declared claims.
 
-    Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
+    Raises StoreError or ComparisonError if runs cannot be read, or if arms or seeds cannot be determined.
     """
     experiment = read_sources(sources, reading).experiment()
     if claims is None:
@@ -70,7 +70,7 @@ def open_sources(
 
 
 def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> RecordedExperiment:
-    """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
+    """Return the experiment with interim analyses. Raises ComparisonError if its runs do not fit them."""
     option, counts = reading.given_options["--interim"], reading.interim
     if not is_interim_schedule(counts):
         raise ComparisonError(Code.INTERIM_REFUSED(interim=option))

@@ -1,4 +1,4 @@
-"""An experiment of the run store, ready to compare."""
+"""Loading of experiments from the run store for a comparison."""
 
 import re
 from dataclasses import asdict
@@ -25,7 +25,7 @@ URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
 
 def load_experiment(experiment_dir: Path) -> RecordedExperiment:
-    """Raises StoreError where a file is missing, corrupt or not abrun's."""
+    """Return a stored experiment. Raises StoreError if a file is missing, damaged or not abrun's."""
     path = experiment_dir / EXPERIMENT
     content = open_experiment(experiment_dir)
     missing = [
@@ -34,11 +34,11 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         if key not in content
     ]
     if missing:
-        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
+        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again with another --name")
     try:
         recipe = stored_recipe(content["recipe"])
     except RecipeError as error:
-        raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
+        raise StoreError(f"{path}: {error}; use the abrun version that launched it to compare") from None
     names = planned_runs(experiment_dir)
     loaded = {name: _load_run(RunDir(run_dir(experiment_dir, name)), name) for name in names}
     injected = recipe.control_arms
@@ -61,7 +61,7 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
 
 
 def _load_run(run: RunDir, name: RunName) -> RecordedRun:
-    """A run whose files cannot be read is unreadable: the verdict says which and why."""
+    """Return a run; one whose files cannot be read gets the status `unreadable` and the cause."""
     try:
         with wrap_read_errors(run.path):
             return _read_run(run, name)
@@ -108,12 +108,12 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
 
 
 def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
-    """Return devices x seconds that a run occupied, where its configuration and every attempt say so."""
+    """Return devices x seconds that a run occupied; None if an attempt or the configuration is incomplete."""
     spans = [(attempt.started_s, attempt.ended_s) for attempt in run.attempts()]
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
         config = stored_run(record.config) if record else None
-    except RecipeError:  # another version's
+    except RecipeError:  # of another version
         config = None
     if config is None or not spans or len(seconds) < len(spans):
         return None
@@ -121,13 +121,13 @@ def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
 
 
 def _mirror_url(run: RunDir) -> str | None:
-    """Of its mirror in wandb, where that is nothing but one: a file could say anything."""
+    """Return the URL of a run's wandb mirror, if valid: the file could hold anything."""
     url = run.wandb_location().get("url", "")
     return url if re.fullmatch(URL_PATTERN, url) else None
 
 
 def _dotted_config(record: RunRecord) -> dict[str, Any]:
-    """Dotted keys; one that abrun has gained since is there with its default, which keeps what was before."""
+    """Return the configuration by dotted key; keys that abrun gained since have compatible defaults."""
     config = dotted({**record.config, "initial_weights": record.initial_weights})
     try:
         return dotted(stored_run(record.config).model_dump(mode="json")) | config
@@ -136,7 +136,7 @@ def _dotted_config(record: RunRecord) -> dict[str, Any]:
 
 
 def _describe_failure(state: RunState) -> str:
-    """How the last attempt ended, in a few words: `exit code 1: CUDA out of memory`."""
+    """Return a short description of how the last attempt ended: `exit code 1: CUDA out of memory`."""
     ending, message = state.ending or "no exit code", state.message
     if not message:
         return ending

@@ -61,7 +61,10 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
 def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
     """In a few words; None of runs without a recipe, in which nothing could be injected."""
     if sensitivity is None:
-        arm_faults, recipe_key = experiment.describe_arm_faults(), " (controls.faults)" * experiment.can_inject
+        arm_faults, recipe_key = (
+            experiment.describe_arm_faults(),
+            " (controls.faults)" * experiment.can_inject,
+        )
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
     if not sensitivity.num_judged:

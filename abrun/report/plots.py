@@ -21,9 +21,7 @@ LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
 
 
-def draw_metric(
-    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
-) -> Figure | None:
+def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
     """One metric: bands of all arms, and below them the paired differences that claims are about.
 
     `claims` are those on this metric, of every arm. None where no pair has finished.
