@@ -57,8 +57,8 @@ def name_runs(
 
     The rules are `pattern`, the runs' own files, wandb's job types as arms, and DEFAULT_PATTERNS. Unpaired
     runs need no seed in a pattern or job type: the runs of an arm are then numbered. Logs may share a name if
-    they are starts of one run. Raises ComparisonError if no rule fits, or if two logs selected by `run_filter` are
-    the same run.
+    they are starts of one run. Raises ComparisonError if no rule fits, or if two selected logs are the same
+    run. `run_filter` selects.
     """
     if pattern is not None:
         needs_seed = not unpaired or "seed" in _pattern_fields(pattern)

@@ -68,8 +68,8 @@ def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
 def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> RecordedExperiment:
     """Return the runs of some sources as an experiment, paired by seed unless `reading` is unpaired.
 
-    Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run names
-    contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
+    Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run
+    names contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
     "baseline", else that of the first source. Anything else is guessed and listed in `guessed`. Runs outside
     `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed.
     Raises ComparisonError if arms or seeds cannot be determined.

@@ -59,7 +59,7 @@ def test_patterns_given_by_hand(snapshot: Snapshot) -> None:
     "pattern", ["{arm}", "{seed}", "{arm}{x}{seed}", "{arm}{arm}{seed}", "{arm", "{}", "{seed:d}{arm}"]
 )
 def test_patterns_that_are_none(pattern: str) -> None:
-    with pytest.raises(ComparisonError, match=r"--pattern: got '.*(allowed|write)"):
+    with pytest.raises(ComparisonError, match=r"--pattern: got '.*(allowed|example)"):
         named("a-s0", pattern=pattern)
 
 
