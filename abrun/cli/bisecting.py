@@ -127,7 +127,7 @@ def _launcher(
 ) -> "Callable[[Plan, Collection[RunName]], int]":
     """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
     from abrun.experiment.options import LaunchOptions
-    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.cluster import find_cluster_jobs
     from abrun.launch.engine import make_engine
     from abrun.launch.supervisor import run_plan
     from abrun.runs.experiment import is_experiment
@@ -137,7 +137,7 @@ def _launcher(
         options = LaunchOptions(
             runs_dir=directory.parent, name=directory.name, jobs=jobs, resume=is_experiment(directory)
         )
-        with View(screen, queued_jobs) as view:
+        with View(screen, find_cluster_jobs) as view:
             outcome = run_plan(plan, options, engine=make_engine("local", jobs), observer=view, only=only)
         return outcome.exit_code if outcome.stopped_by else 0
 

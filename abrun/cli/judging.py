@@ -321,7 +321,7 @@ def plan(
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
-    from abrun.launch.stages import until_decided
+    from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
     from abrun.report.planning import pilot_differences_text, plan_json, render_plan
@@ -339,7 +339,7 @@ def plan(
     assuming = f"abrun plan {shlex.quote(str(planned))}{_as_options({'--set': overrides or []})} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
-        loaded = until_decided(loaded, max_seeds)
+        loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # refuses what a launch would refuse
     asked = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:

@@ -157,7 +157,11 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
             -len(by_format[form]),
         ),
     )
-    ignored = [f"of {printable(source)} not read: {list_names(unsupported, 3)}"] if unsupported else []
+    ignored = (
+        [f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"]
+        if unsupported
+        else []
+    )
     return {form: by_format[form] for form in forms}, ignored
 
 

@@ -15,7 +15,7 @@ from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
 from abrun.logs.log import Log, list_names, printable, replaced_notes
 from abrun.runs.lines import CHECKSUM
-from abrun.stats.series import Series, from_rows
+from abrun.stats.series import Series, series_from_rows
 
 # The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
 # which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
@@ -180,7 +180,7 @@ def build_series(
         for row, row_place in zip(rows, places, strict=True)
     ]
     config = _constant_config(cells)
-    metrics, num_replaced = from_rows(
+    metrics, num_replaced = series_from_rows(
         (
             step,
             {

@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.logs.log import Log, printable
 from abrun.reasons import Code
-from abrun.stats.series import NO_SERIES, Series, Steps, by_step
+from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
 # A folder named only by its start: a restarted run has several, side by side.
 START_FOLDER = re.compile(
@@ -113,12 +113,12 @@ def _merge_logs(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int
 
 
 def _metric_steps(log: Log, metric: str) -> Steps:
-    return log.metrics[metric].steps if metric in log.metrics else NO_SERIES.steps
+    return log.metrics[metric].steps if metric in log.metrics else EMPTY_SERIES.steps
 
 
 def _concatenate_series(series: Sequence[Series]) -> Series:
     steps = np.concatenate([start.steps for start in series])
-    merged, _ = by_step(steps, np.concatenate([start.values for start in series]))
+    merged, _ = build_series(steps, np.concatenate([start.values for start in series]))
     return replace(merged, recounted=max(merged.recounted, *(start.recounted for start in series)))
 
 

@@ -18,7 +18,7 @@ from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
-from abrun.stats.series import NO_SERIES, Array, Series, Steps, shared_steps
+from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +64,9 @@ class RecordedRun(RunRecording):
         by_axis: dict[bytes, list[Steps]] = {}
         for series in self.metrics.values():
             by_axis.setdefault(series.steps.tobytes(), []).append(series.steps)
-        largest = max(by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[NO_SERIES.steps])
+        largest = max(
+            by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[EMPTY_SERIES.steps]
+        )
         return largest[0]
 
     def uses_package(self, package: str) -> bool:
@@ -74,7 +76,7 @@ class RecordedRun(RunRecording):
 
     def series(self, metric: str) -> Series:
         """Return the series of a metric; empty if it was never recorded."""
-        return self.metrics.get(metric, NO_SERIES)
+        return self.metrics.get(metric, EMPTY_SERIES)
 
     def first_non_finite(self, metric: str, start: int = 0, end: int | None = None) -> int | None:
         """Return the first step, from `start` to `end`, at which a metric is NaN or infinite, or None."""
@@ -301,7 +303,7 @@ def no_shared_step_reason(runs: Sequence[RecordedRun]) -> Reason | None:
     """Return a reason if the runs share no step; None if they do, or if a run has no steps at all."""
     steps = [run.steps for run in runs]
     grids = {run_steps.tobytes(): run_steps for run_steps in steps}.values()  # most often one
-    if not (grids and all(map(len, grids))) or len(shared_steps(*grids)):
+    if not (grids and all(map(len, grids))) or len(intersect_steps(*grids)):
         return None
     runs_of: dict[tuple[int, int, int], list[str]] = {}
     for run, run_steps in zip(runs, steps, strict=True):
@@ -318,8 +320,8 @@ def stack_runs(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     """Return the shared steps [S] of a metric and its values [R, S]: an inner join without interpolation."""
     series = [run.series(metric) for run in runs]
     if not series:
-        return NO_SERIES.steps, np.empty((0, 0))
-    shared = shared_steps(*(run_series.steps for run_series in series))
+        return EMPTY_SERIES.steps, np.empty((0, 0))
+    shared = intersect_steps(*(run_series.steps for run_series in series))
     rows = [run_series.values_at(shared) for run_series in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 

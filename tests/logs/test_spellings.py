@@ -333,7 +333,7 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
     assert [log.name for log in logs] == ["metrics.csv"]
     assert guesses(logs).splitlines() == [
         f"{tmp_path}: read the csv logs, ignored jsonl, json",
-        f"of {tmp_path} not read: 'sheet.xlsx'",
+        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx'",
     ]
     (tmp_path / "metrics.csv").unlink()
     with pytest.raises(StoreError) as refusal:

@@ -16,7 +16,7 @@ from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measure_spread, render_plan
 from abrun.stats.equivalence import equivalence_test
-from abrun.stats.power import freedom_per_run, pairs_needed, power_at, sd_of_difference
+from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
 from tests.verdict.simulate import RECIPE
 
@@ -95,7 +95,7 @@ def test_a_measure_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(
     experiment = load_experiment(simulated(seeds=list(range(4))))
     claim = reward_margin(margin="1 sigma")
     spread = measure_spread(experiment, claim)
-    assert spread and spread.law.spread == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
+    assert spread and spread.law.sd_difference == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
     expected = claim_power(claim, Compare(), spread)
     assert expected and expected.pairs_needed_range
     text = shown(render_plan("next", Compare(claims=[claim]), 4, earlier=experiment))
@@ -127,7 +127,7 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
         expected = claim_power(told.claims[0], told, assumed_spread(told.claims[0], False, paired=paired))
         assert expected is not None
         assumed.append(expected.pairs_needed)
-    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), freedom=freedom_per_run((0.1, 0.1)))
+    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), dof_per_pair=welch_dof_per_run((0.1, 0.1)))
     assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), independent]
     rng = np.random.default_rng(0)
     left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
