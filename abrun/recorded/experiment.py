@@ -133,7 +133,7 @@ class Sides:
         )
 
     def select(self, baseline_mask: Sequence[bool], treatment_mask: Sequence[bool]) -> "Sides":
-        """Those marked in both arms; where they are paired, a pair needs both marks."""
+        """Return the runs selected by a mask per arm; a pair is kept only if both masks select it."""
         if self.paired:
             baseline_mask = treatment_mask = [
                 baseline_ok and treatment_ok

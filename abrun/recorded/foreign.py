@@ -303,9 +303,9 @@ def _source_arms(sources: Sources) -> list[str]:
         return arms
     path_parts = [list(Path(source).resolve().parts) for _, source in sources.named_sources]
     if not sources.has_arms and all(exists(Path(source)) for _, source in sources.named_sources):
-        while len({parts[-1] for parts in path_parts}) == 1:
-            path_parts = [parts[:-1] for parts in path_parts]
-        distinct_names = [printable(strip_suffix(parts[-1])) for parts in path_parts]
+        while len({path[-1] for path in path_parts}) == 1:
+            path_parts = [path[:-1] for path in path_parts]
+        distinct_names = [printable(strip_suffix(path[-1])) for path in path_parts]
         if len(set(distinct_names)) == len(distinct_names):
             return distinct_names
     same_name = [

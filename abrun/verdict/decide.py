@@ -198,7 +198,9 @@ def judge_arm(
         results,
         reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        no_shared_step=no_shared_step_reason([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
+        no_shared_step=no_shared_step_reason(
+            [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+        ),
         has_recipe=experiment.has_recipe,
     )
     described = describe_metrics(experiment, arm, claims)

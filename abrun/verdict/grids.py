@@ -152,7 +152,9 @@ def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str)
     if not len(shared):
         return None
     arm_steps = {
-        arm_runs[0].name.arm: union_steps(run.series(metric).steps for run in arm_runs if len(run.series(metric)))
+        arm_runs[0].name.arm: union_steps(
+            run.series(metric).steps for run in arm_runs if len(run.series(metric))
+        )
         for arm_runs in arms
         if arm_runs
     }
