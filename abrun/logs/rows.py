@@ -180,15 +180,9 @@ def build_series(
         for row, row_place in zip(rows, places, strict=True)
     ]
     config = _constant_config(cells)
+    excluded = dropped | config.keys()
     metrics, num_replaced = series_from_rows(
-        (
-            step,
-            {
-                name: row[name]
-                for name in row
-                if name not in dropped and name not in config and not name.startswith(UNNAMED)
-            },
-        )
+        (step, {name: row[name] for name in row if name not in excluded and not name.startswith(UNNAMED)})
         for step, row in zip(steps, rows, strict=True)
         if step is not None and not row.keys() <= NON_METRIC_COLUMNS
     )
