@@ -21,7 +21,7 @@ from abrun.messages import sentence, sentences
 from abrun.present.markdown import code_span, escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import REPORT, freeze_arm
 from abrun.report.context import make_context
@@ -96,7 +96,9 @@ def _verdict(path: Path) -> VerdictFile:
     return parse_verdict_file(json.loads(text), path)
 
 
-def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
+def _next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, arm: str, command: str
+) -> list[dict[str, str]]:
     """As if there were no other treatment."""
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
     alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)

@@ -23,7 +23,7 @@ from abrun.logs.stored import read_run_dir
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recorded.reference import freeze, load_reference
-from abrun.recorded.samples import samples_in, side_by_side
+from abrun.recorded.samples import pair_samples, read_run_samples
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
 from abrun.report.comparing import compare, read_last_verdict
@@ -146,7 +146,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "status": lambda: watch.status_json(directory.parent, directory),
         "watch": shown,
         "compare": lambda: compare(load_experiment(directory), output=directory / "new", formats=("json",)),
-        "samples": lambda: side_by_side(samples_in(run), samples_in(other)),
+        "samples": lambda: pair_samples(read_run_samples(run), read_run_samples(other)),
         "resume": resumed,
         "logs": lambda: list(watch.read_log(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),

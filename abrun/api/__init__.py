@@ -23,7 +23,7 @@ from abrun.reasons import Code
 if TYPE_CHECKING:
     import pandas
 
-    from abrun.recorded.experiment import Experiment as RecordedExperiment
+    from abrun.recorded.experiment import RecordedExperiment as RecordedExperiment
     from abrun.recorded.sources import SourceContents
     from abrun.report.comparing import Comparison
     from abrun.verdict.verdict_file import VerdictFile
@@ -269,9 +269,9 @@ def compare(
 
 
 def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]) -> "SourceContents":
-    from abrun.recorded.sources import Reading, read_sources
+    from abrun.recorded.sources import ReadingOptions, read_sources
 
-    known = Reading.__dataclass_fields__
+    known = ReadingOptions.__dataclass_fields__
     unknown = [name for name in options if name not in known]
     if unknown:
         raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(known)}")
@@ -280,11 +280,13 @@ def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, An
     aliases = options.get("aliases", ())
     if isinstance(aliases, Mapping):
         aliases = (f"{ours}={theirs}" for ours, theirs in aliases.items())
-    return read_sources(sources, Reading(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)}))
+    return read_sources(
+        sources, ReadingOptions(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)})
+    )
 
 
 def _opened(contents: "SourceContents", exit_code: int = 0) -> Experiment:
-    return Experiment(contents, contents.experiment(alone=True, interim=()), exit_code)
+    return Experiment(contents, contents.experiment(allows_one_arm=True, interim=()), exit_code)
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":

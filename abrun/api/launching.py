@@ -197,10 +197,10 @@ def _run_in_stages(
 def _with_comparison(launched: Launched, command: str | None) -> Launched:
     """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
     try:
-        from abrun.recorded.sources import Reading
+        from abrun.recorded.sources import ReadingOptions
         from abrun.report.comparing import compare_sources
 
-        comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
+        comparison = compare_sources([str(launched.experiment_dir)], ReadingOptions(), command=command)
     except AbrunError as error:
         return _not_compared(launched, str(error))
     except KeyboardInterrupt:

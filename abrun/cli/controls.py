@@ -70,12 +70,12 @@ def samples(
         abrun samples quickstart/baseline/seed-0 --step 60
         abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
-    from abrun.recorded.samples import samples_in, side_by_side
+    from abrun.recorded.samples import pair_samples, read_run_samples
     from abrun.report.samples import render_samples
 
     names = [run] if against is None else [run, against]
-    left, right = (samples_in(_folder_of(each, runs_dir)) for each in (run, against or run))
-    pairs = side_by_side(left, right, step)
+    left, right = (read_run_samples(_folder_of(each, runs_dir)) for each in (run, against or run))
+    pairs = pair_samples(left, right, step)
     if not pairs:
         kept = ", ".join(map(str, left)) or "none (keep_samples: null keeps none)"
         raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")

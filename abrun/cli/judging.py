@@ -48,8 +48,8 @@ from abrun.redaction import shown
 
 if TYPE_CHECKING:
     from abrun.recipe.claims import Claim
-    from abrun.recorded.experiment import Experiment
-    from abrun.recorded.sources import Reading
+    from abrun.recorded.experiment import RecordedExperiment
+    from abrun.recorded.sources import ReadingOptions
     from abrun.report.comparing import Comparison
 
 
@@ -117,10 +117,12 @@ def compare(
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.recorded.sources import stored_in
+    from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload_report(comparison.content, comparison.files, stored_in(sources, runs_dir))))
+    print(
+        shown(upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir)))
+    )
 
 
 Budget = Annotated[
@@ -169,12 +171,12 @@ def freeze(
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
     from abrun.diagnose.ledger.command import ledger_maker
-    from abrun.recorded.sources import open_sources, stored_in
+    from abrun.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
 
     reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    experiment = open_sources(sources, replace(reading, alone=True), _claims(claim))
-    directory = stored_in(sources, runs_dir)
+    experiment = open_sources(sources, replace(reading, allows_one_arm=True), _claims(claim))
+    directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline
     begin = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
@@ -194,11 +196,11 @@ def _reading(
     step_column: str | None,
     seeds: str | None,
     exclude: list[str] | None,
-) -> "Reading":
+) -> "ReadingOptions":
     """Return how sources are read, by the options that `compare` and `freeze` share."""
-    from abrun.recorded.sources import Reading
+    from abrun.recorded.sources import ReadingOptions
 
-    return Reading(
+    return ReadingOptions(
         runs_dir=runs_dir,
         baseline=baseline,
         pattern=pattern,
@@ -217,7 +219,7 @@ def _claims(claim: list[str] | None) -> "list[Claim] | None":
 
 
 def _frozen(
-    experiment: "Experiment", arm: str, output: Path, budget: str | None, replaced: str | None
+    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
 ) -> str:
     """Say what a reference file now holds."""
     text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
@@ -351,7 +353,7 @@ def plan(
     console().print(report)
 
 
-def _refuse_without_pairs(earlier: "Experiment", assuming: str) -> None:
+def _refuse_without_pairs(earlier: "RecordedExperiment", assuming: str) -> None:
     """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured.
 
     `assuming`: the command that plans without.

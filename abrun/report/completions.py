@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.recorded.experiment import Experiment
-from abrun.recorded.samples import Kept, samples_in
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.recorded.samples import SamplesByStep, read_run_samples
 from abrun.redaction import shown
 from abrun.runs.samples import Sample
 
@@ -37,7 +37,7 @@ class ReportedCompletions:
     problem: str | None = None
 
 
-def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
+def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions | None:
     """Return completions to show side by side; None if no seed has any in two arms."""
     try:
         for seed in experiment.arm(experiment.baseline):
@@ -51,13 +51,13 @@ def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
     return None
 
 
-def _read_samples(experiment: Experiment, arm: str, seed: int) -> Kept:
+def _read_samples(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
     run = experiment.arm(arm).get(seed)
-    return samples_in(Path(run.place)) if run and not run.thinned else {}
+    return read_run_samples(Path(run.place)) if run and not run.thinned else {}
 
 
 def _collect_seed(
-    experiment: Experiment, seed: int, samples_by_arm: Mapping[str, Kept]
+    experiment: RecordedExperiment, seed: int, samples_by_arm: Mapping[str, SamplesByStep]
 ) -> ReportedCompletions | None:
     shared_steps = sorted(set.intersection(*(set(samples) for samples in samples_by_arm.values())))
     if not shared_steps:

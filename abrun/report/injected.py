@@ -11,7 +11,7 @@ from abrun.present import tables
 from abrun.present.markdown import escape_markdown
 from abrun.recipe.claims import Compare, claim_text
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultResult, Sensitivity
@@ -58,11 +58,11 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     return text
 
 
-def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None) -> str | None:
+def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
     """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
     if sensitivity is None:
         arm_faults, recipe_key = (
-            experiment.faults_of_arms(),
+            experiment.describe_arm_faults(),
             " (optional: controls.faults)" * experiment.can_inject,
         )
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"

@@ -14,7 +14,7 @@ from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, claim_text
 from abrun.recipe.experiment import BASELINE, Declared
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened, shown_tree
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
@@ -29,10 +29,10 @@ COMPARE_NOTE = "abrun compare uses the measured sd"
 
 
 @np.errstate(all="ignore")
-def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
+def measure_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool = True) -> Spread | None:
     """Measure the spread in an earlier experiment, by pairs or by runs; of several treatments, the widest."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
-    grid = experiment.steps_of(claim.metric)
+    grid = experiment.metric_steps(claim.metric)
     results = [
         judge_equivalence(arm, experiment.sides(arm), claim, resolve_margin(claim, None), grid)
         for arm in experiment.treatments
@@ -58,7 +58,7 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
     )
 
 
-def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
+def pilot_differences_text(recipe: Declared, earlier: RecordedExperiment) -> str | None:
     """Return a note on settings that differ from the pilot's and may change the spread, if any do."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
@@ -100,7 +100,7 @@ class PlannedClaim:
 
 
 def _plan_claims(
-    compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
+    compare: Compare, earlier: RecordedExperiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[PlannedClaim]:
     alpha = _alpha_levels(compare)[-1]
     for claim in compare.claims:
@@ -141,7 +141,7 @@ def render_plan(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     assuming: str = "abrun plan RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
@@ -193,7 +193,7 @@ def plan_json(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def plan_json(
 def _claim_spread(
     claim: Claim,
     compare: Compare,
-    earlier: Experiment | None,
+    earlier: RecordedExperiment | None,
     sigma: float | None,
     correlation: float | None,
 ) -> Spread | None:
@@ -239,7 +239,7 @@ def _claim_spread(
 
 
 def _spread_text(
-    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: RecordedExperiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from abrun.present.tables import Table, columns
-from abrun.recorded.samples import SideBySide
+from abrun.recorded.samples import SamplePair
 from abrun.redaction import shown
 from abrun.runs.samples import Sample
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def render_samples(names: Sequence[str], pairs: Sequence[SideBySide]) -> "RenderableType":
+def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
     """Return the completions of one or two runs with these names."""
     return Group(*_sample_renderables(names, pairs))
 
 
-def _sample_renderables(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["RenderableType"]:
+def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
     for pair in pairs:
         yield Text(f"step {pair.step}: {_join_lines(pair.prompt)}", style="bold")
         samples = (pair.left, pair.right)[: len(names)]

@@ -25,8 +25,8 @@ from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.recorded.claim_tests import STAMP, ClaimTest, claim_tests_in
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shown
 from abrun.report.context import Context, make_context
 from abrun.report.evidence import evidence_lines
@@ -60,7 +60,7 @@ def writable_formats() -> tuple[str, ...]:
 
 
 def write_report(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     content: VerdictFile,
     output: Path,
     formats: Collection[str],
@@ -85,8 +85,8 @@ def write_report(
             from abrun.report.page import render_page
 
             write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
-        history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
-        write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
+        history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
+        write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -102,21 +102,21 @@ def write_report(
     return [*(path for form, path in written if form in formats), *figures]
 
 
-def choose_report_folder(experiment: Experiment) -> Path:
+def choose_report_folder(experiment: RecordedExperiment) -> Path:
     """Return the report folder for runs that abrun did not launch: `<name>-report`.
 
     If that folder has the report of another comparison, a hash is appended.
     """
     folder = Path(f"{make_slug(experiment.name)}-report")
     with suppress(StoreError):
-        existing_sha256 = read_json(folder / STAMP).get("asked", experiment.asked_sha256)
-        if existing_sha256 != experiment.asked_sha256:
-            return Path(f"{folder}-{experiment.asked_sha256[:8]}")
+        existing_sha256 = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
+        if existing_sha256 != experiment.request_sha256:
+            return Path(f"{folder}-{experiment.request_sha256[:8]}")
     return folder
 
 
 def _draw_claims(
-    experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
+    experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
     if not content.claims:
         return

@@ -68,10 +68,10 @@ class LineWriter:
     def is_in_place(self) -> bool:
         """True while the path still names this file and nobody has truncated it."""
         try:
-            there, here = self.path.lstat(), os.fstat(self._file)
+            path_status, file_status = self.path.lstat(), os.fstat(self._file)
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, here) and here.st_size >= self._end
+        return os.path.samestat(path_status, file_status) and file_status.st_size >= self._end
 
     def sync(self) -> None:
         """Flush all rows to the disk, so that they survive a power loss."""

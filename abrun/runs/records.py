@@ -385,7 +385,7 @@ class StartCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a run depends on besides its configuration: `environment.json`. None: unknown."""
+    """Software, devices and inputs of a run besides its configuration: `environment.json`. None: unknown."""
 
     attempt: Count | None = None
     python: str | None = None

@@ -15,7 +15,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_text
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_missing_reason
@@ -72,7 +72,7 @@ def judge_limit(
         alpha_difference=rates.alpha_difference,
     ).over(finished)
     problem = _find_problem(claim, sides)
-    if bounds and not claim.exact and len(shared := stack(finished.runs, claim.metric)[0]):
+    if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         steps_in_window = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
         bounds = clip_to_shared_steps(claim.window, bounds, steps_in_window)
         terms = replace(terms, steps=bounds)
@@ -226,7 +226,7 @@ def _detect_difference(
 def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *, is_ratio: bool) -> Array:
     """Return the recorded values whose mean is limited [N, W]; for ratios of pairs, their differences."""
     runs = sides.runs if is_ratio else sides.treatments
-    steps, values = stack(runs, terms.metric)
+    steps, values = stack_runs(runs, terms.metric)
     values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
     if terms.reduction != "mean":
         return values[:, :0]

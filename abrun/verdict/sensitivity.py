@@ -24,7 +24,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import EMPTY_SERIES, Array, Series
 from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
@@ -185,7 +185,7 @@ def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
     others.
     """
     runs = sides.runs
-    values = stack(runs, metric)[1]
+    values = stack_runs(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
     metrics, is_copy = (
         ([metric], find_copies(values)) if detailed else _find_copies_in_other_metrics(runs, metric)
@@ -215,7 +215,7 @@ def _find_copies_in_other_metrics(
             or unit_of(other_metric) == "bytes"
         ):
             continue
-        values = stack(runs, other_metric)[1]
+        values = stack_runs(runs, other_metric)[1]
         is_equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
         if has_detail(values).all() and not is_equal:
             compared_metrics.append(other_metric)

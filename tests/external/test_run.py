@@ -31,7 +31,7 @@ from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LAUNCHERS
 from abrun.recipe.reading import Loader
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.recorded.stored import load_experiment
 from abrun.runs.experiment import read_run_state
 from abrun.runs.files import read_json, write_json
@@ -152,7 +152,7 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, sna
     directory = tmp_path / "foreign"
     arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
     claim = Compare(claims=[parse_claim("train/reward:last 40%:0.05")])
-    for experiment in (load_experiment(directory), open_sources(arms, Reading())):
+    for experiment in (load_experiment(directory), open_sources(arms, ReadingOptions())):
         reasons = invalid_reasons(experiment, "treatment", 3, claim.claims)
         assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))

@@ -9,7 +9,7 @@ from abrun.diagnose.ledger.drift import new_ledger, next_entry
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Experiment, Reference
+from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import add_entry
 from abrun.recorded.stored import load_experiment
@@ -34,7 +34,7 @@ def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int)
     )
 
 
-def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
+def commit_of(experiment_dir: Path, experiment: RecordedExperiment, arm: str) -> str | None:
     """Return the commit that an arm's runs were launched from; None if unknown or several."""
     git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
     shas = {state.get("sha") for state in git}
@@ -43,7 +43,12 @@ def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | N
 
 
 def ledger_maker(
-    experiment: Experiment, arm: str, budget: str | None, *, chain_alone: bool, experiment_dir: Path | None
+    experiment: RecordedExperiment,
+    arm: str,
+    budget: str | None,
+    *,
+    chain_alone: bool,
+    experiment_dir: Path | None,
 ) -> Callable[[Compare], Ledger] | None:
     """Return a function that makes the ledger from the reference's claims; None without a budget."""
     if budget is None:

@@ -26,7 +26,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
 from abrun.recorded.ledger import Entry, Ledger
 from abrun.recorded.reference import public_config, public_diff
 from abrun.redaction import shortened
@@ -62,7 +62,13 @@ class Drift:
 
 
 def new_ledger(
-    experiment: Experiment, arm: str, claims: Compare, budget: str, *, chain_alone: bool, commit: str | None
+    experiment: RecordedExperiment,
+    arm: str,
+    claims: Compare,
+    budget: str,
+    *,
+    chain_alone: bool,
+    commit: str | None,
 ) -> Ledger:
     """Return the first ledger of a frozen reference. `budget`: NUMBER, or METRIC=NUMBER for several claims.
 
@@ -83,7 +89,7 @@ def new_ledger(
         metric=claim.metric,
         window=claim.window,
         steps=window_bounds(
-            claim.window, union(run.series(claim.metric).steps for run in runs), claim.metric
+            claim.window, union_steps(run.series(claim.metric).steps for run in runs), claim.metric
         ),
         transform=claim.transform or default_transform(claim.metric),
         budget=amount,
@@ -126,7 +132,7 @@ def anchor_levels(reference: Reference) -> dict[int, float]:
 
 def next_entry(
     reference: Reference,
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arm: str | None,
     *,
     tried: int,
@@ -211,7 +217,9 @@ def is_over_budget(reference: Reference) -> bool:
     return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
 
 
-def _ledger_and_arm(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
+def _ledger_and_arm(
+    reference: Reference, experiment: RecordedExperiment, arm: str | None
+) -> tuple[Ledger, str]:
     """Return the ledger and the arm to add. Raises ComparisonError if there is no such ledger or arm."""
     ledger = reference.ledger
     if ledger is None:
@@ -228,7 +236,7 @@ def _ledger_and_arm(reference: Reference, experiment: Experiment, arm: str | Non
     return ledger, arm
 
 
-def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> ClaimResult:
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) -> ClaimResult:
     """Return the result of the ledger's claim. Raises ComparisonError if the experiment did not match."""
     if judged.verdict != "MATCH":
         raise ComparisonError(
@@ -263,7 +271,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Claim
     )
 
 
-def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Experiment) -> None:
+def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: RecordedExperiment) -> None:
     """Raise ComparisonError unless the baseline is configured as the last entry is."""
     link = dict(reference.config)
     for entry in ledger.entries:
@@ -293,7 +301,7 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Exp
 
 
 def _changes_besides_config(
-    reference: Reference, ledger: Ledger, experiment: Experiment, commit: str | None
+    reference: Reference, ledger: Ledger, experiment: RecordedExperiment, commit: str | None
 ) -> str | None:
     """Return how the baseline's code and machine differ from the last entry's; None if they do not."""
     last_entry = ledger.entries[-1] if ledger.entries else None

@@ -15,7 +15,7 @@ from abrun.diagnose.ledger.drift import anchor_levels, drift_of, is_over_budget,
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recorded.experiment import Experiment, Reference
+from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import load_reference
 from abrun.recorded.stored import load_experiment
@@ -35,7 +35,7 @@ SECOND = {
 }
 
 
-def freeze(experiment: Experiment, path: Path, budget: str, *, chain_alone: bool = False) -> None:
+def freeze(experiment: RecordedExperiment, path: Path, budget: str, *, chain_alone: bool = False) -> None:
     begin = ledger_maker(experiment, "baseline", budget, chain_alone=chain_alone, experiment_dir=None)
     freeze_arm(experiment, "baseline", path, begin_ledger=begin)
 
