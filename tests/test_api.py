@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import abrun
 from abrun.cli import app
 from abrun.errors import AbrunError, RecipeError
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recorded import foreign, sources
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
@@ -69,7 +69,7 @@ def test_the_metrics_are_every_value_of_every_run(tmp_path: Path) -> None:
 
 
 def test_a_launch_is_an_experiment_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     experiment = abrun.launch(
         SMALL,
         seeds=[4, 7],

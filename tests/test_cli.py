@@ -17,7 +17,7 @@ from abrun.errors import ComparisonError
 from abrun.experiment.preflight import machine
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report import comparing
 from abrun.runs.experiment import planned_runs
 from tests.launch.fakes import FAKE
@@ -34,7 +34,7 @@ SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotli
 def run(abrun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`abrun ARGUMENTS` in an empty folder, with the fake trainer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     return abrun
 
 

@@ -15,7 +15,7 @@ from abrun.experiment.plan import RunName
 from abrun.launch import auto
 from abrun.launch.supervisor import Outcome
 from abrun.reasons import Code
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
 from tests.launch.fakes import FAKE
@@ -159,7 +159,7 @@ CHECKPOINTING = "policy.activation_checkpointing"
 def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_from(
     command: Command, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     calls: list[str] = []
 
     def count(module: Any, name: str) -> None:

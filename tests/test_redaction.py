@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
-from abrun.recipe.secrets import secret_in_text
+from abrun.recipe.secrets import has_secret_in_text
 from abrun.redaction import Mask, hide_values, holds_token, is_secret, redacted, shown, told, without_secrets
 
 LETTERS = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
@@ -170,12 +170,12 @@ PLAIN_PROGRAMS = [
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_a_secret_within_a_line_of_shell(text: str) -> None:
     text = text.replace("X-Api", "x-api").replace("X", "CANARYaB3").replace("x-api", "X-Api")
-    assert secret_in_text(text) or holds_token(text)
+    assert has_secret_in_text(text) or holds_token(text)
 
 
 @pytest.mark.parametrize("text", PLAIN_PROGRAMS)
 def test_a_line_of_shell_without_secrets(text: str) -> None:
-    assert not secret_in_text(text) and not holds_token(text)
+    assert not has_secret_in_text(text) and not holds_token(text)
 
 
 def test_hidden_values_are_masked_in_every_usual_form() -> None:
@@ -220,7 +220,7 @@ def test_one_long_line_takes_no_longer_than_many(piece: str) -> None:
     text = piece * (250_000 // len(piece))
     begin = time.process_time()
     redacted(text)
-    secret_in_text(text)
+    has_secret_in_text(text)
     assert time.process_time() - begin < 8
 
 

@@ -23,7 +23,7 @@ from abrun.launch.supervisor import Outcome, run_plan
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.watch import View
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plan_launch(
         recipe = _in_stages(recipe, options)
     draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(recipe.name, options)
-    settings = launcher_settings(recipe.launcher, options.launcher)
+    settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
     if cluster:
         refusals = cluster.refusals
@@ -133,7 +133,7 @@ def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe
     """Declare the interim analyses of a launch in stages."""
     if not options.until_decided:
         raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
-    settings = launcher_settings(recipe.launcher, options.launcher)
+    settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     if settings is not None and settings.type in SCHEDULERS:
         raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
     return stages.until_decided(recipe, options.max_seeds)

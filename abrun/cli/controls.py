@@ -16,7 +16,6 @@ from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
-    from abrun.recipe.experiment import Declared
 
 
 @app.command(rich_help_panel=LOOK_CLOSER)

@@ -12,14 +12,14 @@ from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Compare, Guards
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import BASELINE, OPEN, Declared
+from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
 from abrun.recipe.merging import TYPES, defaults_of_type
-from abrun.recipe.presets import PRESET_EXPERTS
+from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.recipe.tasks import Completions, Preferences
+from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.layout import RunName
 
 OF_VALIDATION: tuple[Need, ...] = (
@@ -45,7 +45,7 @@ class PlannedRun:
 class Plan:
     """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
-    recipe: Declared
+    recipe: ExperimentDeclaration
     runs: tuple[PlannedRun, ...]
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
@@ -76,7 +76,7 @@ def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     return list(groups.values())
 
 
-def make_plan(recipe: Declared) -> Plan:
+def make_plan(recipe: ExperimentDeclaration) -> Plan:
     """The plan of a recipe.
 
     Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
@@ -131,18 +131,20 @@ def make_plan(recipe: Declared) -> Plan:
     )
 
 
-def make_draft(recipe: Declared) -> Plan:
+def make_draft(recipe: ExperimentDeclaration) -> Plan:
     """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
     try:
-        return make_plan(recipe.closed())
+        return make_plan(recipe.with_auto_values())
     except RecipeError:
-        if not recipe.open_keys:
+        if not recipe.auto_keys:
             raise
-        last = {key: OPEN[key].values[-1] for key in recipe.open_keys}
-        return make_plan(recipe.closed(last))  # an arm that states the first ones would be the baseline
+        last = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
+        return make_plan(
+            recipe.with_auto_values(last)
+        )  # an arm that states the first ones would be the baseline
 
 
-def _names(recipe: Declared) -> list[RunName]:
+def _names(recipe: ExperimentDeclaration) -> list[RunName]:
     """In launch order: pair by pair with their reruns, then the controls seed by seed."""
     treatments = [arm for arm in recipe.arms if arm != BASELINE]
     names = [
@@ -161,7 +163,7 @@ def _names(recipe: Declared) -> list[RunName]:
     ]
 
 
-def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
+def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
     """Refuse what would be found after all runs: a metric that none records, a window past the last step.
 
     Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
@@ -219,7 +221,7 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
     level = settings.metrics if settings else "basic"
     penalised = settings is not None and settings.kl_coefficient > 0
     in_reward = settings is not None and settings.kl_in != "loss"
-    by_loss = isinstance(config.task, Completions | Preferences)
+    by_loss = isinstance(config.task, CompletionsTask | PreferencesTask)
     lacking: dict[str, tuple[bool, str]] = {
         "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
         "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
@@ -242,7 +244,7 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
             "runs without it; set algorithm.dynamic_sampling",
         ),
         "experts": (
-            config.model.preset is not None and config.model.preset not in PRESET_EXPERTS,
+            config.model.preset is not None and config.model.preset not in EXPERTS_BY_PRESET,
             f"runs of model.preset {config.model.preset!r}, which has no experts; use another model",
         ),
         "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),
@@ -294,7 +296,7 @@ def compare_hash(compare: Compare) -> str:
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
-def _around(index: int, num_reruns: int, recipe: Declared) -> int:
+def _around(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:
     """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
     rounds, rest = divmod(num_reruns, len(recipe.seeds))
     return rounds + (index < rest)

@@ -64,7 +64,7 @@ def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) ->
     """From the recipe; None where the margin is absolute and sigma unknown. Unpaired, nothing correlates."""
     if not paired:
         claim = claim.model_copy(update={"correlation": 0.0})
-    if claim.sigmas is not None and has_reference:  # everything in units of the reference's sigma
+    if claim.sigma_margin is not None and has_reference:  # everything in units of the reference's sigma
         return Spread(
             sigma=None, correlation=claim.correlation, sd_difference=sd_of_difference(1, claim.correlation)
         )
@@ -100,9 +100,9 @@ def claim_power(
     """
     if claim.margin is None:
         return None
-    if claim.sigmas is not None and not compare.reference:
+    if claim.sigma_margin is not None and not compare.reference:
         correlation = claim.correlation if compare.paired else 0.0
-        sigmas, law = claim.sigmas, spread.law if spread else Law(correlation=correlation)
+        sigmas, law = claim.sigma_margin, spread.law if spread else Law(correlation=correlation)
         ends = None
         if spread and spread.num_pairs:
             low, high = (replace(law, widened=end) for end in sd_interval(1.0, spread.num_pairs))

@@ -30,7 +30,7 @@ from abrun.memory.predict import (
 from abrun.memory.profile import measured_cell
 from abrun.memory.sweep import microbatch_size
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, OPEN, CommandRecipe, Recipe
+from abrun.recipe.experiment import AUTO_SETTINGS, CHECKPOINTING, MICRO_BATCH_TOKENS, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
@@ -67,18 +67,18 @@ def closed_plan(
     asked_memory = options.device_memory
     if asked_memory is not None:
         device_memory(asked_memory)  # refused at once, also where it decides nothing
-    if not recipe.open_keys:
+    if not recipe.auto_keys:
         if asked_memory is not None and not dry_run:
-            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
+            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
         return draft
     experiment_dir = experiment_dir_of(recipe.name, options)
     if options.resume:
-        return make_plan(recipe.closed(_decided_before(experiment_dir, recipe.open_keys)))
+        return make_plan(recipe.with_auto_values(_decided_before(experiment_dir, recipe.auto_keys)))
     if not dry_run:
         refuse_impossible(draft, refusals(draft))
         refuse_existing(experiment_dir)
     decided = decide(recipe, asked_memory, here=here, dry_run=dry_run, say=say)
-    plan = make_plan(recipe.closed({key: one["value"] for key, one in decided.items()}))
+    plan = make_plan(recipe.with_auto_values({key: one["value"] for key, one in decided.items()}))
     return replace(plan, decided=decided)
 
 
@@ -91,10 +91,10 @@ def decide(
     say: Say = lambda line: None,
 ) -> Decisions:
     """What an open recipe's values become, and why; `here`: its devices are this machine's."""
-    keys, configs = recipe.open_keys, _open_configs(recipe, {})
+    keys, configs = recipe.auto_keys, _open_configs(recipe, {})
     asked = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
-        values = {key: OPEN[key].values[0] for key in keys}
+        values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
         why = (
             f"auto is {_shown(values)}: no arm that leaves it open trains on GPUs, whose memory could run out"
         )
@@ -133,12 +133,12 @@ def _decisions(values: Values, **alike: Any) -> Decisions:
 
 def _open_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
     """Of the arms on GPUs that have a value of the recipe's, and not all of their own."""
-    closed, configs = recipe.closed(values), dict[str, OwnRunConfig]()
+    closed, configs = recipe.with_auto_values(values), dict[str, OwnRunConfig]()
     for arm, change in recipe.arms.items():
         config = closed.run_config(arm)
         if isinstance(config, OwnRunConfig) and config.cluster.gpus_per_node:
             has = dotted(config.model_dump()).keys() - dotted(change).keys()
-            configs |= {arm: config} if has.intersection(recipe.open_keys) else {}
+            configs |= {arm: config} if has.intersection(recipe.auto_keys) else {}
     return configs
 
 
@@ -172,11 +172,11 @@ def _groups(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[list[Values]]:
     """The candidates, the preferred first; in a group the last one takes the least memory."""
-    closed = recipe.closed()
+    closed = recipe.with_auto_values()
     of_arms = (closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm]))
     compiled = isinstance(recipe, Recipe) and recipe.policy.compile  # on CPU cores, too: it is refused there
     compiled = compiled and all(one.policy.compile for one in of_arms if isinstance(one, OwnRunConfig))
-    choices = {key: OPEN[key].values for key in recipe.open_keys}
+    choices = {key: AUTO_SETTINGS[key].values for key in recipe.auto_keys}
     if CHECKPOINTING in choices and not compiled:
         choices[CHECKPOINTING] = tuple(one for one in choices[CHECKPOINTING] if one != "selective")
     fewer: list[int] = []
@@ -200,7 +200,7 @@ def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]
         for arm, config in configs.items()
         if MICRO_BATCH_TOKENS not in dotted(recipe.arms[arm])
     }
-    size, sizes = OPEN[MICRO_BATCH_TOKENS].values[0], list[int]()
+    size, sizes = AUTO_SETTINGS[MICRO_BATCH_TOKENS].values[0], list[int]()
     if not whole:
         return [size]
     say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(whole)}")
@@ -329,7 +329,7 @@ class _Trials:
                     arm=arm,
                     values=name,
                     error=error.reason,
-                    instead=_instead(self._recipe.open_keys),
+                    instead=_instead(self._recipe.auto_keys),
                 )
             ) from None
         found = {
@@ -343,7 +343,7 @@ class _Trials:
         return self._tried[name]
 
     def _tell(self, doing: str) -> None:
-        self._say(f"{', '.join(self._recipe.open_keys)}: auto: {doing}")
+        self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {doing}")
 
 
 def _peaks(found: Iterable[Predicted]) -> dict[str, dict[str, Any]]:
@@ -368,7 +368,7 @@ def _shown(values: Values) -> str:
 
 
 def _instead(keys: Iterable[str]) -> str:
-    return "; ".join(f"{key} {OPEN[key].instead}" for key in keys)
+    return "; ".join(f"{key} {AUTO_SETTINGS[key].instead}" for key in keys)
 
 
 def _told(trials: Sequence[_Trial]) -> str:
@@ -395,7 +395,7 @@ def _decided_before(experiment_dir: Path, keys: Sequence[str]) -> Values:
         if value is None or value == "auto":
             raise LaunchError(
                 Code.RESUME_VALUE_NOT_AUTO(
-                    directory=experiment_dir, field=key, got=value, instead=OPEN[key].instead
+                    directory=experiment_dir, field=key, got=value, instead=AUTO_SETTINGS[key].instead
                 )
             )
         values[key] = value

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import SCHEDULERS, load
-from abrun.recipe.launcher import Exported, LauncherSettings
+from abrun.recipe.implementations import SCHEDULERS, load_implementation
+from abrun.recipe.launcher import LauncherSettings, ManifestSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
@@ -139,7 +139,7 @@ class Cluster(ABC):
 def queued_jobs(experiment_dir: Path) -> Cluster | None:
     """The jobs of an experiment, whichever cluster has them; None where none was asked."""
     for cluster in SCHEDULERS.values():
-        jobs: Cluster = load(cluster)(experiment_dir)
+        jobs: Cluster = load_implementation(cluster)(experiment_dir)
         jobs.load()
         if jobs.is_handed_over:
             return jobs
@@ -150,11 +150,11 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> Cluster | None:
     """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
-    if isinstance(settings, Exported):
+    if isinstance(settings, ManifestSettings):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
         return None
-    return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
+    return load_implementation(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
 
 
 def agents_grace_s(save_s: float) -> float:

@@ -3,8 +3,8 @@
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.claims import Controls
-from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, stored_recipe
-from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, lacking
+from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, parse_stored_recipe
+from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
 
@@ -17,7 +17,7 @@ def with_faults_alone(
     `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can inject. Raises
     RecipeError for one that was asked for and cannot be injected.
     """
-    baseline = recipe.closed().run_config(BASELINE)
+    baseline = recipe.with_auto_values().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
     not_injected: dict[str, str] = {}
@@ -25,11 +25,11 @@ def with_faults_alone(
     if names is not None:
         wanted = [_parsed(text) for text in names.split(",")]
         for one in wanted:
-            lacks = lacking(LIBRARY[one.name], baseline)
+            lacks = unmet_need(LIBRARY[one.name], baseline)
             if lacks:
                 raise RecipeError(Code.FAULT_NEEDS(fault=one.name, needs=lacks))
     elif not wanted:
-        found = {fault.name: lacking(fault, baseline) for fault in FAULTS}
+        found = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
         not_injected = {name: lacks for name, lacks in found.items() if lacks}
         wanted = [InjectedFault(name=name) for name in found if name not in not_injected]
     if not wanted:
@@ -50,7 +50,7 @@ def with_faults_alone(
         "controls": controls.model_dump(mode="json"),
         "compare": compare.model_dump(mode="json"),
     }
-    return stored_recipe(content, recipe.name), not_injected
+    return parse_stored_recipe(content, recipe.name), not_injected
 
 
 def _parsed(text: str) -> InjectedFault:

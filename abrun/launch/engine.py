@@ -10,7 +10,7 @@ from typing import Protocol
 from abrun.errors import LaunchError
 from abrun.experiment.plan import Plan
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import LAUNCHERS, SCHEDULERS, load
+from abrun.recipe.implementations import LOCAL_LAUNCHERS, SCHEDULERS, load_implementation
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 
@@ -61,8 +61,8 @@ class Engine(Protocol):
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
-    if launcher not in LAUNCHERS:
+    if launcher not in LOCAL_LAUNCHERS:
         raise LaunchError(
-            Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LAUNCHERS, *SCHEDULERS])
+            Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LOCAL_LAUNCHERS, *SCHEDULERS])
         )
-    return load(LAUNCHERS[launcher])(num_jobs)
+    return load_implementation(LOCAL_LAUNCHERS[launcher])(num_jobs)

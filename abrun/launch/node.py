@@ -15,7 +15,7 @@ from abrun.experiment.command import Meeting, command_of, environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
 from abrun.reasons import Code
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.endings import write_ending
 from abrun.runs.rundir import RunDir
 
@@ -41,7 +41,7 @@ def agent_of(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], di
     host = socket.gethostname()
     if not run.exists:
         raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
-    config = stored_run(run.record().config, str(run.path))
+    config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
     wrong = node_refusals(config, machine)
     if wrong:

@@ -22,7 +22,7 @@ from abrun.launch.notes import notes
 from abrun.messages import sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import RunConfig
 from abrun.redaction import in_yaml
 from abrun.regular_files import is_directory, is_file
@@ -283,7 +283,7 @@ def _difference(run: RunDir, config: RunConfig, *, may_rename: bool) -> str | No
     Limits may change; `may_rename`: aliases too, as long as no run has finished with the old ones.
     """
     try:
-        there = stored_run(run.record().config)
+        there = parse_stored_run(run.record().config)
     except RecipeError:
         return "its record does not hold a configuration of this abrun"
     there = there.model_copy(update={"limits": config.limits})

@@ -19,10 +19,10 @@ from abrun.messages.numbers import units
 from abrun.messages.records import coded
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
-from abrun.recipe.claims import Compare, claim_text
-from abrun.recipe.command import CommandRunConfig, invocation
+from abrun.recipe.claims import Compare, describe_claim
+from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
-from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
+from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
@@ -150,7 +150,7 @@ def _commands(plan: Plan) -> list[RenderableType]:
             shown.add(run.name.arm)
             if len(shown) > MOST_COMMANDS:
                 return [*parts, Text("\n... and the commands of other arms")]
-            filled = invocation(
+            filled = build_invocation(
                 run.config,
                 experiment=plan.recipe.name,
                 arm=run.name.arm,
@@ -211,7 +211,7 @@ def precision_differences(plan: Plan) -> list[Reason]:
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
     baseline = precision.pop(BASELINE, {})
-    differences = (precision_difference(arm, baseline, precision[arm]) for arm in precision)
+    differences = (compare_precisions(arm, baseline, precision[arm]) for arm in precision)
     return [difference for difference in differences if difference]
 
 
@@ -240,7 +240,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         chances = claim_power(claim, compare, spread, level)
         if claim.margin is None:
             rows.append(
-                (claim.metric, claim.window, claim_text(claim), "", "", "no equivalence: no power", "")
+                (claim.metric, claim.window, describe_claim(claim), "", "", "no equivalence: no power", "")
             )
             continue
         if chances is None:

@@ -9,7 +9,13 @@ from pathlib import Path
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code
-from abrun.recipe.experiment import MOST_SEEDS, CommandRecipe, Declared, Recipe, stored_recipe
+from abrun.recipe.experiment import (
+    MAX_SEEDS,
+    CommandRecipe,
+    ExperimentDeclaration,
+    Recipe,
+    parse_stored_recipe,
+)
 from abrun.runs.experiment import open_experiment
 
 STAGED_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
@@ -40,10 +46,10 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
     first = own if own >= FEWEST_PAIRS else min(FIRST_ANALYSIS, most - 1)
     if not 2 <= first < most:
         raise RecipeError(Code.MAX_SEEDS_TOO_FEW(got=most, seeds=own, first_count=max(first, 2)))
-    return stored_recipe(
+    return parse_stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _continued(recipe.seeds, min(most, MOST_SEEDS + 1)),  # a recipe refuses more
+            "seeds": _continued(recipe.seeds, min(most, MAX_SEEDS + 1)),  # a recipe refuses more
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
                 "interim": sorted({first, round((first + most) / 2), most}),
@@ -53,7 +59,7 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
     )
 
 
-def refuse_other_interim(recipe: Declared, experiment_dir: Path) -> None:
+def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) -> None:
     """Raise LaunchError if the experiment was launched with other interim analyses."""
     content = open_experiment(experiment_dir)
     launched = (content.get("recipe", {}).get("compare") or {}).get("interim") or []

@@ -8,7 +8,7 @@ from typing import Any
 from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import decisions
 from abrun.reasons import Code
-from abrun.recipe.experiment import BASELINE, stored_recipe, stored_run
+from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.recorded.reference import load_reference
@@ -36,7 +36,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
     if missing:
         raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
     try:
-        recipe = stored_recipe(content["recipe"])
+        recipe = parse_stored_recipe(content["recipe"])
     except RecipeError as error:
         raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
     names = planned_runs(experiment_dir)
@@ -112,7 +112,7 @@ def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
     spans = [(one.started_s, one.ended_s) for one in run.attempts()]
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
-        config = stored_run(record.config) if record else None
+        config = parse_stored_run(record.config) if record else None
     except RecipeError:  # another version's
         config = None
     if config is None or not spans or len(seconds) < len(spans):
@@ -130,7 +130,7 @@ def _config(record: RunRecord) -> dict[str, Any]:
     """Dotted keys; one that abrun has gained since is there with its default, which keeps what was before."""
     config = dotted({**record.config, "initial_weights": record.initial_weights})
     try:
-        return dotted(stored_run(record.config).model_dump(mode="json")) | config
+        return dotted(parse_stored_run(record.config).model_dump(mode="json")) | config
     except RecipeError:  # another version's: compared as it is
         return config
 

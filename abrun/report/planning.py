@@ -11,8 +11,8 @@ from rich.text import Text
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
-from abrun.recipe.claims import Claim, Compare, claim_text
-from abrun.recipe.experiment import BASELINE, Declared
+from abrun.recipe.claims import Claim, Compare, describe_claim
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened, shown_tree
@@ -56,12 +56,12 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
     )
 
 
-def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
+def pilot_differences_text(recipe: ExperimentDeclaration, earlier: Experiment) -> str | None:
     """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
-    config = recipe.closed().run_config(BASELINE)
+    config = recipe.with_auto_values().run_config(BASELINE)
     planned_config = shown_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]
@@ -159,7 +159,7 @@ def render_plan(
     for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
         if claim.margin is None:
-            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
+            lines.append(Text(f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"))
             continue
         spread_text = _spread_text(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
@@ -202,7 +202,7 @@ def plan_json(
             {
                 "metric": claim.metric,
                 "window": claim.window,
-                "claim": claim_text(claim),
+                "claim": describe_claim(claim),
                 "spread": asdict(spread) if spread else None,
                 "power": {str(count): power.power(count) for count in counts} if power else None,
                 "power_now": power.power(num_pairs) if power else None,
@@ -239,7 +239,7 @@ def _spread_text(
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
-    if claim.sigmas is not None and not compare.reference:
+    if claim.sigma_margin is not None and not compare.reference:
         is_measured = spread is not None and spread.num_pairs
         planning_note = (
             f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {COMPARE_NOTE})"

@@ -39,7 +39,7 @@ class RunRecord:
     experiment: str
     name: RunName
     initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.experiment.stored_run parses it
+    config: dict[str, Any]  # resolved; abrun.recipe.experiment.parse_stored_run parses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

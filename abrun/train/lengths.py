@@ -74,7 +74,7 @@ def _lines(data: Data, config: OwnRunConfig, first: int) -> list[Example]:
         return []
     start, stop = (first - 1) * data.batch_size, config.steps * data.batch_size
     drawn = task.examples(derive(data.seed, "data"), start, stop - start) if start < stop else []
-    if isinstance(algorithm, PolicyGradientSettings) and algorithm.draws_again:
+    if isinstance(algorithm, PolicyGradientSettings) and algorithm.may_draw_again:
         drawn = task.problems  # which of them, the steps will tell
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())
 

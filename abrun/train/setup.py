@@ -11,7 +11,7 @@ from abrun.backends.ranks import Ranks, make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_text
 from abrun.recipe.algorithms import Ppo
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.rollout import make_engine
 from abrun.seeds import derive
 from abrun.train.data import Data, make_data
@@ -41,7 +41,7 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
 
     Raises RecipeError where they do not fit together, and for what this version has not built.
     """
-    for line in not_built(config):
+    for line in unsupported_settings(config):
         raise RecipeError(line)
     algorithm = config.algorithm
     backend = config.policy.backend

@@ -14,7 +14,7 @@ from abrun.metric_names import (
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim, claim_text
+from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, on_shared_steps, window_bounds
@@ -61,13 +61,13 @@ def judge_limit(
         window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if claim.limits_excess else "identity",
+        transform="log_excess" if claim.is_limit_on_excess else "identity",
         reduction=_reduction(claim.metric),
         test="exact" if claim.exact else "ratio limit" if of_ratio else "limit",
         margin=None,
         margin_unit="",
         margin_number=claim.limit[0] if claim.limit else 0.0,
-        margin_text=claim_text(claim),
+        margin_text=describe_claim(claim),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(finished)
@@ -157,7 +157,7 @@ def _limit(result: ClaimResult, sides: Sides, claim: Claim, bounds: tuple[int, i
     baseline, treatment = levels("identity")
     transform: Transform = "identity"
     left, right = baseline, treatment
-    if claim.limits_excess:
+    if claim.is_limit_on_excess:
         transform = "log_excess"
         left, right = levels(transform)
     elif of_ratio:
@@ -165,7 +165,7 @@ def _limit(result: ClaimResult, sides: Sides, claim: Claim, bounds: tuple[int, i
         left, right = comparable(baseline, transform), comparable(treatment, transform)
     needed = np.concatenate([left, right]) if of_ratio else right
     if not np.isfinite(needed).all():
-        kind = "excess" if claim.limits_excess else "positive" if of_ratio else "number"
+        kind = "excess" if claim.is_limit_on_excess else "positive" if of_ratio else "number"
         return replace(result, problem=Code.VALUES_UNFIT(needed=kind))
     scale = claim.model_copy(update={"transform": transform})
     window = _averaged(result.claim, sides, bounds, of_ratio=of_ratio)

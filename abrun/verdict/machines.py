@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.run import precision_difference
+from abrun.recipe.run import compare_precisions
 from abrun.recorded.experiment import Experiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
@@ -84,7 +84,7 @@ def stack_notes(experiment: Experiment) -> Iterator[Reason]:
     yield from code_notes(experiment)
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
-        difference = precision_difference(arm, _precision(sides.baselines), _precision(sides.treatments))
+        difference = compare_precisions(arm, _precision(sides.baselines), _precision(sides.treatments))
         if difference:
             yield difference
 

@@ -7,7 +7,7 @@ from abrun.errors import StoreError
 from abrun.extras import lacking
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import wrap_read_errors
@@ -44,5 +44,5 @@ def _describe_problem(reason: Reason) -> str:
 
 def _is_mirrored(run: RunDir) -> bool:
     with wrap_read_errors(run.path):
-        config = stored_run(run.record().config)
+        config = parse_stored_run(run.record().config)
     return isinstance(config, OwnRunConfig) and config.wandb is not None

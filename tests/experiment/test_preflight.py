@@ -19,7 +19,7 @@ from abrun.launch.local import Slots
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.run import Cluster, OwnRunConfig, RunConfig
+from abrun.recipe.run import ClusterConfig, OwnRunConfig, RunConfig
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_cores_stay_within_the_container_s_quota(tmp_path: Path) -> None:
 
 
 def run_on(**cluster: int) -> RunConfig:
-    return RunConfig(steps=1, cluster=Cluster(**cluster))
+    return RunConfig(steps=1, cluster=ClusterConfig(**cluster))
 
 
 def sampling_on(devices: int, **cluster: int) -> OwnRunConfig:

@@ -29,7 +29,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.reading import Loader
 from abrun.recorded.sources import Reading, open_sources
 from abrun.recorded.stored import load_experiment
@@ -225,7 +225,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     diff = plan.treatment_diff["foreign"]
     assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
     assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     outcome = run_to_end(plan, tmp_path / "runs", launcher="fake")
     assert outcome.exit_code == 0
     for arm in ("baseline", "foreign"):

@@ -12,7 +12,7 @@ from abrun.launch.engine import Place, make_engine
 from abrun.launch.handover import hand_over
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S, Observer, Outcome, run_plan
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
@@ -55,7 +55,7 @@ def run_to_end(
 
 def submit(plan: Plan, runs_dir: Path, launcher: str, **options: Any) -> Path:
     """Hand a plan over to a cluster; returns the experiment's directory."""
-    settings = launcher_settings(plan.recipe.launcher, launcher)
+    settings = resolve_launcher_settings(plan.recipe.launcher, launcher)
     cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
     assert cluster is not None
     hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())

@@ -25,7 +25,7 @@ from abrun.launch.prepare import write_run
 from abrun.launch.supervisor import Outcome
 from abrun.processes import find_children, find_descendants, find_run_processes
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import RunState
@@ -163,7 +163,7 @@ def wait_for(pid: int, timeout_s: float) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def fakes() -> None:
-    LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
+    LOCAL_LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
 
 
 @pytest.fixture

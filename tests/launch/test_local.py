@@ -29,8 +29,8 @@ from abrun.messages import sentence
 from abrun.messages.records import coded
 from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import load_recipe, stored_run
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.experiment import load_recipe, parse_stored_run
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs import experiment, files, lock, rundir
 from abrun.runs.endings import read_endings, write_ending
 from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
@@ -94,7 +94,7 @@ def state_of(experiment_dir: Path, run: str) -> RunState:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
@@ -803,7 +803,7 @@ def test_limits_may_change_between_launches(tmp_path: Path) -> None:
 def test_an_agent_passes_signals_on_and_reports_the_rank(
     tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
     behave(step_s=0.1, baseline_0="sigkill")
     sent: list[int] = []
 
@@ -826,9 +826,11 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
 
 def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = {"trainer": {}, "algorithm": {"type": "grpo"}, "model": {"preset": "qwen2-tiny"}, "steps": 1}
-    own = stored_run(own | {"task": {"type": "arithmetic"}})
+    own = parse_stored_run(own | {"task": {"type": "arithmetic"}})
     metrics = {"format": "csv", "path": "{run_dir}/metrics.csv"}
-    foreign = stored_run({"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1})
+    foreign = parse_stored_run(
+        {"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1}
+    )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
     assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"

@@ -19,7 +19,7 @@ from abrun.memory.show import hints, progress_line, tables
 from abrun.memory.sweep import Plan, Variant, variants_of
 from abrun.processes import Popen, find_run_processes
 from abrun.reasons import Code
-from abrun.recipe.experiment import Declared, load_recipe
+from abrun.recipe.experiment import ExperimentDeclaration, load_recipe
 from abrun.recipe.run import OwnRunConfig
 from tests.snapshot import Snapshot
 from tests.train.runs import single_rank
@@ -53,7 +53,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.measure.WARM_UP", 16)  # fewer tokens than what is measured, as on a GPU
 
 
-def plan(recipe: Declared = RECIPE, **options: Any) -> Plan:
+def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> Plan:
     return Plan(name=recipe.name, variants=[Variant(recipe=recipe)], rollouts=False, **options)
 
 
@@ -131,7 +131,7 @@ def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
     assert torch.equal(weights.read(name, part), usual)
 
 
-def some_network(recipe: Declared) -> Any:
+def some_network(recipe: ExperimentDeclaration) -> Any:
     from abrun.models import load_network
 
     return load_network(recipe.run_config("baseline").model, weights=None, seed=0)  # pyright: ignore

@@ -16,7 +16,7 @@ from abrun.external import run as external_run
 from abrun.launch import git
 from abrun.launch.prepare import write_run
 from abrun.recipe.experiment import BASELINE, load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, run_to_end
@@ -279,7 +279,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_changes(
     checkout, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     (checkout / "code.py").write_text(f"lr = 2\nTOKEN = '{TOKEN}'\nDB_PASSWORD = 'correct-horse'\n")
     small = Path(__file__).parents[1] / "launch" / "small.yaml"
     runs_dir = tmp_path / "runs"

@@ -18,7 +18,7 @@ from abrun.experiment.plan import Plan, compare_hash, make_plan
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, stored_recipe
+from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, parse_stored_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import is_file
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
@@ -262,7 +262,7 @@ class Bisection:
             "compare": self._compare.model_dump(mode="json"),
         }
         content["trainer"]["env"] = {"PYTHONPATH": "", **content["trainer"]["env"]}
-        plan = make_plan(stored_recipe(content, self._recipe.name))
+        plan = make_plan(parse_stored_recipe(content, self._recipe.name))
         return replace(plan, runs=tuple(run for run in plan.runs if run.name in wanted))
 
     def _states(self, names: Sequence[RunName]) -> dict[RunName, str]:

@@ -19,8 +19,8 @@ from abrun.experiment.probe import probe
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
-from abrun.recipe.experiment import BASELINE, stored_run
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.experiment import BASELINE, parse_stored_run
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments, planned_runs, run_dir
@@ -201,12 +201,12 @@ def choose(run: str, runs_dir: Path, step: int | None) -> Chosen:
 
 def _chosen(run: RunDir, step: int | None) -> Chosen:
     record = run.record()
-    config = stored_run(record.config, str(run.path))
+    config = parse_stored_run(record.config, str(run.path))
     if not isinstance(config, OwnRunConfig):
         raise RecipeError(Code.WEIGHTS_NOT_KNOWN(run=run.path))
     if not isinstance(config.algorithm, PolicyGradientSettings):
         raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
-    for line in not_built(config):
+    for line in unsupported_settings(config):
         raise RecipeError(Code.OF_SUBJECT(subject=run.path, problem=line))
     there = _checkpoints(run)
     if step is None and not there and run.step_attempts():

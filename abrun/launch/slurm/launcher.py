@@ -16,7 +16,7 @@ from abrun.launch.queue import Queue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import Need, Script
 from abrun.reasons import Code, Reason
-from abrun.recipe.launcher import limit_s
+from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -51,8 +51,10 @@ class SlurmCluster(Cluster):
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
         reasons = anywhere_refusals(plan)
         time, save_s = self._settings.time, self._settings.save_s
-        if time and save_s >= limit_s(time):  # it would be told to stop as it begins, again and again
-            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
+        if time and save_s >= parse_time_limit(
+            time
+        ):  # it would be told to stop as it begins, again and again
+            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
         return reasons or self._refused_by_slurm(plan)
 
     def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:

@@ -20,8 +20,8 @@ from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import positions_of
 from abrun.processes import progress
-from abrun.recipe.packages import ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
-from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
+from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
 from abrun.redaction import told
 from abrun.rollout.vllm import kept
@@ -179,7 +179,7 @@ def _listen(tail: Tail) -> None:
 def _set_up_log() -> None:
     """Let vLLM set up its log now, where it would as an engine starts, and drop the tail."""
     release = installed_vllm_release()
-    if release and release >= ENGINE_SETS_UP_LOG:
+    if release and release >= MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
         logger: Any = importlib.import_module("vllm.logger")
         settings: Any = importlib.import_module("vllm.config.logging")
         logger.configure_logging_if_needed(settings.LoggingConfig())
@@ -260,8 +260,8 @@ def _memory(config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: in
     if rollout.devices:
         return {"gpu_memory_utilization": ALONE}
     needed = cache_bytes(config, num_ranks, network)
-    if needed is None or needed > MOST_OF_A_CACHE * device_bytes:
-        return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
+    if needed is None or needed > MAX_SMALL_CACHE_SHARE * device_bytes:
+        return {"gpu_memory_utilization": COLOCATED_MEMORY_SHARE}
     # No larger, for all of it is mapped at each waking. A size that is given keeps vLLM from measuring what
     # the device has left, which others change meanwhile; it starts where its share is free.
     return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": needed / device_bytes}

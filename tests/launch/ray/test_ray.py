@@ -261,9 +261,9 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
 
 
 def cli_launchers() -> dict[str, str]:
-    from abrun.recipe.implementations import LAUNCHERS
+    from abrun.recipe.implementations import LOCAL_LAUNCHERS
 
-    return LAUNCHERS
+    return LOCAL_LAUNCHERS
 
 
 def test_the_last_word_of_a_driver_is_the_end_of_its_runs(ray: FakeRay, tmp_path: Path) -> None:
