@@ -50,7 +50,7 @@ def installed_packages() -> dict[str, str]:
     return {package: version for package, version in packages.items() if version}
 
 
-def lacking(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
+def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
     """Return the first package of an extra that is missing; None where all are there.
 
     `packages`: those of a machine, as `installed_packages` returns them; None: those of this one.
@@ -61,7 +61,7 @@ def lacking(extra: str, packages: Mapping[str, str] | None = None) -> Reason | N
     return missing and Code.PACKAGE_MISSING(package=missing, extra=extra)
 
 
-def without(field: str, got: str, package: str, install: str, instead: str) -> Reason:
+def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> Reason:
     """Return that a setting needs a package; where this Python has no wheel of it, the Python to use."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
@@ -128,8 +128,10 @@ def untested_version(package: str, version: str | None) -> Reason | None:
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:
     """False of a package that is only installed: abrun's trainer, with these dotted keys, does without it."""
-    whoevers = ":" in str(config.get("task.verifier"))  # a module of the user's, which may import anything
-    if package not in IMPORTED_WITH or whoevers:
+    has_verifier_module = ":" in str(
+        config.get("task.verifier")
+    )  # a module of the user's, which may import anything
+    if package not in IMPORTED_WITH or has_verifier_module:
         return True
     key, value = IMPORTED_WITH[package]
     return config.get(key) == value

@@ -78,14 +78,16 @@ _NO_SECRET = re.compile(
     r"|[~.]{0,2}/.*|~|file://.*|<[^<>]*>|\[[^\[\]]*\]|os\.(?:environ|getenv)\b.*",
     re.IGNORECASE | re.DOTALL,
 )
-MOST_QUOTED = 10_000  # characters that are looked at, of which 60 are shown
-MOST_TOLD = 2000  # characters of a message
+MAX_QUOTED = 10_000  # characters that are looked at, of which 60 are shown
+MAX_MESSAGE = 2000  # characters of a message
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
 _FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
-MIN_HIDDEN = 6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
+MIN_MASKED_CHARACTERS = (
+    6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
+)
 MIN_LINE = 8  # of one line of a value
 MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
-MAX_FORM = 4096  # characters of one text that is looked for
+MAX_FORM_CHARACTERS = 4096  # characters of one text that is looked for
 
 
 class Mask:
@@ -99,7 +101,7 @@ class Mask:
     def __init__(self, values: Mapping[str, str]) -> None:
         self._names: dict[str, str] = {}
         for name, value in values.items():
-            for form in _forms(value):
+            for form in _secret_forms(value):
                 self._names.setdefault(form, name)
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
@@ -137,7 +139,7 @@ class Mask:
         return len(content)
 
 
-def _forms(value: str) -> Iterator[str]:
+def _secret_forms(value: str) -> Iterator[str]:
     """Yield the texts that give a value away."""
     value = value.strip()
     if _is_common(value):
@@ -145,14 +147,16 @@ def _forms(value: str) -> Iterator[str]:
     lines = [line.strip() for line in value.splitlines()]
     whole = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
     whole |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
-    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_in_base64(value)}
+    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_base64_forms(value)}
     whole |= {line for line in lines if len(line) >= MIN_LINE} if len(lines) > 1 else set()
     for text in whole:
-        pieces = (text[begin : begin + MAX_FORM] for begin in range(0, len(text), MAX_FORM))
-        yield from (piece for piece in pieces if len(piece) >= MIN_HIDDEN)
+        pieces = (
+            text[begin : begin + MAX_FORM_CHARACTERS] for begin in range(0, len(text), MAX_FORM_CHARACTERS)
+        )
+        yield from (piece for piece in pieces if len(piece) >= MIN_MASKED_CHARACTERS)
 
 
-def _in_base64(value: str) -> Iterator[str]:
+def _base64_forms(value: str) -> Iterator[str]:
     """Yield what base64 of any text with the value in it has of it, as in `Authorization: Basic`."""
     content = value.encode("utf-8", "surrogateescape")
     for before in range(3):
@@ -164,7 +168,7 @@ def _in_base64(value: str) -> Iterator[str]:
 
 def _is_common(value: str) -> bool:
     """Return whether texts hold a value for other reasons than that they give it away."""
-    if len(value) < MIN_HIDDEN:
+    if len(value) < MIN_MASKED_CHARACTERS:
         return True
     if len(value) < MIN_WORD and value.isalpha() and value.islower():
         return True
@@ -176,17 +180,17 @@ def _is_common(value: str) -> bool:
 
 
 _hidden_values: dict[str, str] = {}
-_mask = Mask({})
+_current_mask = Mask({})
 
 
 def hide_values(values: Mapping[str, str]) -> None:
     """Mask these values of variables in every text that this process stores or shows from now on."""
-    global _mask
+    global _current_mask
     new = {name: value for name, value in values.items() if _hidden_values.get(name) != value}
     if new:
         _hidden_values.update(new)
-        _mask = Mask(_hidden_values)
-        _without_secret.cache_clear()
+        _current_mask = Mask(_hidden_values)
+        _replace_secret.cache_clear()
 
 
 def hide_secrets_of(environment: Mapping[str, str]) -> None:
@@ -194,17 +198,17 @@ def hide_secrets_of(environment: Mapping[str, str]) -> None:
     hide_values({name: value for name, value in environment.items() if is_secret(name, value)})
 
 
-def show_values() -> None:
+def forget_hidden_values() -> None:
     """Forget all that `hide_values` was given."""
-    global _mask
+    global _current_mask
     _hidden_values.clear()
-    _mask = Mask({})
-    _without_secret.cache_clear()
+    _current_mask = Mask({})
+    _replace_secret.cache_clear()
 
 
 def current_mask() -> Mask:
     """Return the mask of all values that this process was told to hide."""
-    return _mask
+    return _current_mask
 
 
 def redacted(text: str) -> str:
@@ -212,7 +216,7 @@ def redacted(text: str) -> str:
 
     So is every value that this process hides, by its `${NAME}`.
     """
-    return _TOKEN.sub(_hidden_match, _mask.hide(text))
+    return _TOKEN.sub(_hidden_match, _current_mask.hide(text))
 
 
 def printable(text: str) -> str:
@@ -225,12 +229,12 @@ def printable(text: str) -> str:
     )
 
 
-def shown(text: str) -> str:
+def display_safe(text: str) -> str:
     """What may be shown of any text (of a file, a log, an exception): neither secrets nor controls."""
     return printable(redacted(text))
 
 
-def shown_tree(tree: Any) -> Any:
+def display_safe_tree(tree: Any) -> Any:
     """A tree of mappings and lists without secrets, every text and key in it as `shown`."""
     return _printable_tree(without_secrets(tree))
 
@@ -291,17 +295,17 @@ def without_secrets(tree: Any, name: str = "") -> Any:
         return [without_secrets(value, name) for value in tree]
     if not isinstance(tree, str):
         return tree
-    known = _without_secret if len(tree) < 200 else _without_secret.__wrapped__
+    known = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
     return known(name.rpartition(".")[2], tree)
 
 
 @functools.lru_cache(maxsize=4096)  # the settings of many runs are mostly the same
-def _without_secret(name: str, value: str) -> str:
-    without = redacted(value)
-    return hidden(value) if without == value and is_secret(name, value) else without
+def _replace_secret(name: str, value: str) -> str:
+    redacted_value = redacted(value)
+    return secret_placeholder(value) if redacted_value == value and is_secret(name, value) else redacted_value
 
 
-def hidden(secret: str) -> str:
+def secret_placeholder(secret: str) -> str:
     """What stands for a secret: of a long one the start of its hash, so that two can be told apart.
 
     A short one could be guessed from its hash.
@@ -313,8 +317,8 @@ def hidden(secret: str) -> str:
 
 def _hidden_match(match: re.Match[str]) -> str:
     if match["password"] is not None:
-        return f"{match['user']}:{hidden(match['password'])}"
-    return hidden(match[0])
+        return f"{match['user']}:{secret_placeholder(match['password'])}"
+    return secret_placeholder(match[0])
 
 
 def is_dense(value: str) -> bool:
@@ -330,11 +334,13 @@ def is_dense(value: str) -> bool:
     )
 
 
-def told(message: str, most: int = MOST_TOLD) -> str:
+def one_line(message: str, max_characters: int = MAX_MESSAGE) -> str:
     """A message as one line of bounded length without secrets, to be kept."""
-    line = " ".join(_mask.hide(message).split())  # before anything is cut: half a value is not recognised
-    line = redacted(line[:MOST_QUOTED])
-    return line if len(line) <= most else f"{line[:most]}..."
+    line = " ".join(
+        _current_mask.hide(message).split()
+    )  # before anything is cut: half a value is not recognised
+    line = redacted(line[:MAX_QUOTED])
+    return line if len(line) <= max_characters else f"{line[:max_characters]}..."
 
 
 def in_yaml(value: Any) -> str:
@@ -342,10 +348,10 @@ def in_yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value) or "''"
 
 
-class _Bounded(reprlib.Repr):
+class _BoundedRepr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         # First: half a token is not recognised
-        return super().repr_str(redacted(_mask.hide(x)[:MOST_QUOTED]), level)
+        return super().repr_str(redacted(_current_mask.hide(x)[:MAX_QUOTED]), level)
 
     def repr_bool(self, x: bool, level: int) -> str:
         return in_yaml(x)
@@ -355,7 +361,7 @@ class _Bounded(reprlib.Repr):
 
 def shortened(value: Any) -> str:
     """A value in a recipe's words as one bounded line without secrets, however long or deep it is."""
-    bounded = _Bounded()
+    bounded = _BoundedRepr()
     bounded.maxlevel, bounded.maxstring, bounded.maxother = 3, 60, 60
     text = bounded.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

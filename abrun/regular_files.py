@@ -19,20 +19,20 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
     A folder that may not be searched is no absent file; Path.exists and the like say so from Python 3.14 on.
     """
-    return _mode_of(path) is not None
+    return _file_mode(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
     """Tell whether this is a regular file. Raises OSError like exists."""
-    return stat.S_ISREG(_mode_of(path) or 0)
+    return stat.S_ISREG(_file_mode(path) or 0)
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
     """Tell whether this is a directory. Raises OSError like exists."""
-    return stat.S_ISDIR(_mode_of(path) or 0)
+    return stat.S_ISDIR(_file_mode(path) or 0)
 
 
-def _mode_of(path: str | os.PathLike[str]) -> int | None:
+def _file_mode(path: str | os.PathLike[str]) -> int | None:
     try:
         return os.stat(path).st_mode
     except OSError as error:
@@ -74,7 +74,7 @@ def read_tail(path: Path, num_bytes: int = 1 << 20) -> bytes:
         return file.read(num_bytes)
 
 
-def lines_of(file: io.BufferedReader) -> Iterator[bytes]:
+def iter_lines(file: io.BufferedReader) -> Iterator[bytes]:
     """Yield the lines from here on, with their ends. Raises OSError for one of MAX_LINE_BYTES."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES:

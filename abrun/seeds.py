@@ -3,7 +3,7 @@
 import hashlib
 
 
-def derive(seed: int, *names: str | int) -> int:
+def derive_seed(seed: int, *names: str | int) -> int:
     """A seed for the stream called `names`, independent of the seed's other streams."""
     digest = hashlib.sha256("/".join(map(str, (seed, *names))).encode()).digest()
     return int.from_bytes(digest[:7], "big")

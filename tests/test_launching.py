@@ -10,7 +10,7 @@ import pytest
 
 import abrun
 from abrun.api import launching
-from abrun.api.launching import Launched
+from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
 from abrun.launch import auto
 from abrun.launch.supervisor import Outcome
@@ -192,5 +192,5 @@ def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
         (tmp_path / "report").mkdir()
         (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict}))
     outcome = Outcome(statuses={RunName(arm="baseline", seed=0): "finished"}, stopped_by=None)
-    launched = launching._with_verdict_of_job(Launched(experiment_dir=tmp_path, outcome=outcome), "printed")
+    launched = launching._add_job_verdict(LaunchResult(experiment_dir=tmp_path, outcome=outcome), "printed")
     assert (launched.exit_code or launched.verdict_exit_code, launched.compared) == (code, "printed")

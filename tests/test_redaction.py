@@ -7,7 +7,16 @@ from urllib.parse import quote
 import pytest
 
 from abrun.recipe.secrets import has_secret_in_text
-from abrun.redaction import Mask, hide_values, holds_token, is_secret, redacted, shown, told, without_secrets
+from abrun.redaction import (
+    Mask,
+    display_safe,
+    hide_values,
+    holds_token,
+    is_secret,
+    one_line,
+    redacted,
+    without_secrets,
+)
 
 LETTERS = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
 TOKENS = [
@@ -189,8 +198,8 @@ def test_hidden_values_are_masked_in_every_usual_form() -> None:
         assert "${DB_PASS}" in redacted(f"Basic {encoded}")
     assert redacted("step 1000 abc true") == "step 1000 abc true"
     for before in range(1980, 2010):
-        assert "correct" not in told("x" * before + f" {secret}").replace("${DB_PASS}", "")
-        assert "corr" not in told(" " * before * 5 + secret)
+        assert "correct" not in one_line("x" * before + f" {secret}").replace("${DB_PASS}", "")
+        assert "corr" not in one_line(" " * before * 5 + secret)
 
 
 def test_a_short_word_masks_no_names_of_metrics() -> None:
@@ -226,5 +235,5 @@ def test_one_long_line_takes_no_longer_than_many(piece: str) -> None:
 
 def test_nothing_shown_moves_a_cursor() -> None:
     text = "a\x1b]0;title\x07\x9b31m\u202eb\r\nc\x7f\u2028" + TOKENS[0]
-    assert shown(text).isprintable() and "hf_" not in shown(text)
-    assert shown("plain \u00e4 \u4e2d") == "plain \u00e4 \u4e2d"
+    assert display_safe(text).isprintable() and "hf_" not in display_safe(text)
+    assert display_safe("plain \u00e4 \u4e2d") == "plain \u00e4 \u4e2d"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import records, sentences
 from abrun.reasons import Code
 
@@ -29,9 +29,25 @@ if TYPE_CHECKING:
     from abrun.verdict.verdict_file import VerdictFile
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
-SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
-NO_SOURCE = "got no source; give an experiment's name, or paths of runs"
-CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
+SHORT_COLUMNS = [
+    "arm",
+    "metric",
+    "window",
+    "num_pairs",
+    "mean_difference",
+    "interval",
+    "margin_text",
+    "result",
+]
+NO_SOURCE_PROBLEM = "got no source; give an experiment's name, or paths of runs"
+CLAIM_COLUMNS = [
+    *SHORT_COLUMNS,
+    "certified_bound",
+    "baseline_mean",
+    "treatment_mean",
+    "baseline_sd",
+    "pairs_needed",
+]
 
 
 @dataclass(frozen=True)
@@ -63,21 +79,23 @@ class Experiment:
             }
             for run in self.recorded.runs.values()
         ]
-        return _frame(rows)
+        return _make_frame(rows)
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
         """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
-        pandas = _pandas()
+        pandas = _import_pandas()
         columns = ["arm", "seed", "rerun", "step", "metric", "value"]
-        parts = [
-            pandas.DataFrame({**asdict(run.name), "step": one.steps, "metric": metric, "value": one.values})
+        frames = [
+            pandas.DataFrame(
+                {**asdict(run.name), "step": series.steps, "metric": metric, "value": series.values}
+            )
             for run in self.recorded.runs.values()
-            for metric, one in run.metrics.items()
+            for metric, series in run.metrics.items()
         ]
-        if not parts:
+        if not frames:
             return pandas.DataFrame(columns=columns)
-        return pandas.concat(parts, ignore_index=True).reindex(columns=columns)
+        return pandas.concat(frames, ignore_index=True).reindex(columns=columns)
 
     def compare(self, **options: Any) -> "Result":
         """`abrun.compare` of these runs."""
@@ -120,12 +138,12 @@ class Result:
         """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
         from abrun.verdict.verdict_file import claim_rows
 
-        return _frame(claim_rows(self.verdict_file), CLAIMS)
+        return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":
         """A row a guard and arm: what it looked at, its result, and why."""
-        return _frame(records.as_json(self.verdict_file.guards))
+        return _make_frame(records.as_json(self.verdict_file.guards))
 
     @property
     def metrics(self) -> "pandas.DataFrame":
@@ -149,15 +167,15 @@ class Result:
     def _repr_html_(self) -> str:
         color = COLORS[self.verdict]
         name = html.escape(self.verdict_file.experiment)
-        parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
-        parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
+        fragments = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
+        fragments.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
         if self.verdict_file.claims:
-            parts.append(_as_html(self._claims_for_people))
-        parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
+            fragments.append(_as_html(self._claims_for_people))
+        fragments += [_embed_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
-            where = html.escape(str(self.report))
-            parts.append(f'<p>report: <a href="{where}">{where}</a></p>')
-        return "\n".join(parts)
+            report_path = html.escape(str(self.report))
+            fragments.append(f'<p>report: <a href="{report_path}">{report_path}</a></p>')
+        return "\n".join(fragments)
 
     def _claims_for_people(self) -> Any:
         def rounded(value: Any) -> str:
@@ -165,7 +183,7 @@ class Result:
                 return f"[{', '.join(map(rounded, value))}]"
             return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-        return self.claims[SHORT].map(rounded)
+        return self.claims[SHORT_COLUMNS].map(rounded)
 
 
 def launch(
@@ -216,7 +234,7 @@ def launch(
     console = terminal(cast(TextIO, UnfailingOutput(sys.stdout)))
     console.quiet = quiet
     launched = launch_recipe(loaded, options, console)
-    return _opened(_read([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code)
+    return _make_experiment(_read_contents([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code)
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:
@@ -225,7 +243,7 @@ def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) ->
     `reading`: baseline, pattern, group, aliases, step_column, unpaired, as the options of `abrun compare`.
     One arm is enough. Raises StoreError or ComparisonError for what cannot be read.
     """
-    return _opened(_read([str(source) for source in sources], runs_dir, reading))
+    return _make_experiment(_read_contents([str(source) for source in sources], runs_dir, reading))
 
 
 def compare(
@@ -249,12 +267,16 @@ def compare(
     from abrun.recipe.claims import parse_claim
     from abrun.report.comparing import compare_contents
 
-    given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
-    if given is None and any(isinstance(one, Experiment) for one in sources):
+    experiment = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
+    if experiment is None and any(isinstance(source, Experiment) for source in sources):
         raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())
-    if given and reading:
+    if experiment and reading:
         raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
-    contents = given.contents if given else _read([str(each) for each in sources], runs_dir, reading)
+    contents = (
+        experiment.contents
+        if experiment
+        else _read_contents([str(each) for each in sources], runs_dir, reading)
+    )
     claim_texts = [claim] if isinstance(claim, str) else claim
     comparison = compare_contents(
         contents,
@@ -265,34 +287,38 @@ def compare(
         output=Path(output) if output else None,
         formats=formats,
     )
-    return Result(comparison, given or _opened(contents), comparison.verdict)
+    return Result(comparison, experiment or _make_experiment(contents), comparison.verdict)
 
 
-def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]) -> "SourceContents":
+def _read_contents(
+    sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]
+) -> "SourceContents":
     from abrun.recorded.sources import Reading, read_sources
 
-    known = Reading.__dataclass_fields__
-    unknown = [name for name in options if name not in known]
+    fields = Reading.__dataclass_fields__
+    unknown = [name for name in options if name not in fields]
     if unknown:
-        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(known)}")
+        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(fields)}")
     if not sources:
-        raise RecipeError(NO_SOURCE)
+        raise RecipeError(NO_SOURCE_PROBLEM)
     aliases = options.get("aliases", ())
     if isinstance(aliases, Mapping):
         aliases = (f"{ours}={theirs}" for ours, theirs in aliases.items())
     return read_sources(sources, Reading(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)}))
 
 
-def _opened(contents: "SourceContents", exit_code: int = 0) -> Experiment:
+def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experiment:
     return Experiment(contents, contents.experiment(alone=True, interim=()), exit_code)
 
 
-def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
-    return _pandas().DataFrame(list(rows), columns=columns)
+def _make_frame(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> "pandas.DataFrame":
+    return _import_pandas().DataFrame(list(rows), columns=columns)
 
 
-def _pandas() -> Any:
-    if missing := lacking("frames"):
+def _import_pandas() -> Any:
+    if missing := missing_package("frames"):
         raise ComparisonError(Code.OF_SUBJECT(subject="data frames", problem=missing))
     import pandas
 
@@ -307,7 +333,7 @@ def _as_html(make_frame: Callable[[], "pandas.DataFrame"]) -> str:
         return f"<p>{html.escape(str(error))}</p>"
 
 
-def _picture(path: Path) -> str:
+def _embed_picture(path: Path) -> str:
     """Inside of the page: a notebook is moved without what lies beside it."""
     content = base64.b64encode(path.read_bytes()).decode()
     return f'<img style="max-width:100%" src="data:image/png;base64,{content}">'

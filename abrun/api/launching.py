@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName, make_draft
+from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
 from abrun.launch.auto import closed_plan
 from abrun.launch.cluster import Cluster, make_cluster, queued_jobs
@@ -39,14 +39,14 @@ InterimState = Literal["open", "step one", "decided", "not taken"]
 class PlannedLaunch:
     """A plan that leaves nothing open, and what would start its runs: an engine, or else a cluster."""
 
-    plan: Plan
+    plan: ExperimentPlan
     experiment_dir: Path
     engine: Engine | None
     cluster: Cluster | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchResult:
     """How a launch ended: its runs, and their comparison where one was asked for."""
 
     experiment_dir: Path
@@ -70,7 +70,7 @@ def plan_launch(
     Raises RecipeError or LaunchError where the options do not fit the recipe, or nothing can be decided.
     """
     if options.until_decided or options.max_seeds is not None:
-        recipe = _in_stages(recipe, options)
+        recipe = _declare_stages(recipe, options)
     draft = make_draft(recipe)
     experiment_dir = experiment_dir_of(recipe.name, options)
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
@@ -89,7 +89,7 @@ def launch_recipe(
     options: LaunchOptions,
     console: "Terminal",
     command: str | None = None,
-) -> Launched:
+) -> LaunchResult:
     """Run a recipe, watched on `console`, and compare its arms; the report names the `command`.
 
     Raises RecipeError, LaunchError or StoreError before anything has started.
@@ -98,12 +98,12 @@ def launch_recipe(
     run = _run_in_stages if options.until_decided else _run
     outcome = run(planned, options, console)
     exit_code = outcome.exit_code if outcome else 0
-    launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
+    launched = LaunchResult(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
     if compared := planned.cluster.compared() if planned.cluster else None:
-        return _with_verdict_of_job(launched, compared)
-    return _with_comparison(launched, command)
+        return _add_job_verdict(launched, compared)
+    return _add_comparison(launched, command)
 
 
 def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
@@ -125,11 +125,11 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
         for analysis in arm.interim_analyses
     ):
         return "not taken"
-    by_step_one = all(any(one.result == "open" for one in arm.step_one) for arm in undecided)
+    by_step_one = all(any(metric.result == "open" for metric in arm.step_one) for arm in undecided)
     return "step one" if by_step_one else "open"
 
 
-def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
+def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
     """Declare the interim analyses of a launch in stages."""
     if not options.until_decided:
         raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
@@ -170,7 +170,7 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
     if options.resume:
         stages.refuse_other_interim(recipe, planned.experiment_dir)
     for num_pairs in recipe.compare.interim:
-        outcome = _run(planned, options, console, planned.plan.of_first_seeds(num_pairs))
+        outcome = _run(planned, options, console, planned.plan.runs_of_first_seeds(num_pairs))
         options = replace(options, resume=True)
         if outcome is None or outcome.stopped_by:
             break
@@ -190,7 +190,7 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
     return outcome
 
 
-def _with_comparison(launched: Launched, command: str | None) -> Launched:
+def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:
     """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
     try:
         from abrun.recorded.sources import Reading
@@ -198,14 +198,14 @@ def _with_comparison(launched: Launched, command: str | None) -> Launched:
 
         comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
     except AbrunError as error:
-        return _not_compared(launched, str(error))
+        return _add_problem(launched, str(error))
     except KeyboardInterrupt:
         outcome = launched.outcome and replace(launched.outcome, stopped_by=signal.SIGINT)
         return replace(launched, outcome=outcome, exit_code=128 + signal.SIGINT)
     return replace(launched, comparison=comparison, verdict_exit_code=comparison.exit_code)
 
 
-def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
+def _add_job_verdict(launched: LaunchResult, compared: str) -> LaunchResult:
     """What the job of a cluster that compares has printed, and its verdict."""
     from abrun.report.comparing import read_last_verdict
     from abrun.verdict.decide import EXIT_CODES
@@ -213,12 +213,12 @@ def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
     try:
         verdict = read_last_verdict(launched.experiment_dir)
     except AbrunError as error:
-        return _not_compared(replace(launched, compared=compared), str(error))
+        return _add_problem(replace(launched, compared=compared), str(error))
     if verdict is None:
         problem = NO_VERDICT.format(launched.experiment_dir)
-        return _not_compared(replace(launched, compared=compared), problem)
+        return _add_problem(replace(launched, compared=compared), problem)
     return replace(launched, compared=compared, verdict_exit_code=EXIT_CODES[verdict])
 
 
-def _not_compared(launched: Launched, problem: str) -> Launched:
+def _add_problem(launched: LaunchResult, problem: str) -> LaunchResult:
     return replace(launched, problem=problem, exit_code=launched.exit_code or 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find_metric, unknown_metric
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Compare, Guards
@@ -22,13 +22,13 @@ from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.layout import RunName
 
-OF_VALIDATION: tuple[Need, ...] = (
+VALIDATION_NEEDS: tuple[Need, ...] = (
     "validation",
     "validation by completions",
     "validation by loss",
     "validation by answers or pairs",
 )
-MOST_RUNS = 100_000  # each is a folder
+MAX_RUNS = 100_000  # each is a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ExperimentPlan:
     """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
     recipe: ExperimentDeclaration
@@ -53,30 +53,30 @@ class Plan:
     # dotted key -> what was decided of what the recipe left open, and why; see abrun.launch.auto
     decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def of_first_seeds(self, num_seeds: int) -> set[RunName]:
+    def runs_of_first_seeds(self, num_seeds: int) -> set[RunName]:
         """The runs of its first seeds: all arms of them, reruns and controls."""
         seeds = self.recipe.seeds[:num_seeds]
         return {run.name for run in self.runs if run.name.seed in seeds}
 
 
-def decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def describe_decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for what was decided together, of `Plan.decided`."""
     keys: dict[str, list[str]] = {}
-    for key, one in decided.items():
-        keys.setdefault(one["why"], []).append(key)
-    return [f"{', '.join(of_one)}: {why}" for why, of_one in keys.items()]
+    for key, decision in decided.items():
+        keys.setdefault(decision["why"], []).append(key)
+    return [f"{', '.join(reason_keys)}: {why}" for why, reason_keys in keys.items()]
 
 
-def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+def group_pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     """The runs that are compared seed by seed, then each rerun and control alone: in launch order."""
     groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
     for run in runs:
-        alone = run.name.arm if run.name.rerun or run.is_control else ""
-        groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
+        unpaired_arm = run.name.arm if run.name.rerun or run.is_control else ""
+        groups.setdefault((run.name.seed, run.name.rerun, unpaired_arm), []).append(run)
     return list(groups.values())
 
 
-def make_plan(recipe: ExperimentDeclaration) -> Plan:
+def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     """The plan of a recipe.
 
     Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
@@ -84,19 +84,19 @@ def make_plan(recipe: ExperimentDeclaration) -> Plan:
     controls = recipe.controls
     num_arms = len(recipe.arms) + len(controls.faults)
     num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
-    if num_runs > MOST_RUNS:
+    if num_runs > MAX_RUNS:
         raise RecipeError(
             Code.NOT_ALLOWED(
                 field=recipe.name,
                 got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
-                allowed=f"at most {MOST_RUNS} an experiment: leave some out, or make it several",
+                allowed=f"at most {MAX_RUNS} an experiment: leave some out, or make it several",
             )
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
     treatments = [arm for arm in configs if arm != BASELINE]
-    base = _resolved(configs[BASELINE])
-    treatment_diff = {arm: _difference(base, _resolved(configs[arm])) for arm in treatments}
+    base = _flatten_config(configs[BASELINE])
+    treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
             raise RecipeError(Code.ARM_CHANGES_NOTHING(recipe=recipe.name, arm=arm, changes=recipe.arms[arm]))
@@ -104,18 +104,18 @@ def make_plan(recipe: ExperimentDeclaration) -> Plan:
             raise RecipeError(Code.ARM_VALIDATION_DIFFERS(recipe=recipe.name, arm=arm))
     for arm in recipe.control_arms:
         configs[arm] = recipe.control_config(arm)
-        treatment_diff[arm] = _difference(base, _resolved(configs[arm]))
+        treatment_diff[arm] = _diff_flat_configs(base, _flatten_config(configs[arm]))
     warm_starts: dict[str, OwnRunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
-            shared = _warm_start_run(configs[BASELINE], config)
+            shared = _make_warm_start_config(configs[BASELINE], config)
             # How long it may take does not make another one
             key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
-    return Plan(
+    return ExperimentPlan(
         recipe=recipe,
         runs=tuple(
             PlannedRun(
@@ -124,27 +124,27 @@ def make_plan(recipe: ExperimentDeclaration) -> Plan:
                 warm_start=warm_start_of[name.arm],
                 is_control=name.arm in recipe.control_arms,
             )
-            for name in _names(recipe)
+            for name in _order_runs(recipe)
         ),
         warm_starts=warm_starts,
         treatment_diff=treatment_diff,
     )
 
 
-def make_draft(recipe: ExperimentDeclaration) -> Plan:
+def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
     """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
     try:
         return make_plan(recipe.with_auto_values())
     except RecipeError:
         if not recipe.auto_keys:
             raise
-        last = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
+        slowest_values = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
         return make_plan(
-            recipe.with_auto_values(last)
+            recipe.with_auto_values(slowest_values)
         )  # an arm that states the first ones would be the baseline
 
 
-def _names(recipe: ExperimentDeclaration) -> list[RunName]:
+def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
     """In launch order: pair by pair with their reruns, then the controls seed by seed."""
     treatments = [arm for arm in recipe.arms if arm != BASELINE]
     names = [
@@ -152,14 +152,15 @@ def _names(recipe: ExperimentDeclaration) -> list[RunName]:
         for index, seed in enumerate(recipe.seeds)
         for arm, rerun in [
             *((arm, 0) for arm in (BASELINE, *treatments)),
-            *((BASELINE, 1 + j) for j in range(_around(index, recipe.controls.aa_reruns, recipe))),
+            *((BASELINE, 1 + j) for j in range(_reruns_of_seed(index, recipe.controls.aa_reruns, recipe))),
         ]
     ]
     return names + [
         RunName(arm=arm, seed=seed)
         for index, seed in enumerate(recipe.seeds)
         for arm, injected in recipe.control_arms.items()
-        if injected.name != ONE_ULP or injected.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+        if injected.name != ONE_ULP
+        or injected.draw < _reruns_of_seed(index, recipe.controls.ulp_reruns, recipe)
     ]
 
 
@@ -170,15 +171,19 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     """
     tolerance = recipe.compare.step_one_tolerance
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
-        why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
-        raise RecipeError(Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=why))
+        reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
+        raise RecipeError(
+            Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=reason_text)
+        )
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
-    usual = Guards().finite  # not all of which every algorithm records
-    read = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
-    read += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
-    for key, metric in read:
-        if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
+    default_finite = Guards().finite  # not all of which every algorithm records
+    required_metrics = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
+    required_metrics += [
+        ("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in default_finite
+    ]
+    for key, metric in required_metrics:
+        if isinstance(base, OwnRunConfig) and (problem := _metric_problem(metric, base)):
             raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
     claims = recipe.compare.claims
     for index, claim in enumerate(claims):
@@ -187,7 +192,7 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):
-                field, problem = "metric", _unrecorded(claim.metric, config)
+                field, problem = "metric", _metric_problem(claim.metric, config)
             elif not problem and claim.metric == FINAL_WEIGHTS:
                 field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
             if problem:
@@ -203,26 +208,26 @@ def _window_problem(window: str, num_steps: int) -> str | None:
     return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
 
 
-def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:
+def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
     """Why a run of our own trainer does not record a metric; None: it does."""
     if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
         return None
     if problem := unknown_metric(metric, config.algorithm.type):
         return problem
-    found = find(metric)
-    assert found is not None
-    option = _missing_option(found.needs, config)
-    return option and f"got {shortened(metric)} of {option}"
+    known_metric = find_metric(metric)
+    assert known_metric is not None
+    unmet_need = _unmet_metric_need(known_metric.needs, config)
+    return unmet_need and f"got {shortened(metric)} of {unmet_need}"
 
 
-def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
+def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
     """What a run lacks of what a metric needs, and how it gets it; None: nothing."""
     settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
     level = settings.metrics if settings else "basic"
     penalised = settings is not None and settings.kl_coefficient > 0
     in_reward = settings is not None and settings.kl_in != "loss"
     by_loss = isinstance(config.task, CompletionsTask | PreferencesTask)
-    lacking: dict[str, tuple[bool, str]] = {
+    needs: dict[str, tuple[bool, str]] = {
         "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
         "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
         "metrics full of GSPO": (
@@ -256,35 +261,35 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         "GPUs": (config.cluster.gpus_per_node == 0, "runs on CPU cores; claim peak_live_tensor_bytes"),
         "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
     }
-    if need in OF_VALIDATION and config.validation is None:
+    if need in VALIDATION_NEEDS and config.validation is None:
         return "runs that do not validate; set validation.every"
-    lacks, said = lacking.get(need or "", (False, ""))
-    return said if lacks else None
+    is_unmet, problem = needs.get(need or "", (False, ""))
+    return problem if is_unmet else None
 
 
-def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Every dotted key whose resolved value differs, with both values."""
-    return _difference(_resolved(base), _resolved(other))
+    return _diff_flat_configs(_flatten_config(base), _flatten_config(changed))
 
 
-def _resolved(config: RunConfig) -> dict[str, Any]:
+def _flatten_config(config: RunConfig) -> dict[str, Any]:
     """Every dotted key of a configuration with its value."""
     return dotted(config.model_dump(mode="json"))
 
 
-def _difference(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, without defaults that only one of two types of a section has."""
     implied: dict[str, Any] = {}
     for key in TYPES:
-        tags = [side.get(f"{key}.type") for side in (left, right)]
+        tags = [side.get(f"{key}.type") for side in (base, changed)]
         if None not in tags and tags[0] != tags[1]:
             implied |= defaults_of_type(key, tags[0]) | defaults_of_type(key, tags[1])
-    of_one = left.keys() ^ right.keys()
+    one_sided = base.keys() ^ changed.keys()
     return {
-        key: (left.get(key), right.get(key))
-        for key in (*left, *(key for key in right if key not in left))
-        if left.get(key) != right.get(key)
-        and not (key in of_one and key in implied and implied[key] == (left | right)[key])
+        key: (base.get(key), changed.get(key))
+        for key in (*base, *(key for key in changed if key not in base))
+        if base.get(key) != changed.get(key)
+        and not (key in one_sided and key in implied and implied[key] == (base | changed)[key])
     }
 
 
@@ -296,13 +301,13 @@ def compare_hash(compare: Compare) -> str:
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
-def _around(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:
+def _reruns_of_seed(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:
     """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
-    rounds, rest = divmod(num_reruns, len(recipe.seeds))
-    return rounds + (index < rest)
+    rounds, remainder = divmod(num_reruns, len(recipe.seeds))
+    return rounds + (index < remainder)
 
 
-def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
+def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
     """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
     warm_start, validation = config.warm_start, config.validation
     assert warm_start is not None

@@ -92,7 +92,7 @@ class ClaimPower:
         return float(stopped.mean()), float(matched.mean())
 
 
-def claim_power(
+def plan_claim_power(
     claim: Claim, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
     """Of the test that the verdict will use (see abrun.verdict.claims); None where sigma is unknown,
@@ -113,7 +113,7 @@ def claim_power(
             pairs_needed_range=ends,
             matches_at=lambda counts, levels: sigma_matches(sigmas, counts, law, levels),
         )
-    margin = _margin(claim, compare, spread)
+    margin = _absolute_margin(claim, compare, spread)
     if spread is None or margin is None:
         return None
     # Independent arms are taken to vary alike: `sd` is of a run of each
@@ -128,19 +128,19 @@ def claim_power(
     )
 
 
-def _margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:
+def _absolute_margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:
     """A claim's margin in units of its metric; None where what it is a share of is not known."""
     number, unit = claim.margin_in
     if unit == "sigma":  # of a reference: the verdict takes the lower bound of its sigma
-        known = _share_of_sigma(compare.reference)
-        return known and number * known * ((spread.sigma if spread else None) or 1.0)
+        ratio = _sigma_lower_bound_ratio(compare.reference)
+        return ratio and number * ratio * ((spread.sigma if spread else None) or 1.0)
     if unit in ("level", "climb"):
         size = (spread.level if unit == "level" else spread.climb) if spread else None
         return number * abs(size) if size else None
     return number
 
 
-def _share_of_sigma(reference: str | None) -> float | None:
+def _sigma_lower_bound_ratio(reference: str | None) -> float | None:
     """What the lower bound of a reference's sigma is of it, by its seeds; None: there is no such file."""
     try:
         runs = json.loads(read_regular(Path(reference or "").expanduser(), MAX_FILE_BYTES))["runs"]

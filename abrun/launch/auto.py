@@ -15,7 +15,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
 from abrun.memory.cells import GIB, Point
@@ -48,14 +48,14 @@ Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps
 
 def closed_plan(
     recipe: Recipe | CommandRecipe,
-    draft: Plan,
+    draft: ExperimentPlan,
     options: LaunchOptions,
-    refusals: Callable[[Plan], list[Reason]],
+    refusals: Callable[[ExperimentPlan], list[Reason]],
     *,
     here: bool,
     dry_run: bool = False,
     say: Say = lambda line: None,
-) -> Plan:
+) -> ExperimentPlan:
     """Return a recipe's plan with what it leaves open decided: its `draft`, if that is nothing.
 
     `here`: it runs on this machine.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import SCHEDULERS, load_implementation
 from abrun.recipe.launcher import LauncherSettings, ManifestSettings
@@ -53,15 +53,15 @@ class Cluster(ABC):
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         """Return why the plan could never run there; nothing where it could."""
 
     @abstractmethod
-    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """What would be handed over, by name. After `refusals`."""
 
     @abstractmethod
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
 
     @staticmethod

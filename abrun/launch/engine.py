@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import LOCAL_LAUNCHERS, SCHEDULERS, load_implementation
 from abrun.recipe.run import RunConfig
@@ -42,7 +42,7 @@ class Started(Protocol):
 class Engine(Protocol):
     """One class a launcher, made with the most runs at once that `--jobs` allows, or None."""
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         """Return why the plan cannot run here; nothing where it can."""
         ...
 

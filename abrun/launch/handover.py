@@ -6,7 +6,7 @@ from pathlib import Path
 
 from abrun.errors import LaunchError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.launch.cluster import Cluster, LeftInQueueError
 from abrun.launch.prepare import prepared
 from abrun.launch.supervisor import Observer, Outcome
@@ -17,7 +17,9 @@ POLL_S = 0.5
 SETTLE_S = 20.0  # that a file server may take to show the last words of jobs that have ended
 
 
-def hand_over(plan: Plan, options: LaunchOptions, *, cluster: Cluster, observer: Observer) -> list[str]:
+def hand_over(
+    plan: ExperimentPlan, options: LaunchOptions, *, cluster: Cluster, observer: Observer
+) -> list[str]:
     """Submit every unfinished run of a plan; returns the jobs. Raises what `run_plan` raises."""
     with prepared(plan, options, cluster.refusals(plan), observer.say) as place:
         try:
@@ -32,7 +34,7 @@ def hand_over(plan: Plan, options: LaunchOptions, *, cluster: Cluster, observer:
     return submitted
 
 
-def wait_for(plan: Plan, experiment_dir: Path, cluster: Cluster, observer: Observer) -> Outcome:
+def wait_for(plan: ExperimentPlan, experiment_dir: Path, cluster: Cluster, observer: Observer) -> Outcome:
     """Watch what was handed over until nothing of it is in the queue; however this ends, the jobs go on."""
     observer.follow(experiment_dir)
     while _is_busy(cluster, observer):

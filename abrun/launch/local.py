@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from abrun.experiment.command import AGENT, command_of, environment, imports
-from abrun.experiment.plan import Plan
+from abrun.experiment.command import AGENT, modules_to_preload, run_command, run_environment
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Place
@@ -95,7 +95,7 @@ class LocalEngine:
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[Kind, ForkServer] = {}
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
@@ -148,10 +148,10 @@ class LocalEngine:
         return LocalRun(run, process, place, self._slots)
 
     def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
-        return command_of(run.path, config)
+        return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
-        return environment(run.path, place, config)
+        return run_environment(run.path, place, config)
 
     def _kind(self, run: RunDir, config: RunConfig) -> Kind | None:
         """None of runs that are not our own trainer's, started as it is started here."""
@@ -163,7 +163,7 @@ class LocalEngine:
             return None
         env = self.environment(run, config, place) | NO_DRIVER
         env.pop(RUN_DIR_VARIABLE)
-        return imports(config), frozenset(env.items())
+        return modules_to_preload(config), frozenset(env.items())
 
 
 @dataclass(slots=True, eq=False)

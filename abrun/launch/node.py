@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import Meeting, command_of, environment
+from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
 from abrun.reasons import Code
@@ -25,7 +25,7 @@ FAILED = 2
 def main() -> int:
     directory, address, grace_s, seen_on, *number = sys.argv[1:]
     node = int(number[0] if number else os.environ["SLURM_PROCID"])
-    meeting = Meeting(address=address, node=node, grace_s=float(grace_s))
+    meeting = Rendezvous(address=address, node=node, grace_s=float(grace_s))
     run = RunDir(Path(directory))
     try:
         command, env = agent_of(run, meeting, seen_on)
@@ -36,7 +36,7 @@ def main() -> int:
     os.execve(command[0], command, env)
 
 
-def agent_of(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], dict[str, str]]:
+def agent_of(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[list[str], dict[str, str]]:
     """Command and environment of the agent of this node's ranks. Raises LaunchError for what it lacks."""
     host = socket.gethostname()
     if not run.exists:
@@ -52,7 +52,7 @@ def agent_of(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], di
             os.dup2(log, 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
-    return command_of(run.path, config, meeting), environment(run.path, devices, config)
+    return run_command(run.path, config, meeting), run_environment(run.path, devices, config)
 
 
 def free_port() -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
@@ -12,7 +12,7 @@ RATIO_LOSSES = ("gspo", "cispo")  # which differ from a policy gradient by their
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
-def notes(plan: Plan) -> list[Reason]:
+def notes(plan: ExperimentPlan) -> list[Reason]:
     """Return a reason for each setting without effect, with the arms that have it.
 
     With one update a step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
@@ -29,7 +29,7 @@ def notes(plan: Plan) -> list[Reason]:
     return [*inert, *_equal_arms(plan), *_commands_without_a_seed(plan)]
 
 
-def _commands_without_a_seed(plan: Plan) -> Iterator[Reason]:
+def _commands_without_a_seed(plan: ExperimentPlan) -> Iterator[Reason]:
     """Yield a reason for the arms whose command line is the same for every seed."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms = [
@@ -41,7 +41,7 @@ def _commands_without_a_seed(plan: Plan) -> Iterator[Reason]:
         yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
 
 
-def _with_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
+def _with_one_update(plan: ExperimentPlan) -> dict[str, PolicyGradientSettings]:
     algorithms = {
         run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
     }
@@ -61,7 +61,7 @@ def _without_effect(settings: PolicyGradientSettings) -> Iterator[Reason]:
         yield Code.CLIPPING_WITHOUT_EFFECT(settings={name: getattr(settings, name) for name in stated})
 
 
-def _equal_arms(plan: Plan) -> Iterator[Reason]:
+def _equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
     one_update = _with_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():

@@ -14,7 +14,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName, compare_hash, config_diff, decisions
+from abrun.experiment.plan import ExperimentPlan, RunName, compare_hash, describe_decisions, diff_configs
 from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import queued_jobs
 from abrun.launch.git import record_checkout
@@ -61,7 +61,9 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(plan: Plan, options: LaunchOptions, refusals: list[Reason], say: Say) -> Iterator[Prepared]:
+def prepared(
+    plan: ExperimentPlan, options: LaunchOptions, refusals: list[Reason], say: Say
+) -> Iterator[Prepared]:
     """Own the directory of a plan that nothing refuses. Raises what `owned_experiment` raises."""
     experiment_dir = experiment_dir_of(plan.recipe.name, options)
     refuse_impossible(plan, refusals)
@@ -80,7 +82,7 @@ def experiment_dir_of(recipe_name: str, options: LaunchOptions) -> Path:
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
-def refuse_impossible(plan: Plan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
+def refuse_impossible(plan: ExperimentPlan, refusals: list[Reason], *, shown_by_dry_run: bool = True) -> None:
     """Raises LaunchError, one line, where there are reasons why a plan cannot run."""
     if refusals:
         name = plan.recipe.name
@@ -103,7 +105,7 @@ def refuse_existing(experiment_dir: Path) -> None:
 
 @contextlib.contextmanager
 def owned_experiment(
-    plan: Plan,
+    plan: ExperimentPlan,
     experiment_dir: Path,
     *,
     resume: bool,
@@ -138,7 +140,7 @@ def owned_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in (*decisions(plan.decided), *sentences(notes(plan))):
+                for line in (*describe_decisions(plan.decided), *sentences(notes(plan))):
                     say(line)
             if experiment_dir.parent in made:  # what runs write is no code: no `git add` is to take it along
                 write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
@@ -168,7 +170,7 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
     return experiment_dir.parent / WARM_STARTS / key
 
 
-def _write(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
+def _write(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
     """Write what is not there: to resume, a run that was removed, and the limits that a recipe has now.
 
     A finished run keeps its result, and its damaged records are mended. A run that cannot be read fails
@@ -238,7 +240,7 @@ def _was_just_begun(experiment_dir: Path) -> bool:
     return names <= {*before, *partial_files(names)}
 
 
-def _check_same(plan: Plan, experiment_dir: Path) -> None:
+def _check_same(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """Refuse to mix experiments: every run that is here must be planned, with the configuration it has.
 
     One that is to be added has to start from the weights that its arm has started from. One that cannot be
@@ -290,7 +292,7 @@ def _difference(run: RunDir, config: RunConfig, *, may_rename: bool) -> str | No
     if may_rename and isinstance(there, CommandRunConfig) and isinstance(config, CommandRunConfig):
         trainer = there.trainer.model_copy(update={"aliases": config.trainer.aliases})
         there = there.model_copy(update={"trainer": trainer})
-    differences = config_diff(there, config)
+    differences = diff_configs(there, config)
     for key, (has, wants) in differences.items():
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         return f"{key} is {in_yaml(has)} there and {in_yaml(wants)} in the recipe{more}"

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.plan import Plan, decisions
+from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import Cluster
@@ -38,7 +38,9 @@ class Feasibility:
     is_refused: bool  # for good: no other machine would run the plan, or the scheduler does not take it
 
 
-def feasibility(plan: Plan, num_jobs: int | None = None, cluster: Cluster | None = None) -> Feasibility:
+def feasibility(
+    plan: ExperimentPlan, num_jobs: int | None = None, cluster: Cluster | None = None
+) -> Feasibility:
     """Check a plan as its launch would. Raises LaunchError for an unset variable of a run's `env`."""
     refuse_unset_variables(plan.runs)
     if cluster:
@@ -51,7 +53,7 @@ def feasibility(plan: Plan, num_jobs: int | None = None, cluster: Cluster | None
     )
 
 
-def preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
+def preview(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
     """Runs in launch order, the exact treatment diff, the expected power, and what this machine can do of it.
 
     The last line says which: a plan for other machines is a plan, but must not look like one for this.
@@ -59,7 +61,7 @@ def preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> R
     return Group(*_plan(plan), *_devices(plan, feasible, num_jobs))
 
 
-def preview_of_jobs(plan: Plan, feasible: Feasibility, cluster: Cluster) -> RenderableType:
+def preview_of_jobs(plan: ExperimentPlan, feasible: Feasibility, cluster: Cluster) -> RenderableType:
     """The same, with the jobs that a cluster would get in place of this machine."""
     if reasons := feasible.refusals:
         return Group(*_plan(plan), _heading("Why it cannot run there"), *_listed(sentences(reasons)))
@@ -68,7 +70,7 @@ def preview_of_jobs(plan: Plan, feasible: Feasibility, cluster: Cluster) -> Rend
     return Group(*_plan(plan), *jobs)
 
 
-def preview_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+def preview_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
     """The same for machines. `refusals` are the reasons why it cannot run here, or by the scheduler."""
     inert, machine, reasons = notes(plan), feasible.machine, feasible.refusals
     return {
@@ -98,7 +100,7 @@ def preview_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> dic
     }
 
 
-def _plan(plan: Plan) -> list[RenderableType]:
+def _plan(plan: ExperimentPlan) -> list[RenderableType]:
     recipe = plan.recipe
     title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
     if recipe.controls.aa_reruns:
@@ -112,14 +114,18 @@ def _plan(plan: Plan) -> list[RenderableType]:
         _heading("What differs from the baseline, resolved"),
         *_diff(plan),
         *([_heading("Settings without effect"), *_listed(sentences(inert))] if inert else []),
-        *([_heading("Left open by the recipe"), *map(Text, decisions(plan.decided))] if plan.decided else []),
+        *(
+            [_heading("Left open by the recipe"), *map(Text, describe_decisions(plan.decided))]
+            if plan.decided
+            else []
+        ),
         _heading("Expected power of the comparison"),
         _power(recipe.compare, len(recipe.seeds)),
         *_looks(recipe.compare),
     ]
 
 
-def _runs(plan: Plan) -> list[RenderableType]:
+def _runs(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
         ("", f"warm start {key[:8]}", str(config.steps), _occupies(config), _start(config))
         for key, config in plan.warm_starts.items()
@@ -141,7 +147,7 @@ def _start(config: RunConfig, warm_start: str | None = None) -> str:
     return "its own command"
 
 
-def _commands(plan: Plan) -> list[RenderableType]:
+def _commands(plan: ExperimentPlan) -> list[RenderableType]:
     """The command line of each foreign arm, at its first seed."""
     parts: list[RenderableType] = []
     shown: set[str] = set()
@@ -177,7 +183,7 @@ def _occupies(config: RunConfig) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _devices(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[RenderableType]:
+def _devices(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> list[RenderableType]:
     machine, reasons = feasible.machine, feasible.refusals
     assert machine is not None, "a scheduler's jobs are shown instead"
     if reasons:
@@ -189,11 +195,11 @@ def _devices(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[Re
     return [Text(f"\nThis machine ({machine}) runs {_at_once(plan, machine, num_jobs)} at once.")]
 
 
-def _at_once(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
+def _at_once(plan: ExperimentPlan, machine: Machine, num_jobs: int | None) -> int:
     return runs_at_once(machine, num_jobs, (run.config for run in plan.runs))
 
 
-def _diff(plan: Plan) -> list[RenderableType]:
+def _diff(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
         (arm, key, in_yaml(has), in_yaml(wants))
         for arm, changes in plan.treatment_diff.items()
@@ -205,7 +211,7 @@ def _diff(plan: Plan) -> list[RenderableType]:
     ]
 
 
-def precision_differences(plan: Plan) -> list[Reason]:
+def precision_differences(plan: ExperimentPlan) -> list[Reason]:
     """Return each arm whose LM head or logits have another precision than the baseline's."""
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
@@ -219,7 +225,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
-    from abrun.experiment.power import assumed_spread, claim_power
+    from abrun.experiment.power import assumed_spread, plan_claim_power
     from abrun.stats.equivalence import ALPHA
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
@@ -237,7 +243,7 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
     rows = []
     for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
-        chances = claim_power(claim, compare, spread, level)
+        chances = plan_claim_power(claim, compare, spread, level)
         if claim.margin is None:
             rows.append(
                 (claim.metric, claim.window, describe_claim(claim), "", "", "no equivalence: no power", "")

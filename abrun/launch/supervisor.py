@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.experiment.preflight.checks import untested_packages
 from abrun.launch.engine import Engine, Place
 from abrun.launch.prepare import prepared
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def run_plan(
-    plan: Plan,
+    plan: ExperimentPlan,
     options: LaunchOptions,
     *,
     engine: Engine,

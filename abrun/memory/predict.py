@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import ProbeRefused, probe_alone
+from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Plan
 from abrun.processes import find_run_processes, kill_all
@@ -203,7 +203,7 @@ def _trace(
         directory, config, job = jobs[number]
         try:
             _refuse(config, job.get("master_dtype", MASTER_DTYPE))
-            return probe_alone(MODULE, directory, config, job)
+            return run_probe_on_cpu(MODULE, directory, config, job)
         except LaunchError as error:
             if refused is None:
                 raise

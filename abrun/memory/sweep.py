@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import refuse_other_machines
+from abrun.experiment.probe import require_devices
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Grpo
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration, load_recipe
@@ -45,7 +45,7 @@ class Variant:
                 raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=line))
             configs[arm] = config
         for config in configs.values() if here else ():
-            refuse_other_machines(config)
+            require_devices(config)
         return configs
 
 

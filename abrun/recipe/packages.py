@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-from abrun.extras import installed_packages, without
+from abrun.extras import installed_packages, missing_package_reason
 from abrun.reasons import Code, Reason
 
 MIN_MEGATRON, MEGATRON_UPPER_BOUND = (0, 16, 1), (0, 20, 0)
@@ -38,7 +38,7 @@ def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None
     field, package, install = "policy.backend.type", "megatron-core", "pip install 'abrun[megatron]'"
     version = packages.get(package)
     if version is None:
-        return without(field, "megatron", package, install, instead="type: dtensor")
+        return missing_package_reason(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
     if not MIN_MEGATRON <= numbers < MEGATRON_UPPER_BOUND:
         return Code.PACKAGE_VERSION_UNSUPPORTED(

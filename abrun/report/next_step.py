@@ -10,7 +10,7 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Experiment, no_shared_step
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.report import commands
 from abrun.report.commands import FreshRunsCommand
 from abrun.report.facts import NextStepFacts
@@ -60,7 +60,7 @@ def next_steps(experiment: Experiment, content: VerdictFile, typed: str | None =
     facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
     steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
     return [
-        NextStep(reason=step.reason, command=shown(fill_placeholders(step.command, experiment, words)))
+        NextStep(reason=step.reason, command=display_safe(fill_placeholders(step.command, experiment, words)))
         for step in steps
     ]
 

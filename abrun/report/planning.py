@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
+from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import Experiment
-from abrun.redaction import shortened, shown_tree
+from abrun.redaction import display_safe_tree, shortened
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
@@ -62,7 +62,7 @@ def pilot_differences_text(recipe: ExperimentDeclaration, earlier: Experiment) -
     if pilot_config is None:
         return None
     config = recipe.with_auto_values().run_config(BASELINE)
-    planned_config = shown_tree(dotted(config.model_dump(mode="json")))
+    planned_config = display_safe_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]
     type_keys = [key for key in differing if key.endswith(".type")]
@@ -106,7 +106,7 @@ def _plan_claims(
             _claim_spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         )
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+        power = None if measured_nothing else plan_claim_power(claim, compare, spread, alpha)
         yield PlannedClaim(claim=claim, spread=spread, power=power)
 
 

@@ -10,7 +10,7 @@ from abrun.models import Text
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.tasks import Example, Task, hold_out, make_task
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
@@ -34,7 +34,9 @@ class Data:
         of a run that fetches once, whatever the steps before it needed.
         """
         names = ("data", fetch) if fetch else ("data",)
-        return self.task.examples(derive(self.seed, *names), (step - 1) * self.batch_size, self.batch_size)
+        return self.task.examples(
+            derive_seed(self.seed, *names), (step - 1) * self.batch_size, self.batch_size
+        )
 
     def share_of(self, step: int) -> list[Example]:
         """This rank's examples of a step."""

@@ -8,7 +8,7 @@ from abrun.models.text import AT_ONCE
 from abrun.processes import progress
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.run import OwnRunConfig
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.tasks import Example
 from abrun.tasks.problems import ProblemFile
 from abrun.train.data import Data, check_length
@@ -73,7 +73,7 @@ def _lines(data: Data, config: OwnRunConfig, first: int) -> list[Example]:
     if not isinstance(task, ProblemFile):
         return []
     start, stop = (first - 1) * data.batch_size, config.steps * data.batch_size
-    drawn = task.examples(derive(data.seed, "data"), start, stop - start) if start < stop else []
+    drawn = task.examples(derive_seed(data.seed, "data"), start, stop - start) if start < stop else []
     if isinstance(algorithm, PolicyGradientSettings) and algorithm.may_draw_again:
         drawn = task.problems  # which of them, the steps will tell
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())

@@ -9,7 +9,7 @@ from abrun.metric_names import (
     MEMORY_PEAK,
     Transform,
     default_reduction,
-    find,
+    find_metric,
     is_clock,
     unit_of,
 )
@@ -277,7 +277,7 @@ def _inside(series: Series, bounds: tuple[int, int]) -> Series:
 
 def _reduction(metric: str) -> Reduction:
     """A maximum of the batch, or a peak, is limited at its largest step; all else as it is summarised."""
-    found = find(metric)
+    found = find_metric(metric)
     if metric == MEMORY_PEAK or unit_of(metric) == "bytes" or (found and found.combined == "maximum"):
         return "maximum"
     return "minimum" if found and found.combined == "minimum" else default_reduction(metric)

@@ -18,7 +18,7 @@ from abrun.metric_names import (
     LEARNING_RATE,
     SIGNAL_SHARE,
     default_transform,
-    find,
+    find_metric,
     is_clock,
     unit_of,
 )
@@ -39,7 +39,7 @@ def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason 
 
     `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
     """
-    found = find(metric)
+    found = find_metric(metric)
     if found and "given" in found.roles:
         return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
@@ -186,7 +186,7 @@ def _copied_elsewhere(runs: Sequence[RecordedRun], metric: str) -> tuple[list[st
     """
     metrics, alike = [], np.ones((len(runs), len(runs)), bool)
     for other in runs[0].metrics if runs else ():
-        known = find(other)
+        known = find_metric(other)
         given = known is not None and "given" in known.roles
         if other == metric or given or is_clock(other) or unit_of(other) == "bytes":
             continue

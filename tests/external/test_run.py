@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import MetricsFollower
 from abrun.launch import supervisor
@@ -56,7 +56,7 @@ def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 
 

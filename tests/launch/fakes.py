@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import make_cluster, queued_jobs
 from abrun.launch.engine import Place, make_engine
 from abrun.launch.handover import hand_over
@@ -39,7 +39,7 @@ class Silent:
 
 
 def run_to_end(
-    plan: Plan,
+    plan: ExperimentPlan,
     runs_dir: Path,
     *,
     observer: Observer | None = None,
@@ -53,7 +53,7 @@ def run_to_end(
     return run_plan(plan, asked, engine=engine, observer=observer or Silent(), grace_s=grace_s)
 
 
-def submit(plan: Plan, runs_dir: Path, launcher: str, **options: Any) -> Path:
+def submit(plan: ExperimentPlan, runs_dir: Path, launcher: str, **options: Any) -> Path:
     """Hand a plan over to a cluster; returns the experiment's directory."""
     settings = resolve_launcher_settings(plan.recipe.launcher, launcher)
     cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)

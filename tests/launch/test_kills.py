@@ -18,7 +18,7 @@ import pytest
 from psutil import Process
 
 from abrun.experiment.command import AGENT
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.external import run as external_run
 from abrun.launch.local import FORKED
 from abrun.launch.prepare import write_run
@@ -85,7 +85,7 @@ VICTIMS = {
 }
 
 
-def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> Plan:
+def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> ExperimentPlan:
     plan = make_plan(load_recipe(recipe[0], list(recipe[1])))
     return replace(plan, runs=plan.runs[:1]) if ONE_RUN in recipe[1] else plan
 

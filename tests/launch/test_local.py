@@ -19,8 +19,8 @@ import pytest
 from psutil import Process
 
 from abrun.errors import LaunchError, StoreError
-from abrun.experiment.command import environment
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.command import run_environment
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import owned_experiment
@@ -48,7 +48,7 @@ SMALL = Path(__file__).parent / "small.yaml"
 SLOW = pytest.mark.slow
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, overrides))
 
 
@@ -832,20 +832,20 @@ def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch
         {"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1}
     )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
-    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"
+    assert run_environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
+    assert run_environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "7"
-    on_gpus = environment(Path("run"), ["2", "3"], foreign)
+    assert run_environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "7"
+    on_gpus = run_environment(Path("run"), ["2", "3"], foreign)
     assert on_gpus["CUDA_VISIBLE_DEVICES"] == "2,3" and on_gpus["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_run_of_our_own_gets_the_variables_of_its_recipe() -> None:
     recipe = load_recipe(SMALL, ["trainer.env={SOME_SWITCH: on-, OMP_NUM_THREADS: '5'}"])
-    found = environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
+    found = run_environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
     assert found["SOME_SWITCH"] == "on-"
     assert found["OMP_NUM_THREADS"] == "1"  # a rank on CPU cores has one thread, whatever a recipe says
-    assert environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
+    assert run_environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
 
 
 @pytest.mark.parametrize(("asked_after_s", "expected"), [(1.0, "failed"), (-1.0, "interrupted")])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.engine import Place
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -48,7 +48,7 @@ class ToyEngine:
     def __init__(self, num_jobs: int | None) -> None:
         self.started: list[ToyRun] = []
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: ExperimentPlan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
 
     def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from abrun.diagnose.bisect.candidates import Candidate
 from abrun.diagnose.bisect.environments import Environments, SetupError
 from abrun.diagnose.bisect.search import Answer, Design, Found, search
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.plan import Plan, compare_hash, make_plan
+from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
@@ -29,7 +29,9 @@ from abrun.verdict.decide import ArmVerdict, judge
 FILE = "bisect.json"
 AGAIN = "good-again"  # the good candidate's reruns, judged as if they were an arm
 
-Launch = Callable[[Plan, Collection[RunName]], int]  # runs of a plan to be made; a signal's exit code, or 0
+Launch = Callable[
+    [ExperimentPlan, Collection[RunName]], int
+]  # runs of a plan to be made; a signal's exit code, or 0
 
 
 class StoppedError(Exception):
@@ -237,7 +239,7 @@ class Bisection:
                 return f"setup failed: {error}"
         return None
 
-    def _plan(self, names: Sequence[RunName]) -> Plan:
+    def _plan(self, names: Sequence[RunName]) -> ExperimentPlan:
         """The plan of what is on disk, and of these runs."""
         there = planned_runs(self._dir) if is_experiment(self._dir) else []
         wanted = dict.fromkeys([*there, *names])

@@ -15,7 +15,7 @@ import numpy as np
 from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
 from abrun.diagnose.logprob_diff.variations import Scoring, changes_of, on_one_rank
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.probe import probe
+from abrun.experiment.probe import run_probe
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
@@ -133,7 +133,7 @@ def _score(
         "sequences": num_sequences,
         "scorings": {key: scoring.as_job() for key, scoring in here.items()},
     }
-    first, *rows = probe(MODULE, jobs / "record", config, job)
+    first, *rows = run_probe(MODULE, jobs / "record", config, job)
     scored = _read(jobs / "record", rows)
     for key, scoring in scorings.items():
         if key in here:
@@ -142,7 +142,7 @@ def _score(
         say(f"in a process of its own: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
         job = {"recorded": recorded, "scorings": {key: scoring.as_job()}}
         try:
-            scored |= _read(jobs / key, probe(MODULE, jobs / key, scoring.config, job))
+            scored |= _read(jobs / key, run_probe(MODULE, jobs / key, scoring.config, job))
         except LaunchError as error:
             scored[key] = str(error)
     return first, scored

@@ -4,9 +4,9 @@ import importlib.util
 
 from abrun.reasons import Code, Reason
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
-PATIENCE_S = 10.0
+HUB_TIMEOUT_S = 10.0
 
 
 def hub_refusal(name: str) -> Reason | None:
@@ -23,8 +23,8 @@ def hub_refusal(name: str) -> Reason | None:
     )
 
     try:
-        if not isinstance(try_to_load_from_cache(name, CONFIG), str):
-            get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=PATIENCE_S)
+        if not isinstance(try_to_load_from_cache(name, CONFIG_FILE), str):
+            get_hf_file_metadata(hf_hub_url(name, CONFIG_FILE), timeout=HUB_TIMEOUT_S)
     except HFValidationError:
         return Code.HUB_NAME_INVALID()
     except GatedRepoError:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.experiment.preflight.hub import CONFIG
+from abrun.experiment.preflight.hub import CONFIG_FILE
 from abrun.reasons import Code, Reason
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 from abrun.regular_files import exists, is_directory, open_regular, read_regular
 
-LARGEST_CONFIG = 2**24  # bytes of a model's config.json
+MAX_CONFIG_BYTES = 2**24  # bytes of a model's config.json
 # Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
-LARGEST_INDEX = 2**27
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 2**27
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 # Variables by which a run looks for a hub and what was fetched from it elsewhere
-ASKS_OTHERWISE = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
+HUB_VARIABLES = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
 
 class DamagedFile(ValueError):
@@ -30,20 +30,20 @@ class DamagedFile(ValueError):
         self.reason = reason
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises DamagedFile or OSError where it is no JSON object, or too large."""
-    found = _json(folder / CONFIG, LARGEST_CONFIG)
-    if not isinstance(found, dict):
-        raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(found).__name__))
-    return found
+    content = _read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(content).__name__))
+    return content
 
 
-def shape_of(model: Model) -> Mapping[str, Any]:
+def model_shape(model: Model) -> Mapping[str, Any]:
     """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
     if model.preset:
         return model.architecture
     try:
-        return config_of(Path(model.path or "").expanduser())
+        return read_model_config(Path(model.path or "").expanduser())
     except (OSError, ValueError):  # which is said with what else is wrong with the folder, or by the trainer
         return {}
 
@@ -59,10 +59,10 @@ def folder_refusal(model: Model) -> Reason | None:
     return damage and Code.MODEL_FOLDER_DAMAGED(path=model.path, problem=damage)
 
 
-def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
+def hub_model_refusal(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
     """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
     weights = config.model.path
-    if not weights or _is_folder(weights) or any(map(ASKS_OTHERWISE.match, config.trainer.env)):
+    if not weights or _is_folder(weights) or any(map(HUB_VARIABLES.match, config.trainer.env)):
         return None
     problem = ask(weights)
     return problem and Code.MODEL_NOT_ON_HUB(path=weights, problem=problem)
@@ -79,10 +79,10 @@ def folder_damage(folder: Path) -> Reason | None:
     Weights in other formats than safetensors are not looked at.
     """
     try:
-        config_of(folder)
-        if exists(folder / WHOLE):
-            _names_in(folder / WHOLE)
-        elif exists(folder / INDEX):
+        read_model_config(folder)
+        if exists(folder / SINGLE_FILE):
+            _read_tensor_names(folder / SINGLE_FILE)
+        elif exists(folder / INDEX_FILE):
             _check_index(folder)
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else folder.name
@@ -93,24 +93,28 @@ def folder_damage(folder: Path) -> Reason | None:
 
 
 def _check_index(folder: Path) -> None:
-    index = _json(folder / INDEX, LARGEST_INDEX)
+    index = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise DamagedFile(Code.MODEL_INDEX_INVALID(file=INDEX))
-    held = {name: _names_in(folder / name) for name in sorted(set(places.values()))}
-    lost = next((tensor for tensor, name in places.items() if tensor not in held[name]), None)
-    if lost is not None:
-        raise DamagedFile(Code.MODEL_TENSOR_MISSING(file=places[lost], tensor=lost, index=INDEX))
+        raise DamagedFile(Code.MODEL_INDEX_INVALID(file=INDEX_FILE))
+    tensors_by_file = {name: _read_tensor_names(folder / name) for name in sorted(set(places.values()))}
+    missing_tensor = next(
+        (tensor for tensor, name in places.items() if tensor not in tensors_by_file[name]), None
+    )
+    if missing_tensor is not None:
+        raise DamagedFile(
+            Code.MODEL_TENSOR_MISSING(file=places[missing_tensor], tensor=missing_tensor, index=INDEX_FILE)
+        )
 
 
-def _names_in(path: Path) -> set[str]:
+def _read_tensor_names(path: Path) -> set[str]:
     """The tensors of a safetensors file, whose size has to be what its header says."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, LARGEST_INDEX):
+        if not 2 <= length <= min(size - 8, MAX_INDEX_BYTES):
             raise DamagedFile(Code.MODEL_FILE_TRUNCATED(file=path.name, bytes=size))
-        header = _parsed(file.read(length), path.name)
+        header = _parse_json(file.read(length), path.name)
     try:
         tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         expected = 8 + length + max(tensors.values(), default=0)
@@ -121,11 +125,11 @@ def _names_in(path: Path) -> set[str]:
     return set(tensors)
 
 
-def _json(path: Path, most_bytes: int) -> Any:
-    return _parsed(read_regular(path, most_bytes), path.name)
+def _read_json(path: Path, max_bytes: int) -> Any:
+    return _parse_json(read_regular(path, max_bytes), path.name)
 
 
-def _parsed(content: bytes, name: str) -> Any:
+def _parse_json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ Packages = Mapping[str, str]  # version by name, of those that are installed
 def triton_refusal(packages: Packages | None = None, *, on_gpu: bool) -> Reason | None:
     """Return why `policy.logprobs: {impl: triton}` cannot run with these packages, or this environment's."""
     packages = installed_packages() if packages is None else packages
-    if missing := _without("triton", packages, "policy.logprobs.impl", "triton", "impl: chunked"):
+    if missing := _missing_package("triton", packages, "policy.logprobs.impl", "triton", "impl: chunked"):
         return missing
     return None if on_gpu or os.environ.get("TRITON_INTERPRET") == "1" else Code.TRITON_NEEDS_GPU()
 
@@ -23,15 +23,17 @@ def triton_refusal(packages: Packages | None = None, *, on_gpu: bool) -> Reason 
 def liger_refusal(packages: Packages, *, on_gpu: bool) -> Reason | None:
     if not on_gpu:
         return Code.LIGER_NEEDS_GPU()
-    return _without("liger-kernel", packages, "policy.liger", True, "liger: false")
+    return _missing_package("liger-kernel", packages, "policy.liger", True, "liger: false")
 
 
 def ray_refusal(packages: Packages | None = None) -> Reason | None:
     """Return why a Ray cluster cannot be asked with these packages, or from this environment."""
-    return _without("ray", installed_packages() if packages is None else packages, "launcher.type", "ray")
+    return _missing_package(
+        "ray", installed_packages() if packages is None else packages, "launcher.type", "ray"
+    )
 
 
-def _without(
+def _missing_package(
     package: str, packages: Packages, field: str, got: Any, instead: str | None = None
 ) -> Reason | None:
     if package in packages:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.parts import Export, as_yaml
@@ -21,7 +21,7 @@ ENGINES: dict[str, Any] = {"jobset": jobset, "skypilot": skypilot}
 NEVER = "never launched"
 
 
-def export(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
+def export(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
     """Write the manifests of a plan, and a script that submits them, into a new folder; returns what to say.
 
     Raises LaunchError or RecipeError, with nothing written, where engine or plan leave something open.

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import Meeting
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.command import Rendezvous
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.launch.export.parts import RECIPE, recipe_in
 from abrun.launch.node import FAILED, agent_of
 from abrun.launch.prepare import owned_experiment, warm_start_dir, write_run
@@ -31,7 +31,7 @@ POLL_S = 1.0
 
 def main() -> int:
     experiment_dir, name, node = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    meeting = Meeting(address=sys.argv[4], node=node, grace_s=float(sys.argv[5]))
+    meeting = Rendezvous(address=sys.argv[4], node=node, grace_s=float(sys.argv[5]))
     run = None
     try:
         plan = make_plan(recipe_in(os.environ.get(RECIPE, "")))
@@ -55,7 +55,7 @@ def main() -> int:
     os.execve(command[0], command, env)
 
 
-def run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
+def run_dir(plan: ExperimentPlan, experiment_dir: Path, name: str) -> RunDir:
     """Where a run of the plan lives. Raises LaunchError for a name that it has not."""
     places = {str(run.name): experiment.run_dir(experiment_dir, run.name) for run in plan.runs}
     places |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
@@ -64,7 +64,7 @@ def run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
     return RunDir(places[name])
 
 
-def prepare(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> None:
+def prepare(plan: ExperimentPlan, experiment_dir: Path, name: str, run: RunDir) -> None:
     """Tell the run what to do, and see to it that what it starts from is there."""
     kind, _, key = name.partition("/")
     if kind == WARM_START and key in plan.warm_starts:
@@ -78,7 +78,7 @@ def prepare(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> None:
         raise LaunchError(Code.WARM_START_NOT_MADE(run=name, path=made.path))
 
 
-def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
+def _make_experiment(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """Write the experiment's directory, or find that it holds the same; runs take turns."""
     until = time.monotonic() + WAIT_S
     while True:

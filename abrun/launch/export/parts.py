@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from abrun.errors import RecipeError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import agents_grace_s
 from abrun.launch.slurm.jobs import WARM_START, pairs
 from abrun.processes import MODULE_OPTIONS
@@ -29,7 +29,7 @@ PORT = 29400  # where the first node of a run listens: every run has nodes of it
 class Export:
     """A plan on its way to an engine."""
 
-    plan: Plan
+    plan: ExperimentPlan
     name: str  # of the experiment
     settings: Any  # the Exported of the engine
 

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from abrun.errors import StoreError
-from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agents_grace_s, network
 from abrun.launch.engine import Place
 from abrun.launch.queue import Job
@@ -80,7 +80,7 @@ class GangEngine:
     def __init__(
         self,
         settings: Ray,
-        plan: Plan,
+        plan: ExperimentPlan,
         experiment_dir: Path,
         jobs: Sequence[Job],
         num_jobs: int | None,
@@ -90,7 +90,7 @@ class GangEngine:
         self._jobs = {job.run.path: job for job in jobs}
         self._pairs = {
             run_dir(experiment_dir, run.name): [run_dir(experiment_dir, each.name) for each in pair]
-            for pair in pairs(plan.runs)
+            for pair in group_pairs(plan.runs)
             for run in pair
         }
         self._gangs: list[Gang] = []
@@ -99,7 +99,7 @@ class GangEngine:
         self._looked_s = 0.0
         self._say()
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # what nodes cannot do they say themselves
 
     def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:

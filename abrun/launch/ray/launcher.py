@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import AT_WORK, Cluster
 from abrun.launch.ray import client, record
@@ -38,20 +38,20 @@ class RayCluster(Cluster):
     def is_handed_over(self) -> bool:
         return bool(self._record.get("job"))
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
         reasons = anywhere_refusals(plan)
         if not reasons:
             self._url = client.dashboard(self._settings.address)
         return reasons
 
-    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """What the job would be. After `refusals`."""
         content = self._new_record({}, None, compare=compare)
         job = {"url": content["url"], "entrypoint": self._entrypoint(content), **_environment(content)}
         return {content["job"]: json.dumps(job, indent=2)}
 
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit the job; returns its id."""
         before = record.read_job(self._experiment_dir)
         content = self._new_record(before, git, compare=compare)

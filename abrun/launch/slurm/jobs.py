@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from abrun.experiment.plan import PlannedRun, pairs
+from abrun.experiment.plan import PlannedRun, group_pairs
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.run import RunConfig
@@ -66,7 +66,7 @@ class Script:
 def grouped(runs: Sequence[PlannedRun], settings: Slurm, fits: "Mapping[Need, bool]") -> list[Script]:
     """The arms of each seed in one task where `fits` says so, else each run in its own; reruns alone."""
     by_need: dict[Need, list[tuple[str, ...]]] = {}
-    for group in pairs(runs):
+    for group in group_pairs(runs):
         need = need_of([run.config for run in group], settings)
         together = need is not None and fits.get(need, True)
         for part in [group] if together else [[run] for run in group]:

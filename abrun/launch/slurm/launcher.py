@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import AT_WORK, Cluster, LeftInQueueError
 from abrun.launch.queue import Queue
@@ -47,7 +47,7 @@ class SlurmCluster(Cluster):
 
     # --- handing over ---
 
-    def refusals(self, plan: Plan) -> list[Reason]:
+    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
         """Why no machine could run the plan, or Slurm never would; finds whether pairs fit an allocation."""
         reasons = anywhere_refusals(plan)
         time, save_s = self._settings.time, self._settings.save_s
@@ -57,7 +57,7 @@ class SlurmCluster(Cluster):
             reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
         return reasons or self._refused_by_slurm(plan)
 
-    def scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """The text of every script that would be submitted, by name, in order. After `refusals`."""
         texts = {
             script.name: jobs.render(script, self._experiment_dir, self._settings, at_once=self._num_jobs)
@@ -67,7 +67,7 @@ class SlurmCluster(Cluster):
             texts["compare"] = jobs.render_compare(self._experiment_dir, self._settings)
         return texts
 
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit every unfinished run, each after its warm start, and what compares them; returns the jobs.
 
         Raises LaunchError with nothing left in the queue where Slurm refuses one of them.
@@ -119,7 +119,7 @@ class SlurmCluster(Cluster):
             raise
         return submitted
 
-    def _scripts(self, plan: Plan) -> list[Script]:
+    def _scripts(self, plan: ExperimentPlan) -> list[Script]:
         queue = Queue(plan, self._experiment_dir)
         to_run = {job.label for job in queue.jobs if not (job.done or job.shared)}
         warm_starts = []
@@ -132,7 +132,7 @@ class SlurmCluster(Cluster):
         runs = [run for run in plan.runs if str(run.name) in to_run]
         return warm_starts + jobs.grouped(runs, self._settings, self._fits)
 
-    def _refused_by_slurm(self, plan: Plan) -> list[Reason]:
+    def _refused_by_slurm(self, plan: ExperimentPlan) -> list[Reason]:
         container = self._settings.container
         if container:
             try:
@@ -142,7 +142,7 @@ class SlurmCluster(Cluster):
                     return [error.reason]
                 return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
         asked = jobs.cluster_options(self._settings)
-        for group in pairs(plan.runs):
+        for group in group_pairs(plan.runs):
             configs = [run.config for run in group]
             together = jobs.need_of(configs, self._settings)
             if together is None or self._fits.get(together) is False:

@@ -23,7 +23,7 @@ from abrun.processes import progress
 from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
-from abrun.redaction import told
+from abrun.redaction import one_line
 from abrun.rollout.vllm import kept
 
 # Read as vLLM is imported, or as its engine starts.
@@ -65,7 +65,7 @@ class Tail(logging.Handler):
 
 def quoted(lines: Iterable[str]) -> str:
     """The last lines of a log, as part of an error's one line."""
-    return " / ".join(told(line, MOST_OF_A_LINE) for line in lines)
+    return " / ".join(one_line(line, MOST_OF_A_LINE) for line in lines)
 
 
 def _says_not_loaded(line: str) -> bool:
@@ -98,7 +98,7 @@ def failing(doing: str, tail: Tail) -> Iterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    return told(f"{type(error).__name__}: {error}", MOST_OF_AN_ERROR)
+    return one_line(f"{type(error).__name__}: {error}", MOST_OF_AN_ERROR)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from abrun.errors import RecipeError
 from abrun.rl.batch import Sequences
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.train.faults.site import Site, around
 
 MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
@@ -36,7 +36,7 @@ def dropout_on(site: Site) -> None:
     if not found:
         name = type(policy.module.network).__name__
         raise RecipeError(f"injected_fault: got 'dropout_on' with {name}, which has no dropout; drop it")
-    torch.manual_seed(derive(site.setup.seed, "dropout", site.draw))
+    torch.manual_seed(derive_seed(site.setup.seed, "dropout", site.draw))
 
 
 def one_ulp(site: Site) -> None:
@@ -50,7 +50,7 @@ def one_ulp(site: Site) -> None:
     for name, weight in list(state.items()):
         if name.startswith("weights/"):
             generator = torch.Generator().manual_seed(
-                derive(setup.seed, "ulp", site.draw, name, repr(pieces[name].pieces))
+                derive_seed(setup.seed, "ulp", site.draw, name, repr(pieces[name].pieces))
             )
             signs = torch.randint(2, weight.shape, generator=generator).to(weight.device) * 2 - 1
             ulp = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 1 - bits)

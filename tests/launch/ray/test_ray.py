@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import cancel, queued_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
@@ -77,7 +77,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 submit = functools.partial(fakes.submit, launcher="ray")
 
 
-def planned(*settings: str) -> Plan:
+def planned(*settings: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, settings))
 
 

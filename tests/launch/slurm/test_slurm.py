@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch import node, prepare
 from abrun.launch.cluster import cancel, make_cluster, queued_jobs
 from abrun.launch.slurm import allocation, launcher
@@ -58,7 +58,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 submit = functools.partial(fakes.submit, launcher="slurm")
 
 
-def planned(*settings: str) -> Plan:
+def planned(*settings: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, settings))
 
 
