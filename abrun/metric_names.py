@@ -1,7 +1,7 @@
-"""Every metric of abrun, once: what it is called, its unit, how it is combined, and what reads it.
+"""Table of all metrics of abrun: name, unit, how parts are combined, and their roles.
 
-Runs of other trainers have metrics of other names: what is known of those follows from how they end and
-begin. Imports nothing but the standard library.
+Metrics of other trainers have other names; their properties are guessed from prefixes and suffixes. Imports
+only the standard library.
 """
 
 import difflib
@@ -11,10 +11,10 @@ from functools import cache
 from typing import Literal
 
 Algorithm = Literal["grpo", "ppo", "sft", "dpo"]
-Combination = Literal[  # of the global batch's parts into the step's one number
+Combination = Literal[  # how parts of the global batch are combined into a step's value
     "token mean",
     "sequence mean",
-    "document mean",  # each document counts the same, whatever its length
+    "document mean",  # all documents have equal weight, whatever their length
     "pair mean",
     "update mean",  # over the optimizer steps of a step
     "sum",
@@ -25,12 +25,12 @@ Combination = Literal[  # of the global batch's parts into the step's one number
 ]
 Role = Literal[
     "step one",  # compared at the first step, and followed for divergence (abrun.verdict)
-    "guard",  # a limit that every treatment must keep
-    "saving",  # reported as what the treatment costs
-    "curve",  # what a run is followed by in the live view: the first that it has
-    "given",  # follows from recipe and seed: no learning moves it
+    "guard",  # has a limit that every treatment must keep
+    "saving",  # reported as the treatment's cost
+    "curve",  # shown in the live view: the first one that a run has
+    "given",  # determined by recipe and seed; learning does not change it
 ]
-Need = Literal[  # what a recipe has to ask for; see abrun.experiment.plan
+Need = Literal[  # settings that a metric needs; see abrun.experiment.plan
     "metrics basic",
     "metrics full",
     "metrics full of GSPO",
@@ -76,7 +76,7 @@ ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric that abrun's trainer records; `<phase>` in the key stands for the name of any phase."""
+    """Metric recorded by abrun's trainer; `<phase>` in the key stands for any phase."""
 
     key: str
     unit: Unit

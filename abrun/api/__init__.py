@@ -1,8 +1,8 @@
-"""abrun from Python and in notebooks: `launch` and `load` an experiment, `compare` runs.
+"""Python API for scripts and notebooks: `launch` and `load` an experiment, `compare` runs.
 
-Thin objects around what the command line uses: tables are pandas data frames, made when they are asked for,
-and a notebook shows an experiment as the table of its runs and a result as its verdict. Every error that a
-user can mend is an `abrun.errors.AbrunError`, one line.
+Thin objects around the functions of the command line. Tables are pandas data frames, created on demand; a
+notebook shows an experiment as the table of its runs and a result as its verdict. Every error that a user can
+fix is a one-line `abrun.errors.AbrunError`.
 """
 
 import base64
@@ -52,11 +52,11 @@ CLAIM_COLUMNS = [
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of two or more arms: an experiment of abrun's, or runs that any framework logged."""
+    """Runs of two or more arms: an experiment of abrun, or runs logged by any framework."""
 
     contents: "SourceContents" = field(repr=False)
     recorded: "RecordedExperiment" = field(repr=False)
-    exit_code: int = 0  # of its launch: 0 every run finished, 1 one did not, 128 + signal
+    exit_code: int = 0  # of its launch: 0 every run finished, 1 some did not, 128 + signal
 
     @property
     def name(self) -> str:
@@ -64,12 +64,12 @@ class Experiment:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The baseline first."""
+        """Return the arms, the baseline first."""
         return self.recorded.arms
 
     @cached_property
     def runs(self) -> "pandas.DataFrame":
-        """A row a run: arm, seed, rerun, status, last_step, place."""
+        """Return one row per run: arm, seed, rerun, status, last_step, place."""
         rows = [
             {
                 **asdict(run.name),
@@ -83,7 +83,7 @@ class Experiment:
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
-        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
+        """Return one row per recorded value: arm, seed, rerun, step, metric, value."""
         pandas = _import_pandas()
         columns = ["arm", "seed", "rerun", "step", "metric", "value"]
         frames = [
@@ -98,7 +98,7 @@ class Experiment:
         return pandas.concat(frames, ignore_index=True).reindex(columns=columns)
 
     def compare(self, **options: Any) -> "Result":
-        """`abrun.compare` of these runs."""
+        """Compare these runs with `abrun.compare`."""
         return compare(self, **options)
 
     def _repr_html_(self) -> str:
@@ -108,7 +108,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict and what it rests on."""
+    """Verdict of a comparison with its evidence."""
 
     comparison: "Comparison" = field(repr=False)
     experiment: Experiment = field(repr=False)
@@ -116,7 +116,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
+        """Return the verdict's exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
         return self.comparison.exit_code
 
     @property
@@ -125,38 +125,38 @@ class Result:
 
     @property
     def verdict_file(self) -> "VerdictFile":
-        """All that verdict.json holds, as typed records."""
+        """Return the content of verdict.json as typed records."""
         return self.comparison.content
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The same as verdict.json has it."""
+        """Return the content of verdict.json as plain dicts and lists."""
         return self.comparison.as_json()
 
     @cached_property
     def claims(self) -> "pandas.DataFrame":
-        """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
+        """Return one row per claim and arm: levels, paired difference and interval, margin, bound, result."""
         from abrun.verdict.verdict_file import claim_rows
 
         return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":
-        """A row a guard and arm: what it looked at, its result, and why."""
+        """Return one row per guard and arm: metric, result and reason."""
         return _make_frame(records.as_json(self.verdict_file.guards))
 
     @property
     def metrics(self) -> "pandas.DataFrame":
-        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
+        """Return one row per recorded value: arm, seed, rerun, step, metric, value."""
         return self.experiment.metrics
 
     @property
     def report(self) -> Path | None:
-        """report.html, where it was written."""
+        """Return the path of report.html, or None if it was not written."""
         return next((path for path in self.comparison.files if path.suffix == ".html"), None)
 
     def __str__(self) -> str:
-        """What `abrun compare` prints."""
+        """Return the output of `abrun compare`."""
         from abrun.present.terminal import terminal
 
         console = terminal()
@@ -201,13 +201,12 @@ def launch(
     device_memory: str | None = None,
     quiet: bool = False,
 ) -> Experiment:
-    """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
+    """Run every arm and seed of a recipe and wait for the end, like `abrun launch --no-compare`.
 
-    `recipe` is a file, the name of one that ships, or an experiment's folder. `overrides` sets values by
-    their dotted keys, such as `{"steps": 20}`. `until_decided` runs pairs in stages, `max_seeds` at most,
-    and stops once `compare` decides. `device_memory`: of a GPU, such as "80GiB", for what the policy leaves
-    open by `auto`, where it is not this machine's. Raises RecipeError, LaunchError or StoreError before
-    anything has started.
+    `recipe` is a file, a built-in recipe's name, or an experiment's folder. `overrides` sets values by dotted
+    keys, such as `{"steps": 20}`. `until_decided` runs at most `max_seeds` pairs in stages and stops once the
+    verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's `auto` values, by
+    default this machine's. Raises RecipeError, LaunchError or StoreError before anything has started.
     """
     from abrun.api.launching import launch_recipe
     from abrun.experiment.options import LaunchOptions
@@ -238,10 +237,10 @@ def launch(
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:
-    """An experiment by name or path, or runs of any framework: the sources of `abrun compare`.
+    """Load an experiment by name or path, or runs of any framework, like the sources of `abrun compare`.
 
-    `reading`: baseline, pattern, group, aliases, step_column, unpaired, as the options of `abrun compare`.
-    One arm is enough. Raises StoreError or ComparisonError for what cannot be read.
+    `reading`: baseline, pattern, group, aliases, step_column, unpaired, as in the options of `abrun compare`.
+    One arm is enough. Raises StoreError or ComparisonError if a source cannot be read.
     """
     return _make_experiment(_read_contents([str(source) for source in sources], runs_dir, reading))
 
@@ -257,12 +256,12 @@ def compare(
     runs_dir: str | Path = "runs",
     **reading: Any,
 ) -> Result:
-    """Judge whether arms converge the same way; `abrun compare`, whose options these are.
+    """Judge whether arms converge the same way; the options are those of `abrun compare`.
 
     `sources` are those of `load`, or an `Experiment`. `claim`: claims such as
-    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`, in every format
-    that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
-    ComparisonError for what cannot be compared as asked.
+    'train/reward:last 20%:0.05'. The report is written to the experiment's folder or to `output`, in every
+    available format (PNG and SVG need matplotlib); `formats=[]` writes none. Raises StoreError or
+    ComparisonError if the sources cannot be compared as requested.
     """
     from abrun.recipe.claims import parse_claim
     from abrun.report.comparing import compare_contents
@@ -326,7 +325,7 @@ def _import_pandas() -> Any:
 
 
 def _as_html(make_frame: Callable[[], "pandas.DataFrame"]) -> str:
-    """Return a table for a notebook, or the line that says what data frames need."""
+    """Return a table for a notebook, or a message about the package that data frames need."""
     try:
         return make_frame().to_html(index=False)
     except ComparisonError as error:
@@ -334,6 +333,6 @@ def _as_html(make_frame: Callable[[], "pandas.DataFrame"]) -> str:
 
 
 def _embed_picture(path: Path) -> str:
-    """Inside of the page: a notebook is moved without what lies beside it."""
+    """Return an image tag with embedded data, since a notebook may be moved without its files."""
     content = base64.b64encode(path.read_bytes()).decode()
     return f'<img style="max-width:100%" src="data:image/png;base64,{content}">'

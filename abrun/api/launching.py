@@ -1,7 +1,7 @@
-"""A launch from its recipe to its verdict: the command line and `abrun.launch` are two ways to call it.
+"""Launch of a recipe through to its verdict, for both the command line and `abrun.launch`.
 
-It stands above `launch` and `report`, which do not know each other: the values of `auto` are decided first,
-then the runs are made, in stages with `--until-decided`, and then they are compared.
+It combines `launch` and `report`, which do not import each other: it resolves `auto` values, runs the plan
+(in stages with `--until-decided`), and compares the arms.
 """
 
 import signal
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
     from abrun.report.comparing import Comparison
 
-NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
+NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {}"
 
 InterimState = Literal["open", "step one", "decided", "not taken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLaunch:
-    """A plan that leaves nothing open, and what would start its runs: an engine, or else a cluster."""
+    """Plan without `auto` values, and the engine or cluster that would start its runs."""
 
     plan: ExperimentPlan
     experiment_dir: Path
@@ -47,11 +47,11 @@ class PlannedLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How a launch ended: its runs, and their comparison where one was asked for."""
+    """Result of a launch: the outcome of its runs, and their comparison if requested."""
 
     experiment_dir: Path
-    outcome: Outcome | None  # None: its jobs are in the queue of a cluster, which needs no launcher
-    exit_code: int = 0  # 1 where a run did not finish or nothing could be compared, 128 + signal
+    outcome: Outcome | None  # None: detached, with its jobs queued on a cluster
+    exit_code: int = 0  # 1 if a run did not finish or the comparison failed, 128 + signal
     comparison: "Comparison | None" = None  # made here
     compared: str | None = None  # printed by the job that compares, on a cluster
     verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
@@ -65,9 +65,9 @@ def plan_launch(
     dry_run: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> PlannedLaunch:
-    """Decide what a recipe leaves open, and make its plan.
+    """Resolve a recipe's `auto` values and make its plan.
 
-    Raises RecipeError or LaunchError where the options do not fit the recipe, or nothing can be decided.
+    Raises RecipeError or LaunchError if the options do not fit the recipe or `auto` cannot be resolved.
     """
     if options.until_decided or options.max_seeds is not None:
         recipe = _declare_stages(recipe, options)
@@ -90,7 +90,7 @@ def launch_recipe(
     console: "Terminal",
     command: str | None = None,
 ) -> LaunchResult:
-    """Run a recipe, watched on `console`, and compare its arms; the report names the `command`.
+    """Run a recipe with progress on `console` and compare its arms; the report names the `command`.
 
     Raises RecipeError, LaunchError or StoreError before anything has started.
     """
@@ -107,9 +107,9 @@ def launch_recipe(
 
 
 def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
-    """Judge an experiment after a stage; an interim analysis is not taken where some run has not ended.
+    """Judge an experiment after a stage; the interim analysis is not taken while a run has not ended.
 
-    "step one": it is open in every treatment that is undecided.
+    "step one": the step-one check is inconclusive in every undecided treatment.
     """
     from abrun.recorded.stored import load_experiment
     from abrun.verdict.decide import judge
@@ -145,7 +145,7 @@ def _run(
     console: "Terminal",
     only: Collection[RunName] | None = None,
 ) -> Outcome | None:
-    """Have runs made, in view; None where they are left in a queue. `only`: of a stage."""
+    """Run the plan with live progress; return None if detached. `only`: the runs of a stage."""
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
         raise LaunchError(Code.DETACH_NEEDS_QUEUE())
@@ -155,9 +155,7 @@ def _run(
         else:
             assert planned.cluster
             submitted = hand_over(plan, options, cluster=planned.cluster, observer=view)
-            view.say(
-                f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}"
-            )
+            view.say(f"queued: {', '.join(submitted)}; follow them with: abrun watch {experiment_dir}")
             if options.detach:
                 return None
             outcome = wait_for(plan, experiment_dir, planned.cluster, view)
@@ -165,7 +163,7 @@ def _run(
 
 
 def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Terminal") -> Outcome | None:
-    """Run the pairs up to each interim analysis, and judge, while more can decide."""
+    """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:
         stages.refuse_other_interim(recipe, planned.experiment_dir)
@@ -176,14 +174,14 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
             break
         try:
             state = interim_state(planned.experiment_dir, num_pairs)
-        except AbrunError:  # told by the comparison that follows
+        except AbrunError:  # the comparison that follows reports it
             break
         except KeyboardInterrupt:
             return replace(outcome, stopped_by=signal.SIGINT)
         if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
             break
         if state == "step one":
-            cause = "step one is open, which more seeds do not settle: see what would, below"
+            cause = "the step-one check is inconclusive, and more seeds do not help: see below for the fix"
             console.say(f"After {num_pairs} pairs: {cause}.")
             break
         console.say(f"After {num_pairs} pairs: not decided yet.")
@@ -191,7 +189,7 @@ def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Ter
 
 
 def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:
-    """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
+    """Compare the arms; Ctrl-C during this stops the launch, as between stages."""
     try:
         from abrun.recorded.sources import Reading
         from abrun.report.comparing import compare_sources
@@ -206,7 +204,7 @@ def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult
 
 
 def _add_job_verdict(launched: LaunchResult, compared: str) -> LaunchResult:
-    """What the job of a cluster that compares has printed, and its verdict."""
+    """Add the output and the verdict of the cluster's comparison job."""
     from abrun.report.comparing import read_last_verdict
     from abrun.verdict.decide import EXIT_CODES
 

@@ -137,9 +137,9 @@ ReportFolder = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="Folder of the report. Default for an experiment: <experiment>/report, or report-post-hoc-HASH if "
-        "the comparison was not declared; for other runs: <name>-report, or <name>-report-HASH if that is taken "
-        "by another comparison.",
+        help="Folder of the report. Default for an experiment: <experiment>/report, or report-post-hoc-HASH "
+        "if the comparison was not declared; for other runs: <name>-report, or <name>-report-HASH if that "
+        "is taken by another comparison.",
     ),
 ]
 Formats = Annotated[
@@ -164,8 +164,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any 
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's). Used to resolve `auto` "
-        "in the policy and to predict OOM in --dry-run."
+        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's). Used to resolve "
+        "`auto` in the policy and to predict OOM in --dry-run."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the experiment's unfinished runs.")]

@@ -263,8 +263,8 @@ def _dry_run(
 ) -> int:
     """Show what a launch would do, and return the exit code.
 
-    The code is 2 if no machine could run the plan or the scheduler would refuse it. Raises StoreError if there
-    is nothing to resume.
+    The code is 2 if no machine could run the plan or the scheduler would refuse it. Raises StoreError if
+    there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
     from abrun.launch.preview import feasibility, preview, preview_json, preview_of_jobs

@@ -138,8 +138,8 @@ ChainOnly = Annotated[
     bool,
     typer.Option(
         "--chain-alone",
-        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of that sum "
-        "and a direct comparison with these runs, at half the level each.",
+        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of that "
+        "sum and a direct comparison with these runs, at half the level each.",
     ),
 ]
 
@@ -164,8 +164,8 @@ def freeze(
 ) -> None:
     """Freeze an arm's runs as a reference: a small file with which later runs are compared.
 
-    It stores the experiment's declared claims, by which later runs are judged; for runs without declared claims,
-    pass --claim.
+    It stores the experiment's declared claims, by which later runs are judged; for runs without declared
+    claims, pass --claim.
 
     Examples:
         abrun freeze quickstart --output quickstart.json
@@ -259,8 +259,8 @@ def ledger(
         typer.Option(
             min=1,
             max=1_000_000,
-            help="With --add: number of changes evaluated since the last entry, including this one (for multiplicity "
-            "correction).",
+            help="With --add: number of changes evaluated since the last entry, including this one (for "
+            "multiplicity correction).",
         ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),

@@ -65,7 +65,7 @@ MASTER_DTYPES = ("float32", "bfloat16")
 MasterDtype = Annotated[
     str | None,
     typer.Option(
-        help="With --predict: dtype of weights, gradients and AdamW moments: float32 (as in abrun's trainer) or "
+        help="With --predict: dtype of weights, gradients and AdamW moments: float32 (abrun's trainer) or "
         "bfloat16 (trainers that load the model in bfloat16)."
     ),
 ]

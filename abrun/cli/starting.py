@@ -39,8 +39,8 @@ def init(
 ) -> None:
     """Create a starter recipe with its editor schema and any other files it needs.
 
-    Asks interactively for values not given by options: the kind of comparison, a name, and the model, trainer or
-    recipe.
+    Asks interactively for values not given by options: the kind of comparison, a name, and the model,
+    trainer or recipe.
 
     Examples:
         abrun init

@@ -1,4 +1,4 @@
-"""From a recipe to the runs it asks for: which, in which order, and what exactly differs between the arms."""
+"""Plan of an experiment: its runs, their order, and the exact differences between arms."""
 
 import hashlib
 import json
@@ -33,34 +33,34 @@ MAX_RUNS = 100_000  # each is a folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run to launch."""
+    """Run to launch."""
 
     name: RunName
     config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
-    is_control: bool = False  # compared with its baseline, and no verdict is about it
+    is_control: bool = False  # compared with its baseline, but without a verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentPlan:
-    """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
+    """Runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
     recipe: ExperimentDeclaration
     runs: tuple[PlannedRun, ...]
-    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
+    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that creates shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
-    # dotted key -> what was decided of what the recipe left open, and why; see abrun.launch.auto
+    # dotted key -> the value chosen for `auto`, and why; see abrun.launch.auto
     decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def runs_of_first_seeds(self, num_seeds: int) -> set[RunName]:
-        """The runs of its first seeds: all arms of them, reruns and controls."""
+        """Return the runs of the first seeds, including all arms, reruns and controls."""
         seeds = self.recipe.seeds[:num_seeds]
         return {run.name for run in self.runs if run.name.seed in seeds}
 
 
 def describe_decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for what was decided together, of `Plan.decided`."""
+    """Return a line for each group of `auto` keys that were decided together."""
     keys: dict[str, list[str]] = {}
     for key, decision in decided.items():
         keys.setdefault(decision["why"], []).append(key)
@@ -68,7 +68,7 @@ def describe_decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def group_pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """The runs that are compared seed by seed, then each rerun and control alone: in launch order."""
+    """Group the runs that are compared by seed; each rerun and control is a group of its own."""
     groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
     for run in runs:
         unpaired_arm = run.name.arm if run.name.rerun or run.is_control else ""
@@ -77,9 +77,9 @@ def group_pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 
 def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
-    """The plan of a recipe.
+    """Make the plan of a recipe.
 
-    Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
+    Raises RecipeError if an arm does not differ from the baseline or a claim could not be judged.
     """
     controls = recipe.controls
     num_arms = len(recipe.arms) + len(controls.faults)
@@ -89,7 +89,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
             Code.NOT_ALLOWED(
                 field=recipe.name,
                 got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
-                allowed=f"at most {MAX_RUNS} an experiment: leave some out, or make it several",
+                allowed=f"at most {MAX_RUNS} per experiment; remove some, or split the experiment",
             )
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
@@ -111,7 +111,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
             shared = _make_warm_start_config(configs[BASELINE], config)
-            # How long it may take does not make another one
+            # Its time limits do not make it a different warm start
             key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
@@ -132,7 +132,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
 
 
 def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
-    """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
+    """Make a plan of a recipe with `auto` values, for uses that do not depend on the launch's choices."""
     try:
         return make_plan(recipe.with_auto_values())
     except RecipeError:
@@ -145,7 +145,7 @@ def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
 
 
 def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
-    """In launch order: pair by pair with their reruns, then the controls seed by seed."""
+    """Return run names in launch order: pair by pair with their reruns, then the controls seed by seed."""
     treatments = [arm for arm in recipe.arms if arm != BASELINE]
     names = [
         RunName(arm=arm, seed=seed, rerun=rerun)
@@ -165,19 +165,19 @@ def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
 
 
 def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
-    """Refuse what would be found after all runs: a metric that none records, a window past the last step.
+    """Raise RecipeError for claims that cannot be judged: unrecorded metrics, windows past the last step.
 
-    Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
+    The metrics of an external trainer are unknown in advance, except that weights are never among them.
     """
     tolerance = recipe.compare.step_one_tolerance
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
-        reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
+        reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which uses none"
         raise RecipeError(
             Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=reason_text)
         )
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
-    default_finite = Guards().finite  # not all of which every algorithm records
+    default_finite = Guards().finite  # not every algorithm records all of them
     required_metrics = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
     required_metrics += [
         ("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in default_finite
@@ -194,7 +194,10 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
             if not problem and isinstance(config, OwnRunConfig):
                 field, problem = "metric", _metric_problem(claim.metric, config)
             elif not problem and claim.metric == FINAL_WEIGHTS:
-                field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
+                field, problem = (
+                    "metric",
+                    "got 'final_weights' for a command, whose weights abrun cannot read",
+                )
             if problem:
                 raise RecipeError(
                     Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
@@ -202,14 +205,14 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
 
 
 def _window_problem(window: str, num_steps: int) -> str | None:
-    """Why a claim's window cannot be read on runs of `num_steps` steps; None: it can."""
+    """Return why a claim's window does not fit runs of `num_steps` steps; None if it does."""
     if not window.startswith("steps") or int(window.split("-")[1]) <= num_steps:
         return None
-    return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
+    return f"got {window!r}, but the runs end at step {num_steps}; use an earlier window, or 'last 20%'"
 
 
 def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
-    """Why a run of our own trainer does not record a metric; None: it does."""
+    """Return why a run of abrun's trainer does not record a metric; None if it does."""
     if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
         return None
     if problem := unknown_metric(metric, config.algorithm.type):
@@ -221,7 +224,7 @@ def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
 
 
 def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
-    """What a run lacks of what a metric needs, and how it gets it; None: nothing."""
+    """Return a metric's need that the run does not meet, with the fix; None if it meets all."""
     settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
     level = settings.metrics if settings else "basic"
     penalised = settings is not None and settings.kl_coefficient > 0
@@ -237,7 +240,7 @@ def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
         ),
         "an overlong punishment": (
             settings is None or settings.overlong_punishment is None,
-            "runs without it; set algorithm.overlong_punishment",
+            "runs without an overlong punishment; set algorithm.overlong_punishment",
         ),
         "a KL penalty": (not penalised, "runs without a KL penalty; set algorithm.kl_coefficient"),
         "a KL penalty in the reward": (
@@ -246,7 +249,7 @@ def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
         ),
         "dynamic sampling": (
             getattr(settings, "dynamic_sampling", None) is None,
-            "runs without it; set algorithm.dynamic_sampling",
+            "runs without dynamic sampling; set algorithm.dynamic_sampling",
         ),
         "experts": (
             config.model.preset is not None and config.model.preset not in EXPERTS_BY_PRESET,
@@ -262,23 +265,23 @@ def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
         "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
     }
     if need in VALIDATION_NEEDS and config.validation is None:
-        return "runs that do not validate; set validation.every"
+        return "runs without validation; set validation.every"
     is_unmet, problem = needs.get(need or "", (False, ""))
     return problem if is_unmet else None
 
 
 def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Every dotted key whose resolved value differs, with both values."""
+    """Return every dotted key whose resolved value differs, with both values."""
     return _diff_flat_configs(_flatten_config(base), _flatten_config(changed))
 
 
 def _flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Every dotted key of a configuration with its value."""
+    """Return the configuration by dotted keys."""
     return dotted(config.model_dump(mode="json"))
 
 
 def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, without defaults that only one of two types of a section has."""
+    """Return keys whose values differ, except defaults that only one of two section types has."""
     implied: dict[str, Any] = {}
     for key in TYPES:
         tags = [side.get(f"{key}.type") for side in (base, changed)]
@@ -294,26 +297,26 @@ def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[st
 
 
 def compare_hash(compare: Compare) -> str:
-    """Identifies the declared comparison, so that a later change can be called post hoc.
+    """Return a hash of the declared comparison, by which a later change is recognised as post hoc.
 
-    Defaults are left out: a field that abrun gains does not change what was declared before.
+    Defaults are excluded, so a new field in abrun does not change the hash of older declarations.
     """
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
 def _reruns_of_seed(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:
-    """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
+    """Return how many of a control's reruns the seed at `index` gets; reruns are dealt out round-robin."""
     rounds, remainder = divmod(num_reruns, len(recipe.seeds))
     return rounds + (index < remainder)
 
 
 def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
-    """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
+    """Return the supervised run for an arm's initial weights, in the baseline's stack so arms share it."""
     warm_start, validation = config.warm_start, config.validation
     assert warm_start is not None
-    if not isinstance(baseline, OwnRunConfig):  # a foreign trainer's, which has none to share
+    if not isinstance(baseline, OwnRunConfig):  # an external trainer has no warm start to share
         baseline = config
-    # The schedule is the runs': it ends with their last step, and its floor may be above this learning rate.
+    # The runs' schedule ends at their last step, and its minimum may exceed this learning rate.
     optimizer = baseline.policy.optimizer.model_copy(
         update={
             "learning_rate": warm_start.learning_rate,
@@ -327,7 +330,7 @@ def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRun
             "model": config.model,
             "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
             "task": config.task,
-            # At its start and its end alone: how often the runs validate does not make another warm start.
+            # Only at its start and end, so that the runs' validation interval does not change the warm start.
             "validation": validation and validation.model_copy(update={"every": warm_start.steps}),
             "warm_start": None,
             "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True, "start_from": None}),

@@ -25,7 +25,7 @@ Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metri
 
 
 class Claim(Section):
-    """Declared claim on `metric` over `window`: arms agree within `margin`, keep a limit, or are bit-identical.
+    """Claim on `metric` over `window`: arms agree within `margin`, keep a limit, or are bit-identical.
 
     `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: standard deviations over seeds
     of the baseline, or of `Compare.reference` if set; or `"5%"` of the baseline's level in the window; or
@@ -98,8 +98,8 @@ class Claim(Section):
             )
         if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
             raise FieldError(
-                f"got {claim_kinds[0]}: {getattr(self, claim_kinds[0])} for {FINAL_WEIGHTS}; allowed: "
-                "exact: true, or below: a distance above 0, in units of how far the baseline moved, such as 0.05"
+                f"got {claim_kinds[0]}: {getattr(self, claim_kinds[0])} for {FINAL_WEIGHTS}; "
+                "allowed: exact: true, or below: a distance above 0, in units of how far the baseline moved, such as 0.05"
             )
         if self.metric == MEMORY_PEAK and claim_kinds[0] not in ("below", "above"):
             raise FieldError(

@@ -1,4 +1,4 @@
-"""Every check of a plan before its runs start: what a run needs, and why it is not here; found without torch.
+"""All checks of a plan against a machine before its runs start; needs no torch.
 
 `abrun launch`, its dry run, cluster launchers and the nodes of their jobs go through CHECKS, in this order.
 """
@@ -35,16 +35,16 @@ TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatr
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A need of runs of a kind. `find` yields why a machine does not meet it for one of them."""
+    """Check of runs of one kind; `find` yields reasons why a machine cannot run one of them."""
 
     runs: type[RunConfig]
     find: Callable[[Any, Machine], Iterable[Reason]]
-    # What has to change: the recipe (a login node can tell, too), a file that it names, or the machine.
+    # What has to change: the recipe (also checked on a login node), a file that it names, or the machine.
     cause: Literal["recipe", "file", "machine"] = "machine"
 
 
 def _find_model_misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Yield why no machine can train a model as the recipe says, as far as its configuration shows."""
+    """Yield why no machine can train the model with these settings, judging by its configuration."""
     backend, shape = config.policy.backend, model_shape(config.model)
     if obstacle := family_refusal(shape):
         yield Code.MODEL_FAMILY_NOT_TRAINED(path=config.model.path, obstacle=obstacle)
@@ -60,7 +60,7 @@ def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[R
 
 
 def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
-    """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
+    """Yield a reason if the command is not found; arm and seed do not change where it is searched."""
     filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
@@ -73,7 +73,7 @@ def _find_missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[Rea
 
 
 def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
-    """Values of the recipe whose package, version or device the machine lacks."""
+    """Yield settings whose package, version or device the machine lacks."""
     on_gpu = config.cluster.gpus_per_node > 0
     for (field, value), refusal in SETTINGS.items():
         if field.startswith("launcher.") or attrgetter(field)(config) != value:
@@ -100,7 +100,7 @@ def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[
 
 
 def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Files of task and validation that runs would refuse; of long ones, as far as their first lines tell."""
+    """Yield errors in the files of task and validation; of long files only the first lines are checked."""
     from abrun.tasks.problems import check_problems
 
     task, validation = config.task, config.validation
@@ -123,7 +123,7 @@ def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
 
 
 def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """A user's module that is not where the trainer looks for it; importing it is the trainer's."""
+    """Yield a reason if a verifier's module is not on the trainer's path; only the trainer imports it."""
     verifier = getattr(config.task, "verifier", None)
     package = (verifier or "").partition(":")[0].partition(".")[0]
     if not verifier or package in sys.builtin_module_names:
@@ -149,7 +149,7 @@ def _find_bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
 
 
 def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises StoreError for a file that is not there or was cut off; checksums are the trainer's to read."""
+    """Raise StoreError for a missing or truncated file; the trainer verifies the checksums."""
     for name, recorded in files.items():
         try:
             size = (path / name).stat().st_size
@@ -190,7 +190,7 @@ CODES_OF_OTHER_MACHINES = frozenset({Code.PROBLEMS_UNREADABLE})  # files that an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem:
-    """Why arms of a plan cannot run on a machine."""
+    """Problem that prevents arms of a plan from running on a machine."""
 
     reason: Reason
     is_final: bool  # another machine would not help

@@ -1,4 +1,4 @@
-"""What this machine and this environment can run, and for all else why not; found without importing it.
+"""Diagnosis of this machine and environment: what it can run, and why not otherwise; imports none of it."""
 
 What the recipes refuse in a launch is refused here in the same words. Only packages whose import is quick are
 imported, each in a process of its own: a broken one is a line, not a traceback.
@@ -57,11 +57,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorItem:
-    """A backend, an engine, ... by the name that recipes give it."""
+    """Backend, engine or other component, by its name in recipes."""
 
     kind: str
     name: str
-    refusal: Reason | None  # why it is not usable here, and what to do; None: it is
+    refusal: Reason | None  # why it is unusable here, and the fix; None: it is usable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +69,23 @@ class Diagnosis:
     python: str
     processor: str
     cores: int
-    gpus: tuple[Gpu, ...]  # that nvidia-smi lists
+    gpus: tuple[Gpu, ...]  # as listed by nvidia-smi
     versions: Mapping[str, str | None]  # None: not installed
     parts: tuple[DoctorItem, ...]
-    warnings: tuple[Reason, ...]  # of packages in a version that was not tested
+    warnings: tuple[Reason, ...]  # about untested package versions
 
     def as_json(self) -> str:
         return json.dumps(as_json(self), indent=2)
 
     def render(self) -> RenderableType:
-        """For a terminal."""
+        """Return the diagnosis for a terminal."""
         machine = [("CPU", f"{self.processor}, {self.cores} usable cores")]
         for gpu in self.gpus:
             memory = f"{float(gpu.memory_mib) / 1024:.0f} GiB" if gpu.memory_mib.isdigit() else gpu.memory_mib
             capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
             machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
         machine += [] if self.gpus else [("GPU", "none")]
-        machine += [("python", self.python), *((name, one or "-") for name, one in self.versions.items())]
+        machine += [("python", self.python), *((name, version or "-") for name, version in self.versions.items())]
         usable, unusable = Text("usable", "green"), Text("no", "red")
         rows = [
             (part.kind, part.name, unusable, Text(sentence(part.refusal)))
@@ -93,14 +93,14 @@ class Diagnosis:
             else (part.kind, part.name, usable, "")
             for part in self.parts
         ]
-        parts = Table(columns("what", "name", "", "why not, and what to do", fold=True), rows)
+        parts = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
         return Group(
             Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
         )
 
 
 def diagnose() -> Diagnosis:
-    """Takes as long as importing torch does; never raises for what is broken."""
+    """Diagnose this machine; takes as long as importing torch, and never raises for broken packages."""
     with ThreadPoolExecutor() as threads:
         gpus = threads.submit(_run_nvidia_smi)
         imported = dict(zip(PROBES, threads.map(try_import, PROBES), strict=True))

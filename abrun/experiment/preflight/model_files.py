@@ -1,4 +1,4 @@
-"""What is wrong with a run's model, as far as files and the hub say without the tensors in them."""
+"""Checks of a run's model by its files' headers and the hub, without reading tensors."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.regular_files import exists, is_directory, open_regular, read_regular
 
 MAX_CONFIG_BYTES = 2**24  # bytes of a model's config.json
-# Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
+# Bytes of an index or a file header; the format's own limit for headers is lower.
 MAX_INDEX_BYTES = 2**27
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# Variables by which a run looks for a hub and what was fetched from it elsewhere
+# Variables that change a run's hub or cache location
 HUB_VARIABLES = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
 
 class DamagedFile(ValueError):
-    """A file of a model that cannot be read as what it should be."""
+    """Error of a model file that is damaged or has the wrong format."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class DamagedFile(ValueError):
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises DamagedFile or OSError where it is no JSON object, or too large."""
+    """Return the content of config.json. Raises DamagedFile or OSError if too large or not an object."""
     content = _read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(content).__name__))
@@ -39,7 +39,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def model_shape(model: Model) -> Mapping[str, Any]:
-    """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
+    """Return the configuration of a preset or a folder; empty for a hub model."""
     if model.preset:
         return model.architecture
     try:
@@ -49,7 +49,7 @@ def model_shape(model: Model) -> Mapping[str, Any]:
 
 
 def folder_refusal(model: Model) -> Reason | None:
-    """Return why the model of a folder cannot load; None if it can, or is no folder's."""
+    """Return why the model of a folder cannot load; None if it can, or is not in a folder."""
     if not model.path or not _is_folder(model.path):
         return None
     folder = Path(model.path).expanduser()
@@ -60,7 +60,7 @@ def folder_refusal(model: Model) -> Reason | None:
 
 
 def hub_model_refusal(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
-    """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
+    """Return why a hub model is unavailable; None if it is, or if the run's env changes the hub access."""
     weights = config.model.path
     if not weights or _is_folder(weights) or any(map(HUB_VARIABLES.match, config.trainer.env)):
         return None
@@ -69,14 +69,14 @@ def hub_model_refusal(config: OwnRunConfig, ask: Callable[[str], Reason | None])
 
 
 def _is_folder(weights: str) -> bool:
-    """Where no such folder is here, NAME and OWNER/NAME are a hub's."""
+    """Return whether a path is a folder; NAME and OWNER/NAME are hub names unless such a folder exists."""
     return weights[0] in "/.~" or weights.count("/") > 1 or is_directory(Path(weights))
 
 
 def folder_damage(folder: Path) -> Reason | None:
-    """Return why the model in a folder cannot load; None where its files look whole.
+    """Return why the model in a folder cannot load; None if its files look complete.
 
-    Weights in other formats than safetensors are not looked at.
+    Weights in formats other than safetensors are not checked.
     """
     try:
         read_model_config(folder)
@@ -108,7 +108,7 @@ def _check_index(folder: Path) -> None:
 
 
 def _read_tensor_names(path: Path) -> set[str]:
-    """The tensors of a safetensors file, whose size has to be what its header says."""
+    """Return a safetensors file's tensor names. Raises DamagedFile unless its size matches the header."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")

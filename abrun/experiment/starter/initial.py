@@ -1,4 +1,4 @@
-"""`abrun init`: the files that one begins with, from three answers."""
+"""Starter files of `abrun init`, created from three answers."""
 
 import json
 import re
@@ -20,7 +20,7 @@ KINDS = {
 }
 SCHEMA = "recipe.schema.json"
 TEMPLATES = Path(__file__).parent / "templates"
-OTHER_TRAINER = "other"  # a trainer without a template of its own
+OTHER_TRAINER = "other"  # a trainer without its own template
 LAPTOP_VALUES = {
     "task": "{type: arithmetic, max_operand: 3}   # or word_problems; or gsm8k or jsonl, with a path",
     "warm_start": "warm_start: {steps: 45}          # supervised, shared by all arms and seeds\n",
@@ -28,7 +28,7 @@ LAPTOP_VALUES = {
     "max_new_tokens": 6,
     "steps": 60,
     "gpus": 0,
-    # 32 of the tiny vocabulary: by default one chunk would hold it all, and the arms be equal bit for bit
+    # Chunks of 32: a single default chunk holds the whole tiny vocabulary, so arms would be bit-identical
     "treatment": "policy.logprobs.impl: chunked, policy.logprobs.chunk_size: 32",
     "margin": 0.05,
 }
@@ -46,7 +46,7 @@ GPU_VALUES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The last of the three, which depends on the first."""
+    """Last of the three questions, which depends on the kind."""
 
     option: str
     text: str
@@ -64,28 +64,28 @@ KIND_QUESTIONS = {
     ),
     "regression": Question(
         option="--recipe",
-        text="Recipe to train on every pull request (a file; or quickstart-regression, which ships)",
+        text="Recipe to train on every pull request (a file, or the built-in quickstart-regression)",
         default="quickstart-regression",
     ),
 }
 
 
 def kind_question(kind: str) -> Question:
-    """Raises RecipeError where there is no such kind."""
+    """Return the last question for a kind. Raises RecipeError for an unknown kind."""
     if kind not in KIND_QUESTIONS:
         raise RecipeError(Code.NOT_ALLOWED(field="--kind", got=repr(kind), allowed=[*KINDS]))
     return KIND_QUESTIONS[kind]
 
 
 def check_name(name: str) -> str:
-    """Raises RecipeError where no file can be called so."""
+    """Return the name. Raises RecipeError if it cannot be a file name."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
     return name
 
 
 def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
-    """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
+    """Return the contents of the starter files by relative path. Raises RecipeError for a bad answer."""
     check_name(name)
     files = {"recipe": _recipe_files, "external": _external_files, "regression": _regression_files}[kind](
         name, answer
@@ -94,7 +94,7 @@ def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
 
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
-    """Write them, none of them over a file that is there. Raises RecipeError, with nothing written."""
+    """Write the files. Raises RecipeError, with nothing written, if one exists with other content."""
     conflicts = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if conflicts:
         raise RecipeError(Code.FILE_EXISTS(path=into / conflicts[0]))
@@ -105,7 +105,7 @@ def write_files(files: dict[str, str], into: Path) -> list[Path]:
 
 
 def next_commands(kind: str, name: str) -> list[str]:
-    """What to type next, in order."""
+    """Return the next commands to run, in order."""
     if kind == "regression":
         return ["git add -A && git commit && git push", f"abrun launch {name}.yaml"]
     return [f"abrun launch {name}.yaml --dry-run", f"abrun launch {name}.yaml"]
@@ -152,13 +152,13 @@ def _regression_files(name: str, recipe: str) -> dict[str, str]:
 
 
 def _action_path() -> Path:
-    """The composite action: of the checkout, or its copy inside the installed package."""
+    """Return the composite action's path in the checkout or the installed package."""
     installed = PACKAGE / "shipped" / "action.yml"
     return installed if is_file(installed) else PACKAGE.parent / ".github/actions/regression/action.yml"
 
 
 def _script_names(text: str) -> list[str]:
-    """The files of its own folder that a recipe names."""
+    """Return the files of its own folder that a recipe names."""
     return re.findall(r"\{recipe_dir\}/([\w.-]+)", text)
 
 
@@ -167,7 +167,7 @@ def _set_recipe_name(text: str, name: str) -> str:
 
 
 def _add_schema_line(text: str) -> str:
-    """With the line by which an editor finds the schema."""
+    """Return the text with the line that tells editors the schema."""
     return f"# yaml-language-server: $schema={SCHEMA}\n{text}"
 
 

@@ -1,4 +1,4 @@
-"""What an editor knows of a recipe: its JSON schema, with the comments that stand beside the fields."""
+"""JSON schema of recipes for editors, with the comments of the fields as descriptions."""
 
 import ast
 import functools
@@ -21,10 +21,10 @@ DEFAULTS = {
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe's file, in which nothing is required: it may inherit any part of itself.
+    """Return the JSON schema of a recipe's file; nothing is required, since a file may inherit any part.
 
-    A recipe whose `trainer.type` is `command` is one of another trainer. What values cannot be combined with
-    each other is for `abrun launch --dry-run` to say.
+    If `trainer.type` is `command`, the schema is that of external trainers. Invalid combinations of values
+    are reported only by `abrun launch --dry-run`.
     """
     definitions: dict[str, Any] = {}
     roots = []
@@ -53,7 +53,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _relax_schema(schema: Any) -> Any:
-    """Without what only a whole recipe has to have; a part without its `type` may be of any of the types."""
+    """Return the schema without required keys; a section without its `type` may have any of the types."""
     if isinstance(schema, list):
         return [_relax_schema(child) for child in schema]
     if not isinstance(schema, dict):
@@ -71,14 +71,14 @@ def _all_subsections(model: type[Section]) -> list[type[Section]]:
 
 
 def field_comment(model: type[Section], name: str) -> str:
-    """What stands in the code above and beside a field of a section."""
+    """Return the comments above and beside a section's field in the code."""
     owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
     return _field_comments(owner).get(name, "")
 
 
 @functools.cache
 def _field_comments(model: type[Section]) -> dict[str, str]:
-    """The comments above and beside the fields that a class itself declares."""
+    """Return the comments of all fields that a class itself declares."""
     source = textwrap.dedent(inspect.getsource(model))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comment_tokens = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}

@@ -1,4 +1,4 @@
-"""The recipes that ship with abrun, by name, wherever it is installed; and what each takes to run."""
+"""Built-in recipes by name, and the cost of running each."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ RECIPE_GROUPS = ("laptop", "GPUs", "another trainer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedRecipe:
-    """One recipe that ships, and what a launch of it takes."""
+    """Built-in recipe and the cost of launching it."""
 
     name: str
     path: str
@@ -30,31 +30,31 @@ class ShippedRecipe:
     nodes: int  # of each run
     devices: int  # of each node
     device: Literal["GPU", "CPU core"]
-    completions: int | None  # sampled by all runs; None: it samples none, or another trainer does
+    completions: int | None  # sampled by all runs; None: no sampling, or by another trainer
 
     @property
     def cost(self) -> str:
-        """`9 runs x 60 steps, 1 CPU core each`."""
+        """Return the cost as text: `9 runs x 60 steps, 1 CPU core each`."""
         devices = f"{self.devices} {self.device}{'s' * (self.devices > 1)}"
         devices_of_run = devices if self.nodes == 1 else f"{self.nodes} nodes x {devices}"
         return f"{self.runs} run{'s' * (self.runs > 1)} x {self.steps} steps, {devices_of_run} each"
 
 
 def recipes_folder() -> Path:
-    """`recipes/` of the checkout, or its copy inside the installed package."""
+    """Return `recipes/` in the checkout, or its copy in the installed package."""
     installed = PACKAGE / "shipped"
     return installed if is_directory(installed) else PACKAGE.parent / "recipes"
 
 
 def recipe_files() -> dict[str, Path]:
-    """Every recipe that ships, by the name that it is launched by."""
+    """Return the files of all built-in recipes by name."""
     return {path.stem: path for path in sorted(recipes_folder().rglob("*.yaml"))}
 
 
 def find_recipe(path: Path) -> Path:
-    """The recipe that a command line names: a file, or else one that ships, by its name.
+    """Return the path of a recipe: a file, or a built-in recipe by name.
 
-    Raises RecipeError, with the nearest name, where it is neither.
+    Raises RecipeError, with the closest name, if it is neither.
     """
     name, shipped = str(path), recipe_files()
     if name in shipped and not is_file(path):
@@ -63,12 +63,12 @@ def find_recipe(path: Path) -> Path:
         return path
     local_file = [f"{name}.yaml"] * is_file(Path(f"{name}.yaml"))
     close = local_file or difflib.get_close_matches(name, shipped, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "abrun recipes lists those that ship"
+    hint = f"did you mean {close[0]!r}?" if close else "run abrun recipes for the built-in ones"
     raise RecipeError(Code.NO_SUCH_RECIPE(got=name, hint=hint))
 
 
 def list_shipped_recipes() -> list[ShippedRecipe]:
-    """Those for a laptop first, then those for GPUs, then those of other trainers."""
+    """Return built-in recipes: for a laptop first, then for GPUs, then for other trainers."""
     recipes = [_load_shipped_recipe(path) for path in recipe_files().values()]
     return sorted(
         recipes,
@@ -101,7 +101,7 @@ def _load_shipped_recipe(path: Path) -> ShippedRecipe:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of a recipe's leading comment."""
     comment = re.match(r"(?:#.*\n)+", text)
     prose = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
     return re.split(r"(?<=[.?])\s+(?=[A-Z`])", prose)[0].rstrip(".")
