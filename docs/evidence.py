@@ -33,7 +33,7 @@ from abrun.report.write import claim_cells, claim_columns
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.verdict.divergence import Divergence
-from abrun.verdict.verdict_file import VerdictFile, as_json, of_arm, read_verdict_file, verdict_file_of
+from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file, read_verdict_file, select_arm
 
 ROOT = Path(__file__).parents[1]
 RECIPES, PAGES, INDEX, SITE = "recipes/evidence", "docs/evidence", "docs/evidence.md", ".mkdocs.yml"
@@ -93,14 +93,14 @@ def _verdict(path: Path) -> VerdictFile:
     text = json.dumps(content)
     for number, host in enumerate(sorted(hosts), 1):
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", f"host-{number}", text)
-    return verdict_file_of(json.loads(text), path)
+    return parse_verdict_file(json.loads(text), path)
 
 
 def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
     """As if there were no other treatment."""
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
     alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)
-    found = next_steps(alone, of_arm(content, arm), command)
+    found = next_steps(alone, select_arm(content, arm), command)
     return [one.as_json() for one in found]
 
 

@@ -105,7 +105,7 @@ def test_an_unreadable_run_is_said_with_its_reason(
     assert (code, errors) == (0, "") and "baseline/seed-0" in output and "config.json: " in output
     code, output, errors = abrun("compare", experiment_dir, "--format", "terminal")
     assert (code, errors) == (5, "") and "config.json: " in output
-    assert "baseline/seed-0 cannot be read (" in output.replace("\n", " ")
+    assert "baseline/seed-0 cannot be read: " in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("damage", [pipe, endless])

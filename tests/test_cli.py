@@ -130,8 +130,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--jobs", "0"], "'--jobs': got '0'; allowed: greater than"),
         (["launch", SMALL, "--jobs", "two"], "--jobs"),
         (["compare", ".", "--format", ""], "--format: got '', nothing to write; allowed: terminal"),
-        (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' and --sigma or --correlation"),
-        (["plan"], "plan: got no recipe; give one, or --from EXPERIMENT"),
+        (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
+        (["plan"], "plan: recipe missing; pass one, or --from EXPERIMENT"),
         (["plan", "--from", "gone"], "gone: no experiment here"),
         (["logs", "gone"], "gone: no run"),
         (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
@@ -153,25 +153,25 @@ def test_every_command_has_help(run: Run) -> None:
         (["memory-profile", SMALL, "--sequences", "0"], "at least 1, such as 1,2,4"),
         (["memory-profile", SMALL, "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep: got steps twice"),
         (["memory-profile", SMALL, "--sweep", "stepz=1,2"], "mean 'steps'"),
-        (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: got none"),
-        (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len: got it with --predict"),
-        (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib: got it with --predict"),
-        (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts: got it with --predict"),
+        (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: missing"),
+        (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len cannot be combined with --predict"),
+        (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib cannot be combined with --predict"),
+        (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts cannot be combined with --predict"),
         (["memory-profile", SMALL, "--budget-gib", "inf"], "'--budget-gib': got 'inf'; allowed: less"),
         (["memory-profile", SMALL, "--device-memory", "h100"], "--device-memory requires --predict; add it"),
         (["memory-profile", SMALL, "--master-dtype", "bfloat16"], "--master-dtype requires --predict"),
         (
             ["memory-profile", SMALL, "--predict", "--master-dtype", "fp8"],
-            "--master-dtype: got 'fp8'; use float32 or bfloat16",
+            "--master-dtype: got 'fp8'; allowed: float32 or bfloat16",
         ),
         (["status", "x" * 5000], "name too long"),
         (["launch", SMALL, "--set", "=1"], "--set: got '=1'; allowed: key=value"),
         (["launch", SMALL, "--set", "steps="], "steps: got null; allowed: a whole number"),
         (["launch", SMALL, "--launcher", "pigeon"], "--launcher: got 'pigeon'; allowed: local"),
         (["launch", SMALL, "--launcher", "pigeon", "--dry-run"], "--launcher: got 'pigeon'; allowed: local"),
-        (["launch", SMALL, "--set", "cluster.nodes=2"], "this one machine"),
-        (["launch", SMALL, *TO_COME], "not built yet; "),
-        (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, not built yet"),
+        (["launch", SMALL, "--set", "cluster.nodes=2"], "has only this machine"),
+        (["launch", SMALL, *TO_COME], "not supported yet; "),
+        (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, which is"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
         (["launch", SMALL, "--runs-dir", str(SMALL)], "has to be"),
         (["launch", SMALL, "--resume"], "no experiment here"),
@@ -250,7 +250,7 @@ def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run:
         "- arms baseline, treatment: cluster.nodes",
     ]
     assert ": 2 reasons" in lines[-1]
-    assert lines[-4].startswith("What this machine (") and lines[-4].endswith(") lacks")
+    assert lines[-4].startswith("Problems on this machine (") and lines[-4].endswith(")")
     assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
 
 
@@ -260,7 +260,7 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     asked: list[str] = []
     monkeypatch.setattr(machine, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
     change = ("--set", "model={path: some/hub-name}")
-    line = "arms baseline, treatment: model.path: got 'some/hub-name', no folder here, and it sleeps; "
+    line = "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
     code, output, _ = run("launch", SMALL, "--dry-run", *change)
     assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]
     code, output, errors = run("launch", SMALL, *change)

@@ -13,7 +13,7 @@ from abrun.api import launching
 from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
 from abrun.launch import auto
-from abrun.launch.supervisor import Outcome
+from abrun.launch.supervisor import LaunchOutcome
 from abrun.reasons import Code
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
@@ -143,7 +143,7 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
         assert called[key] == typed[key]
     assert called["arms"]["treatment"]["interim"] == typed["arms"]["treatment"]["interim"]
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
-    with pytest.raises(abrun.errors.RecipeError, match="without --until-decided"):
+    with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
     with pytest.raises(abrun.errors.RecipeError) as refused:
         abrun.launch("curves.yaml", name="third", until_decided=True, max_seeds=10**12)
@@ -171,13 +171,13 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
 
         monkeypatch.setattr(module, name, call)
 
-    count(auto, "decide")
+    count(auto, "decide_values")
     count(launching, "make_engine")
     if words:
         assert command(words[0], str(SMALL), *words[1:], "--set", f"{CHECKPOINTING}=auto")[0] == 0
     else:
         abrun.launch(SMALL, overrides={CHECKPOINTING: "auto"}, quiet=True)
-    assert sorted(calls) == ["decide", "make_engine"]
+    assert sorted(calls) == ["decide_values", "make_engine"]
     (record,) = Path("runs").glob("*/experiment.json")
     content = open_experiment(record.parent)
     assert content["recipe"]["policy"]["activation_checkpointing"] == "none"
@@ -191,6 +191,6 @@ def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
     if verdict is not None:
         (tmp_path / "report").mkdir()
         (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict}))
-    outcome = Outcome(statuses={RunName(arm="baseline", seed=0): "finished"}, stopped_by=None)
+    outcome = LaunchOutcome(statuses={RunName(arm="baseline", seed=0): "finished"}, stopped_by=None)
     launched = launching._add_job_verdict(LaunchResult(experiment_dir=tmp_path, outcome=outcome), "printed")
     assert (launched.exit_code or launched.verdict_exit_code, launched.compared) == (code, "printed")

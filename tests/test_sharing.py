@@ -86,7 +86,7 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
     done = abrun("compare", "demo", "--output", "report", "--format", "json")
     verdict = json.loads(Path("report/verdict.json").read_text())
     assert verdict["verdict"] == "INVALID" and grant in verdict["reasons"][0], done.stderr
-    assert not any("mend or remove" in reason for reason in verdict["reasons"])
+    assert not any("repair or remove" in reason for reason in verdict["reasons"])
     done = abrun("watch", "demo")
     assert "treatment/seed-0: unreadable" in done.stdout and "--resume" not in done.stdout
     done = abrun("samples", "demo/baseline/seed-0")

@@ -16,7 +16,7 @@ from abrun import watch
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch import supervisor
-from abrun.launch.prepare import owned_experiment
+from abrun.launch.prepare import own_experiment
 from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
 from abrun.logs.stored import read_run_dir
@@ -115,7 +115,7 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
     run, other = directory / "baseline" / "seed-0", directory / "treatment" / "seed-0"
 
     def resumed() -> None:
-        with owned_experiment(plan, directory, resume=True) as lease:
+        with own_experiment(plan, directory, resume=True) as lease:
             lease.refresh()
 
     def shown() -> None:

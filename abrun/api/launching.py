@@ -14,12 +14,12 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
-from abrun.launch.auto import closed_plan
-from abrun.launch.cluster import Cluster, make_cluster, queued_jobs
+from abrun.launch.auto import resolve_auto
+from abrun.launch.cluster import BatchCluster, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
-from abrun.launch.handover import hand_over, wait_for
-from abrun.launch.prepare import experiment_dir_of
-from abrun.launch.supervisor import Outcome, run_plan
+from abrun.launch.prepare import resolve_experiment_dir
+from abrun.launch.submit import submit_plan, wait_for_jobs
+from abrun.launch.supervisor import LaunchOutcome, run_plan
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
@@ -42,7 +42,7 @@ class PlannedLaunch:
     plan: ExperimentPlan
     experiment_dir: Path
     engine: Engine | None
-    cluster: Cluster | None
+    cluster: BatchCluster | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class LaunchResult:
     """Result of a launch: the outcome of its runs, and their comparison if requested."""
 
     experiment_dir: Path
-    outcome: Outcome | None  # None: detached, with its jobs queued on a cluster
+    outcome: LaunchOutcome | None  # None: detached, with its jobs queued on a cluster
     exit_code: int = 0  # 1 if a run did not finish or the comparison failed, 128 + signal
     comparison: "Comparison | None" = None  # made here
     compared: str | None = None  # printed by the job that compares, on a cluster
@@ -72,15 +72,17 @@ def plan_launch(
     if options.until_decided or options.max_seeds is not None:
         recipe = _declare_stages(recipe, options)
     draft = make_draft(recipe)
-    experiment_dir = experiment_dir_of(recipe.name, options)
+    experiment_dir = resolve_experiment_dir(recipe.name, options)
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
     if cluster:
-        refusals = cluster.refusals
+        find_problems = cluster.find_problems
     else:
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
-        refusals = engine.refusals
-    plan = closed_plan(recipe, draft, options, refusals, here=cluster is None, dry_run=dry_run, say=say)
+        find_problems = engine.find_problems
+    plan = resolve_auto(
+        recipe, draft, options, find_problems, is_local=cluster is None, dry_run=dry_run, say=say
+    )
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 
@@ -101,7 +103,7 @@ def launch_recipe(
     launched = LaunchResult(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
-    if compared := planned.cluster.compared() if planned.cluster else None:
+    if compared := planned.cluster.read_compare_log() if planned.cluster else None:
         return _add_job_verdict(launched, compared)
     return _add_comparison(launched, command)
 
@@ -136,7 +138,7 @@ def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> R
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     if settings is not None and settings.type in SCHEDULERS:
         raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
-    return stages.until_decided(recipe, options.max_seeds)
+    return stages.add_interim_analyses(recipe, options.max_seeds)
 
 
 def _run(
@@ -144,25 +146,27 @@ def _run(
     options: LaunchOptions,
     console: "Terminal",
     only: Collection[RunName] | None = None,
-) -> Outcome | None:
+) -> LaunchOutcome | None:
     """Run the plan with live progress; return None if detached. `only`: the runs of a stage."""
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
         raise LaunchError(Code.DETACH_NEEDS_QUEUE())
-    with View(console, queued_jobs) as view:
+    with View(console, find_cluster_jobs) as view:
         if planned.engine:
             outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)
         else:
             assert planned.cluster
-            submitted = hand_over(plan, options, cluster=planned.cluster, observer=view)
+            submitted = submit_plan(plan, options, cluster=planned.cluster, observer=view)
             view.say(f"queued: {', '.join(submitted)}; follow them with: abrun watch {experiment_dir}")
             if options.detach:
                 return None
-            outcome = wait_for(plan, experiment_dir, planned.cluster, view)
+            outcome = wait_for_jobs(plan, experiment_dir, planned.cluster, view)
     return outcome
 
 
-def _run_in_stages(planned: PlannedLaunch, options: LaunchOptions, console: "Terminal") -> Outcome | None:
+def _run_in_stages(
+    planned: PlannedLaunch, options: LaunchOptions, console: "Terminal"
+) -> LaunchOutcome | None:
     """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:

@@ -1,4 +1,4 @@
-"""Backends: how a policy is spread over ranks and trained. The loops know only the protocols below.
+"""Backends shard a policy over ranks and train it. Training loops use only the protocols in this module.
 
 Letters: B sequences, S positions, V vocabulary; entry t of a per-token tensor belongs to token t.
 """
@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
-from abrun.backends.pieces import Held
+from abrun.backends.head import EntropyMode
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import ShardSpec
 from abrun.models import open_network
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load_implementation
@@ -27,152 +27,152 @@ B_contra = TypeVar("B_contra", bound=Sequences, contravariant=True)
 
 
 class Objective(Protocol[B_contra]):
-    """What a step minimises: the sum of a loss over all tokens of the global batch."""
+    """The objective of a policy update: a loss summed over all tokens of the global batch."""
 
     @property
-    def entropies(self) -> Entropies:
-        """Whether its losses or metrics need entropies: without, they are given None."""
+    def entropies(self) -> EntropyMode:
+        """Return whether losses or metrics need entropies. If not, they receive None."""
         ...
 
     def losses(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
         """Compute each token's share of the global loss [...], 0 where masked.
 
-        All of `batch` is [...]: a microbatch [B, S], or some tokens of one [n], as a pass that never has all
-        log-probs at once asks for them. A token's loss is the same in both.
+        `batch` has the same leading shape: a microbatch [B, S], or n of its tokens [n] if the pass never
+        holds all log-probs at once. A token's loss must not depend on which of the two it is.
         """
         ...
 
     def metrics(self, batch: B_contra, logprobs: Tensor, entropy: Tensor | None, losses: Any) -> MetricParts:
-        """Return a microbatch's contributions, from log-probs and entropies [B, S] without gradient.
+        """Return a microbatch's metrics from log-probs and entropies [B, S], without gradient.
 
-        `losses` is what `losses` returned for the microbatch; the caller has disabled gradients.
+        `losses` is the result of the method `losses` for the microbatch. The caller disables gradients.
         """
         ...
 
 
-class ValueObjective(Protocol[B_contra]):
-    """What a step's value model minimises: the sum of a loss over all tokens of the global batch."""
+class ValueModelObjective(Protocol[B_contra]):
+    """The objective of a value-model update: a loss summed over all tokens of the global batch."""
 
     def losses(self, batch: B_contra, values: Tensor) -> TokenLosses:
         """Compute each token's share of the global loss [B, S], 0 where masked."""
         ...
 
     def metrics(self, batch: B_contra, values: Tensor, losses: Any) -> MetricParts:
-        """Return a microbatch's contributions, from values [B, S] without gradient; `losses` as above."""
+        """Return a microbatch's metrics from values [B, S], without gradient; `losses` as in Objective."""
         ...
 
 
-class Trained(Protocol):
-    """What has weights and an optimizer on this process's device, spread over the ranks."""
+class Trainable(Protocol):
+    """Weights with an optimizer, sharded over the ranks; this process holds its shards on its device."""
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip, step, zero the gradients. Returns the L2 norm of the global gradient before clipping."""
+        """Clip, step and zero the gradients. Return the global gradient's L2 norm before clipping."""
         ...
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's shards of weights and optimizer state, in place: what its checkpoint holds."""
+        """Return this rank's shards of weights and optimizer state, not copied. A checkpoint stores them."""
         ...
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `local_state` of the same rank of an equal layout gave."""
+        """Restore a `local_state` that the same rank of the same layout returned."""
         ...
 
-    def pieces(self) -> Mapping[str, Held]:
-        """Of which parts of whole tensors each is made that `local_state` gives, or will after a step."""
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        """Return the spec of every shard that `local_state` returns, now or after an optimizer step."""
         ...
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        """What lives on the device between steps, for the memory tracker."""
+        """Return the tensors that stay on the device between steps, for the memory tracker."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """One step of decoding, with the cache of those before."""
+    """One decoding step, given the cache of the previous ones."""
 
     step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
-    in_place: bool  # after the prompts it also takes abrun.models.Places, and their mask
-    collective: bool  # a step talks to other ranks
+    in_place: bool  # after the prompts, a step also accepts abrun.models.InPlaceCache and their mask
+    collective: bool  # a step communicates with other ranks
 
     def __call__(
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
     ) -> tuple[Tensor, Any]:
-        """The next tokens' logits [B, V] float32, which no temperature has touched, and the cache.
+        """Return the next token's logits [B, V] float32, before any temperature, and the cache.
 
-        `token_ids` and `position_ids` [B, S] are the new tokens', `attention_mask` [B, all so far] is 1 on
-        real ones. The first call's cache is None.
+        `token_ids` and `position_ids` [B, S] describe the new tokens. `attention_mask` [B, all tokens so far]
+        is 1 on real tokens. The cache of the first call is None.
         """
         return self.step(token_ids, attention_mask, position_ids, cache)
 
 
-class ValueModel(Trained, Protocol):
-    """A value model beside a policy.
+class ValueModel(Trainable, Protocol):
+    """A value model, trained along with a policy.
 
-    A token's value is the one computed before it (right-shifted in its sequence), or after it where the
-    recipe says `right_shift: false`.
+    A token's value is computed from the tokens before it (right shift), or, with the recipe's
+    `right_shift: false`, from the tokens up to and including it.
     """
 
-    def values(self, batch: Sequences) -> Tensor:
-        """Values [B, S] float32 of every token, without gradient."""
+    def compute_values(self, batch: Sequences) -> Tensor:
+        """Return the value [B, S] float32 of every token, without gradient."""
         ...
 
-    def forward_backward(self, batch: B, objective: ValueObjective[B]) -> MetricParts:
-        """Accumulate gradients of the global loss, the policy's backbone included where it is shared."""
+    def forward_backward(self, batch: B, objective: ValueModelObjective[B]) -> MetricParts:
+        """Accumulate gradients of the global loss, also in the policy's backbone if that is shared."""
         ...
 
 
-class Backend(Trained, Protocol):
-    """A policy. Rows come in and go out whole, whatever the backend cuts in between."""
+class Backend(Trainable, Protocol):
+    """A sharded policy. Its inputs and outputs are full rows, however the backend shards them inside."""
 
     ranks: Ranks
-    # Entered around each forward pass of `forward_backward`: the rest of it is the backward passes. For a
-    # measurement to put its own here; see abrun.train.phases
+    # `forward_backward` enters this context around each forward pass; everything else in it is backward.
+    # A measurement can replace it: see abrun.train.phases.
     around_forward: Callable[[], AbstractContextManager[None]]
 
-    def logprobs(self, batch: Sequences) -> Tensor:
-        """Log-probs [B, S] of every token, without gradient."""
+    def compute_logprobs(self, batch: Sequences) -> Tensor:
+        """Return the log-prob [B, S] of every token, without gradient."""
         ...
 
-    def routed_logprobs(self, batch: Sequences) -> tuple[Tensor, Tensor]:
-        """And `routes` of the batch, the experts that its tokens went to; where `replay_routing` asks."""
+    def compute_logprobs_and_routes(self, batch: Sequences) -> tuple[Tensor, Tensor]:
+        """Return log-probs [B, S] and the experts that each token was routed to, for `replay_routing`."""
         ...
 
     def forward_backward(self, batch: B, objective: Objective[B]) -> MetricParts:
         """Accumulate gradients of the global loss: the sum of losses over all microbatches of all ranks."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their Hugging Face names, each whole on this rank's device. Collective.
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each full weight under its Hugging Face name, on this rank's device. Collective.
 
-        One after the other, and to be kept by nobody: no rank has room for all of them.
+        The caller must not keep them: a rank may have no memory for all of them at once.
         """
         ...
 
     def decoding(self) -> AbstractContextManager[Decoder]:
-        """The policy as a decoder on this rank, for an engine without weights of its own. Collective."""
+        """Open a decoder of the policy on this rank, for an engine without its own weights. Collective."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write weights and configuration as a Hugging Face checkpoint, by the first rank. Collective."""
+        """Write weights and configuration as a Hugging Face checkpoint; rank 0 writes. Collective."""
         ...
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
-        """The value model that goes with this policy, its head initialised from `seed`."""
+        """Make the value model of this policy, with a head initialised from `seed`."""
         ...
 
 
 def make_backend(
     config: OwnRunConfig, ranks: Ranks, *, weights: Path | None, seed: int, trainable: bool = True
 ) -> Backend:
-    """Make the policy of a run, on the backend that its recipe names.
+    """Make a run's policy on the backend that its recipe names.
 
-    `weights`, a checkpoint folder, replaces the recipe's own initial ones; a preset without is initialised
-    from `seed`. Raises RecipeError if the model does not fit the backend.
+    `weights`, a checkpoint folder, replaces the recipe's initial weights. A preset without weights is
+    initialised from `seed`. Raises RecipeError if the model does not fit the backend.
 
-    A backend gets `load_initial`, which makes a network with the run's initial weights, on the CPU and alike
-    on every rank, or on the meta device with a `checkpoint` to read them from: the policy's, and that of a
-    value model with a backbone of its own. Its log-probs are of the distribution that a sampler at
-    `temperature` with `filters` draws from; the sampler's own LM head runs in `engine_dtype`.
+    The backend receives `load_initial`, which makes a network with the run's initial weights: on the CPU, the
+    same on every rank, or on the meta device with a `checkpoint` to read from. It is called once for the
+    policy and once for a value model with its own backbone. Log-probs are those of the distribution that a
+    sampler at `temperature` with `filters` draws from. The sampler's LM head runs in `engine_dtype`.
     """
     temperature, filters = config.trained_distribution
 

@@ -1,6 +1,6 @@
-"""Causal attention inside each sequence of a stream, registered with transformers under a name of its own.
+"""Causal attention within each sequence of a packed stream, registered with transformers.
 
-Letters: T tokens of this rank, K keys (the stream's: T without context parallelism), D a head's size.
+Letters: T tokens of this rank, K keys (T without context parallelism), D head size.
 """
 
 import contextlib
@@ -16,40 +16,40 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from abrun.backends.context import Span, Spans
 from abrun.backends.packing import Packing
-from abrun.backends.stream_check import stream_deviation
+from abrun.backends.stream_check import measure_stream_deviation
 from abrun.errors import RecipeError
 from abrun.models import facts_of, small_twin
 from abrun.recipe.families import stream_setting
 from abrun.recipe.policy import Policy
 
-# A compiler sees through the first, and ends its graph at the second.
-ATTENTION, APART = "abrun_packed", "abrun_packed_apart"
-# transformers takes a mask of four dimensions as it is, and so builds none of T x T.
+# torch.compile traces through the first and breaks its graph at the second.
+TRACED_ATTENTION, EAGER_ATTENTION = "abrun_packed", "abrun_packed_apart"
+# transformers uses a four-dimensional mask unchanged, so it does not build a T x T one.
 NO_MASK_SHAPE = (1, 1, 0, 0)
-# torch 2.11 shares heads of keys and values without being told.
+# torch 2.11 has no such argument: it shares key and value heads by itself.
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class Handed:
-    """A packing on its way through the layers: at each, FSDP would go through a dataclass, and copy it."""
+class PackingHandle:
+    """A plain holder of a packing, which FSDP would copy at every layer if it received the dataclass."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
 
 def enable_streams(network: Any, policy: Policy) -> None:
-    """Make the network's attention one that takes a stream, where the recipe needs that.
+    """Replace the network's attention by one that accepts a packed stream, if the recipe packs.
 
-    Raises RecipeError where the network computes something else in a stream (see stream_check).
+    Raises RecipeError if the network computes different results in a stream (see stream_check).
     """
     setting = stream_setting(policy)
     if setting is None:
         return
-    asked, instead = setting
-    name = APART if policy.activation_checkpointing == "selective" else ATTENTION
+    key, alternative = setting
+    name = EAGER_ATTENTION if policy.activation_checkpointing == "selective" else TRACED_ATTENTION
     sample = small_twin(network) if hasattr(network, "checkpoint") else network
     try:
-        deviation = stream_deviation(
+        deviation = measure_stream_deviation(
             sample,
             facts_of(sample),
             hidden_states,
@@ -58,78 +58,77 @@ def enable_streams(network: Any, policy: Policy) -> None:
         )
         if sample is not network:
             _replace_attention(network, name)
-    except Exception as error:  # some 200 foreign forward passes: what they raise in a stream is theirs
+    except Exception as error:  # about 200 third-party forward passes, which can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise RecipeError(
-            f"{asked} with {type(network).__name__}, which cannot compute a stream of sequences: {reason}; "
-            f"use {instead}"
+            f"{key} with {type(network).__name__}, which fails on packed sequences: {reason}; "
+            f"use {alternative}"
         ) from error
     if deviation is not None:
         module = deviation.module or "head"
         raise RecipeError(
-            f"{asked} with {type(network).__name__}, whose {module} computes something else in a stream of "
-            f"sequences than in padded rows: log-probs differ by up to {deviation.nats:.2g} nats on a few "
-            f"tokens; use {instead}"
+            f"{key} with {type(network).__name__}, whose {module} gives different results for packed "
+            f"sequences than for padded rows: log-probs differ by up to {deviation.nats:.2g} nats in a "
+            f"self-check on a few tokens; use {alternative}"
         )
 
 
 def _replace_attention(network: Any, name: str) -> None:
     network.set_attn_implementation(name)
-    if network.config._attn_implementation != name:  # transformers has warned, and left it
+    if network.config._attn_implementation != name:  # transformers only warns if it cannot
         raise ValueError("transformers cannot replace its attention")
 
 
 def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
-    """The last hidden states [B, S, H] of right-padded rows, or of a stream: [1, T, H], of own tokens.
+    """Return the last hidden states: [B, S, H] of right-padded rows, or [1, T, H] of a stream's local tokens.
 
-    Padding stands after every real token, so causal attention never sees it and no mask is passed.
+    Padding follows every real token, so causal attention never sees it and no mask is passed.
     """
     if packing is None:
-        with _rows_of_one_sequence():
+        with _without_packing_detection():
             return base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     position_ids = packing.position_ids
     if packing.split is not None:
-        token_ids, position_ids = packing.split.cut(token_ids), packing.split.cut(position_ids)
+        token_ids, position_ids = packing.split.to_local(token_ids), packing.split.to_local(position_ids)
     return base_model(
         input_ids=token_ids,
         position_ids=position_ids,
         attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=token_ids.device),
-        packing=Handed(packing),
+        packing=PackingHandle(packing),
         use_cache=False,
     ).last_hidden_state
 
 
 @contextlib.contextmanager
-def _rows_of_one_sequence() -> Iterator[None]:
-    """transformers looks for several in a row, in positions that it has just made, and the CPU waits for what
-    the GPU says."""
-    looks = masking_utils.find_packed_sequence_indices
+def _without_packing_detection() -> Iterator[None]:
+    """Disable transformers' search for several sequences in a row, which makes the CPU wait for the GPU."""
+    find_packed_sequences = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = looks
+        masking_utils.find_packed_sequence_indices = find_packed_sequences
 
 
-def _attention(
+def _packed_attention(
     module: nn.Module,
     query: Tensor,  # [B, heads, S, D], or [1, heads, T, D] with a packing
     key: Tensor,  # [..., key heads, ..., D]
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Handed | None = None,
+    packing: PackingHandle | None = None,
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:  # [B, S, heads, D]
-    """Causal attention inside each sequence of a stream; without a packing, transformers' own."""
-    stream = None if packing is None else packing.packing
-    if stream is not None and stream.split is None and _has_kernel(query):
-        return _by_kernel(query, key, value, stream.spans, scaling)[None], None
-    return _apart(module, query, key, value, attention_mask, stream, scaling, **settings)
+    """Compute causal attention within each sequence of a stream; without a packing, call transformers'."""
+    stream_packing = None if packing is None else packing.packing
+    if stream_packing is not None and stream_packing.split is None and _can_use_varlen_kernel(query):
+        return _varlen_attention(query, key, value, stream_packing.spans, scaling)[None], None
+    return _eager_attention(module, query, key, value, attention_mask, stream_packing, scaling, **settings)
 
 
 @torch.compiler.disable()
-def _apart(
+def _eager_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -139,16 +138,16 @@ def _apart(
     scaling: float | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """What loops over a stream's sequences: in each microbatch other numbers, that would be compiled for."""
+    """Compute attention uncompiled: span bounds differ by microbatch, and each would be compiled for."""
     if packing is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise ValueError(f"{type(module).__name__} does not pass on where sequences begin")
+            raise ValueError(f"{type(module).__name__} does not pass on the argument `packing`")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
 
-    def of_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **settings)[0]
 
-    return attend_in_stream(query, key, value, packing, scaling, of_span), None
+    return attend_in_stream(query, key, value, packing, scaling, attend_span), None
 
 
 def attend_in_stream(
@@ -157,38 +156,44 @@ def attend_in_stream(
     value: Tensor,
     packing: Packing,
     scaling: float | None,
-    of_span: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    attend_span: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:  # [1, T, heads, D]
-    """Causal attention of this rank's tokens inside each sequence; where ranks share the stream, collective.
+    """Compute causal attention of this rank's tokens within each sequence.
 
-    FlashAttention's kernel for sequences of different lengths takes half precision on a GPU; anything else
-    goes span by span, [1, queries, heads, D] each. The result is the same to rounding.
+    Collective if ranks share the stream. Half precision on a GPU uses FlashAttention's variable-length
+    kernel. Everything else loops over spans, with `attend_span` returning [1, queries, heads, D] for each.
+    Results agree to rounding.
     """
     if packing.split is not None:
-        widths = [key.shape[-1], value.shape[-1]]  # which differ in latent attention
-        key, value = packing.split.keys_of_all(torch.cat([key, value], dim=-1)).split(widths, dim=-1)
-    if _has_kernel(query):
-        return _by_kernel(query, key, value, packing.spans, scaling)[None]
+        widths = [key.shape[-1], value.shape[-1]]  # they differ in multi-head latent attention
+        key, value = packing.split.gather_keys(torch.cat([key, value], dim=-1)).split(widths, dim=-1)
+    if _can_use_varlen_kernel(query):
+        return _varlen_attention(query, key, value, packing.spans, scaling)[None]
     outputs = []
-    for span in packing.spans.each:
-        q = query[:, :, span.query : span.query_stop]
-        k, v = span.keys_of(key), span.keys_of(value)
-        outputs.append(of_span(q, k, v, _mask(span, query.device)))
+    for span in packing.spans.spans:
+        q = query[:, :, span.query_start : span.query_stop]
+        k, v = span.select_keys(key), span.select_keys(value)
+        outputs.append(attend_span(q, k, v, _causal_mask(span, query.device)))
     return torch.cat(outputs, dim=1)
 
 
-def _has_kernel(query: Tensor) -> bool:
+def _can_use_varlen_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _by_kernel(
+def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None
 ) -> Tensor:  # [T, heads, D]
-    # Not `states[0]`, whose way back would be a selection from zeros.
+    # `states[0]` would add a scatter into zeros to the backward pass.
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
-    if spans.prefixes is not None:
-        again = spans.key_index, spans.prefixes.first, spans.prefixes.keys, spans.prefixes.again
-        k, v = _Keys.apply(k, *again), _Keys.apply(v, *again)
+    if spans.repeated is not None:
+        key_layout = (
+            spans.key_index,
+            spans.repeated.first_positions,
+            spans.repeated.repeated_keys,
+            spans.repeated.repeat_positions,
+        )
+        k, v = _SelectKeys.apply(k, *key_layout), _SelectKeys.apply(v, *key_layout)
     elif spans.key_index is not None:
         k, v = k[spans.key_index], v[spans.key_index]
     causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
@@ -196,35 +201,54 @@ def _by_kernel(
     return varlen_attn(q, k, v, *lengths, **causal)  # pyright: ignore[reportReturnType]
 
 
-def _mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries, keys] bool
-    """None where queries and keys are the same tokens: causal by itself."""
-    queries, keys = span.query_stop - span.query, span.num_keys
-    if queries == keys:
+def _causal_mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries, keys] bool
+    """Return None if queries and keys are the same tokens: then plain causal attention is right."""
+    num_queries, num_keys = span.query_stop - span.query_start, span.num_keys
+    if num_queries == num_keys:
         return None
-    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril(
+        num_keys - num_queries
+    )
 
 
-class _Keys(torch.autograd.Function):
-    """Keys of all spans. The gradient of one that stands there several times is summed in one order always,
-    in float32; that of plain indexing is either sorted for at each call, or atomic."""
+class _SelectKeys(torch.autograd.Function):
+    """Selects the keys of all spans. A repeated key's gradient is summed in float32, always in one order.
+
+    Plain indexing would sort in each backward pass, or add atomically and so not reproducibly.
+    """
 
     @staticmethod
     def forward(  # [T, heads, D], [keys of all spans] -> [keys of all spans, heads, D]
-        ctx: Any, states: Tensor, index: Tensor, first: Tensor, keys: Tensor, again: Tensor
+        ctx: Any,
+        states: Tensor,
+        index: Tensor,
+        first_positions: Tensor,
+        repeated_keys: Tensor,
+        repeat_positions: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(first, keys, again)
+        ctx.save_for_backward(first_positions, repeated_keys, repeat_positions)
         return states[index]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (first, keys, again) = gradients, ctx.saved_tensors
-        found = gradient[first]
-        more = gradient[again.clamp(min=0)].masked_fill((again < 0)[..., None, None], 0)
-        whole = found[keys].float() + more.sum(dim=1, dtype=torch.float32)
-        return found.index_copy(0, keys, whole.to(found.dtype)), None, None, None, None
+        (gradient,), (first_positions, repeated_keys, repeat_positions) = gradients, ctx.saved_tensors
+        first_gradients = gradient[first_positions]
+        repeat_gradients = gradient[repeat_positions.clamp(min=0)].masked_fill(
+            (repeat_positions < 0)[..., None, None], 0
+        )
+        total_gradients = first_gradients[repeated_keys].float() + repeat_gradients.sum(
+            dim=1, dtype=torch.float32
+        )
+        return (
+            first_gradients.index_copy(0, repeated_keys, total_gradients.to(first_gradients.dtype)),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionInterface.register(APART, torch.compiler.disable(_attention))
-for name in (ATTENTION, APART):
+AttentionInterface.register(TRACED_ATTENTION, _packed_attention)
+AttentionInterface.register(EAGER_ATTENTION, torch.compiler.disable(_packed_attention))
+for name in (TRACED_ATTENTION, EAGER_ATTENTION):
     AttentionMaskInterface.register(name, masking_utils.sdpa_mask)

@@ -1,4 +1,4 @@
-"""Collectives along any dimension of a tensor, under the names of torch 2.11 and 2.13."""
+"""Collectives along any dimension of a tensor, for torch 2.11 to 2.13, which name them differently."""
 
 from typing import Any
 
@@ -11,25 +11,27 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gathered(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:  # [..., n, ...] -> [..., P * n, ...]
-    """The parts of all ranks of the group, joined along `dim` in their order."""
-    size, dim = group.size(), dim % part.dim()
-    by_rank = part.new_empty(size * part.shape[0], *part.shape[1:])  # joined along the first dimension
-    _all_gather(by_rank, part.contiguous(), group=group)
-    return by_rank.unflatten(0, (size, part.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:  # [..., n, ...] -> [..., P * n, ...]
+    """Concatenate the shards of all ranks of the group along `dim`, in rank order."""
+    size, dim = group.size(), dim % shard.dim()
+    by_rank = shard.new_empty(size * shard.shape[0], *shard.shape[1:])  # concatenated along dimension 0
+    _all_gather(by_rank, shard.contiguous(), group=group)
+    return by_rank.unflatten(0, (size, shard.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def scattered(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:  # [..., P * n, ...] -> [..., n, ...]
-    """This rank's part, along `dim`, of the sum over all ranks of the group."""
-    size, dim = group.size(), dim % whole.dim()
-    by_rank = whole.unflatten(dim, (size, whole.shape[dim] // size)).movedim(dim, 0).contiguous()
-    part = by_rank.new_empty(by_rank.shape[1:])
-    _reduce_scatter(part, by_rank.flatten(0, 1), group=group)
-    return part
+def reduce_scatter(
+    full: Tensor, dim: int, group: ProcessGroup
+) -> Tensor:  # [..., P * n, ...] -> [..., n, ...]
+    """Return this rank's shard, along `dim`, of the sum over all ranks of the group."""
+    size, dim = group.size(), dim % full.dim()
+    by_rank = full.unflatten(dim, (size, full.shape[dim] // size)).movedim(dim, 0).contiguous()
+    shard = by_rank.new_empty(by_rank.shape[1:])
+    _reduce_scatter(shard, by_rank.flatten(0, 1), group=group)
+    return shard
 
 
-def summed(part: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over all ranks of the group."""
-    whole = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=group)
-    return whole
+def all_reduce_sum(partial: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over all ranks of the group."""
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,12 +1,13 @@
-"""Context parallelism: each of P ranks computes on some tokens of a stream, inside the model only.
+"""Context parallelism: inside the model, each of P ranks computes on some tokens of a stream.
 
-Letters: T tokens in the stream, padded to a multiple of 2P; of its 2P equal chunks rank r has chunks r and
-2P-1-r, so that causal attention takes every rank as long (arXiv:2407.21783, section 3.3.2). Outside the model
-all P ranks hold the same rows, whole: losses, ratios of sequences, advantages and metrics meet no border.
+Letters: T tokens in the stream, padded to a multiple of 2P. Of its 2P equal chunks, rank r has chunks r and
+2P-1-r, so that causal attention takes the same time on all ranks (arXiv:2407.21783, section 3.3.2). Outside
+the model all P ranks hold the same full rows, so losses, sequence ratios, advantages and metrics are not
+sharded.
 
-Each rank's queries see the keys and values of all: these are gathered, and their gradients summed. Log-probs
-and values are gathered, too; every rank then takes the same loss of all of them, so that their gradients are
-only cut. FSDP sums the parameters' gradients over the ranks, and nothing is averaged.
+Keys and values of all ranks are gathered for each rank's queries, and their gradients summed. Log-probs and
+values are gathered as well. Every rank then computes the same loss from all of them, so their gradients are
+sliced, not summed. FSDP sums the parameters' gradients over the ranks; nothing is averaged.
 """
 
 from collections.abc import Sequence
@@ -19,178 +20,189 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun.backends.collectives import gathered, scattered
+from abrun.backends.collectives import all_gather, reduce_scatter
 
 
 class Span(NamedTuple):
-    """Queries that see keys of one sequence, causally: the last query sees the last key."""
+    """Consecutive queries and the keys, of one sequence, that they attend to: the last query to all keys."""
 
-    query: int
+    query_start: int
     query_stop: int
-    key: int
+    key_start: int
     key_stop: int
-    prefix: int = 0  # and before those keys these, which stand elsewhere in the stream: a prompt's
+    prefix_start: int = 0  # a shared prompt's keys, elsewhere in the stream, which precede those keys
     prefix_stop: int = 0
 
     @property
     def num_keys(self) -> int:
-        return self.prefix_stop - self.prefix + self.key_stop - self.key
+        return self.prefix_stop - self.prefix_start + self.key_stop - self.key_start
 
-    def keys_of(self, states: Tensor) -> Tensor:  # [..., T, D] -> [..., keys, D]
-        own = states[..., self.key : self.key_stop, :]
-        if self.prefix == self.prefix_stop:
-            return own
-        return torch.cat([states[..., self.prefix : self.prefix_stop, :], own], dim=-2)
+    def select_keys(self, states: Tensor) -> Tensor:  # [..., T, D] -> [..., keys, D]
+        sequence_keys = states[..., self.key_start : self.key_stop, :]
+        if self.prefix_start == self.prefix_stop:
+            return sequence_keys
+        return torch.cat([states[..., self.prefix_start : self.prefix_stop, :], sequence_keys], dim=-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """One after the other in the queries; `on_device` is what a kernel for sequences of any length takes."""
+    """Spans that follow one another in the queries, and the arguments of a variable-length kernel."""
 
-    each: tuple[Span, ...]
+    spans: tuple[Span, ...]
     query_starts: Tensor  # [spans + 1] int32
     key_starts: Tensor  # [spans + 1] int32
     longest_query: int
     longest_key: int
-    key_index: Tensor | None  # [keys of all spans] int64; None: all keys, in their order
-    prefixes: "Prefixes | None" = None  # where spans have one
+    key_index: Tensor | None  # [keys of all spans] int64; None: all keys, in order
+    repeated: "RepeatedKeys | None" = None  # None if no span has a prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefixes:
-    """Which of the stream's T keys stand more than once in the keys of all spans, for the way back."""
+class RepeatedKeys:
+    """The positions of the stream's T keys in the keys of all spans, needed in the backward pass."""
 
-    first: Tensor  # [T] int64: where each key stands first
-    keys: Tensor  # [shared keys] int64: those that stand there again
-    again: Tensor  # [shared keys, most] int64: where, -1 where it stands there fewer times
+    first_positions: Tensor  # [T] int64: each key's first position
+    repeated_keys: Tensor  # [shared keys] int64: keys with several positions
+    repeat_positions: Tensor  # [shared keys, max repeats] int64: their further positions, padded with -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSplit:
-    """Which tokens of a stream are this rank's, and the way back."""
+    """The assignment of a stream's tokens to the ranks of a context."""
 
     group: dist.ProcessGroup
-    own: Tensor  # [T/P] int64: places in the stream
-    spans: tuple[Span, ...]  # of own tokens, and keys in the order of the stream
-    order: Tensor  # [T] int64: the stream's places in the order of ranks
-    inverse: Tensor  # [T] int64
+    local_positions: Tensor  # [T/P] int64: stream positions of this rank's tokens
+    spans: tuple[Span, ...]  # queries are local tokens; keys are in stream order
+    rank_order: Tensor  # [T] int64: stream positions, sorted by rank
+    stream_order: Tensor  # [T] int64: the inverse permutation
 
-    def cut(self, values: Tensor, fill: float = 0) -> Tensor:  # [..., T or less] -> [..., T/P]
-        """This rank's part of what all ranks have; `fill` stands for tokens that are not there."""
-        missing = len(self.order) - values.shape[-1]
-        return torch.nn.functional.pad(values, (0, missing), value=fill)[..., self.own]
+    def to_local(self, values: Tensor, fill: float = 0) -> Tensor:  # [..., T or less] -> [..., T/P]
+        """Return this rank's shard of a tensor that all ranks hold; `fill` pads it to a multiple of 2P."""
+        missing = len(self.rank_order) - values.shape[-1]
+        return torch.nn.functional.pad(values, (0, missing), value=fill)[..., self.local_positions]
 
-    def whole(self, own: Tensor) -> Tensor:  # [..., T/P] -> [..., T]
-        """What all ranks have, of which each then takes the same loss."""
-        return _Whole.apply(own, self)
+    def to_full(self, local: Tensor) -> Tensor:  # [..., T/P] -> [..., T]
+        """Gather all ranks' tokens, of which every rank then computes the same loss."""
+        return _GatherTokens.apply(local, self)
 
-    def keys_of_all(self, states: Tensor) -> Tensor:  # [..., T/P, D] -> [..., T, D]
-        """What all ranks' queries see, each rank in its own loss."""
-        return _Gathered.apply(states, self)
+    def gather_keys(self, states: Tensor) -> Tensor:  # [..., T/P, D] -> [..., T, D]
+        """Gather all ranks' keys or values; each rank's queries contribute their own gradient."""
+        return _GatherKeys.apply(states, self)
 
 
-def context_split(starts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextSplit:
-    """The split of a stream whose sequences begin at `starts`, which ends with the stream's length."""
+def make_context_split(starts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextSplit:
+    """Split a stream whose sequences begin at `starts`; the last entry is the stream's length."""
     size, rank = group.size(), group.rank()
-    chunk = -(-starts[-1] // (2 * size))
-    chunks = [(each, 2 * size - 1 - each) for each in range(size)]
-    places = [torch.arange(i * chunk, (i + 1) * chunk, device=device) for pair in chunks for i in pair]
-    order = torch.cat(places)
+    chunk_size = -(-starts[-1] // (2 * size))
+    chunks = [(rank_index, 2 * size - 1 - rank_index) for rank_index in range(size)]
+    places = [
+        torch.arange(i * chunk_size, (i + 1) * chunk_size, device=device) for pair in chunks for i in pair
+    ]
+    rank_order = torch.cat(places)
     return ContextSplit(
         group=group,
-        own=order.view(size, -1)[rank],
-        spans=tuple(_own_spans([*starts, 2 * size * chunk], chunk, chunks[rank])),
-        order=order,
-        inverse=order.argsort(),
+        local_positions=rank_order.view(size, -1)[rank],
+        spans=tuple(_local_spans([*starts, 2 * size * chunk_size], chunk_size, chunks[rank])),
+        rank_order=rank_order,
+        stream_order=rank_order.argsort(),
     )
 
 
-def _own_spans(starts: Sequence[int], chunk: int, own: Sequence[int]) -> list[Span]:
-    """Where own chunks, which stand one after the other, meet sequences (the padding is one more)."""
+def _local_spans(starts: Sequence[int], chunk_size: int, chunks: Sequence[int]) -> list[Span]:
+    """Return the intersections of this rank's chunks with the sequences; padding counts as a sequence."""
     spans = []
-    for place, number in enumerate(own):
-        back = (number - place) * chunk  # from the stream to own tokens
+    for index, chunk in enumerate(chunks):
+        offset = (chunk - index) * chunk_size  # from stream positions to local ones
         for start, stop in pairwise(starts):
-            first, last = max(start, number * chunk), min(stop, (number + 1) * chunk)
-            if first < last:
-                spans.append(Span(first - back, last - back, start, last))
+            query_start, query_stop = max(start, chunk * chunk_size), min(stop, (chunk + 1) * chunk_size)
+            if query_start < query_stop:
+                spans.append(Span(query_start - offset, query_stop - offset, start, query_stop))
     return spans
 
 
-def spans_of(each: Sequence[Span], device: torch.device) -> Spans:
-    """Spans that follow one another in the queries."""
-    queries = [span.query_stop - span.query for span in each]
-    keys = [span.num_keys for span in each]
+def make_spans(spans: Sequence[Span], device: torch.device) -> Spans:
+    """Make the kernel arguments of spans that follow one another in the queries."""
+    queries = [span.query_stop - span.query_start for span in spans]
+    keys = [span.num_keys for span in spans]
     starts = [
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (queries, keys)
     ]
-    with_prefix = any(span.prefix < span.prefix_stop for span in each)
-    in_order = not with_prefix and all(
-        span.key == before for span, before in zip(each, accumulate(keys, initial=0), strict=False)
+    has_prefix = any(span.prefix_start < span.prefix_stop for span in spans)
+    is_in_order = not has_prefix and all(
+        span.key_start == position for span, position in zip(spans, accumulate(keys, initial=0), strict=False)
     )
     index = None
-    if not in_order:
-        parts = [
-            part for span in each for part in ((span.prefix, span.prefix_stop), (span.key, span.key_stop))
+    if not is_in_order:
+        key_ranges = [
+            key_range
+            for span in spans
+            for key_range in ((span.prefix_start, span.prefix_stop), (span.key_start, span.key_stop))
         ]
-        index = ranges(*zip(*parts, strict=True))
+        index = concatenate_ranges(*zip(*key_ranges, strict=True))
     return Spans(
-        each=tuple(each),
+        spans=tuple(spans),
         query_starts=starts[0],
         key_starts=starts[1],
         longest_query=max(queries),
         longest_key=max(keys),
         key_index=None if index is None else index.to(device),
-        prefixes=_prefixes(index, device) if with_prefix and index is not None else None,
+        repeated=_find_repeated_keys(index, device) if has_prefix and index is not None else None,
     )
 
 
-def ranges(starts: Sequence[int], stops: Sequence[int]) -> Tensor:  # int64
-    """The numbers from each start to its stop, one range after the other."""
-    # Not by torch, whose threads take longer to meet than such a sum.
-    firsts = np.asarray(starts, np.int64)
-    counts = np.asarray(stops, np.int64) - firsts
-    before = counts.cumsum() - counts
-    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(firsts - before, counts))
+def concatenate_ranges(starts: Sequence[int], stops: Sequence[int]) -> Tensor:  # int64
+    """Concatenate the ranges from each start to its stop."""
+    # NumPy, because synchronising torch's threads takes longer than this small sum.
+    first_numbers = np.asarray(starts, np.int64)
+    counts = np.asarray(stops, np.int64) - first_numbers
+    offsets = counts.cumsum() - counts
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(first_numbers - offsets, counts))
 
 
-def _prefixes(index: Tensor, device: torch.device) -> Prefixes:
-    """Of an index in which each key stands at least once."""
-    places, counts = index.argsort(stable=True), index.bincount()
-    begins = counts.cumsum(0) - counts
-    keys = (counts > 1).nonzero()[:, 0]
-    turn = torch.arange(1, max(int(counts.max()), 3))  # a compiler takes a size of 1 for a constant
-    again = places[(begins[keys, None] + turn).clamp(max=len(places) - 1)]
-    again = again.masked_fill(turn >= counts[keys, None], -1)
-    return Prefixes(first=places[begins].to(device), keys=keys.to(device), again=again.to(device))
+def _find_repeated_keys(index: Tensor, device: torch.device) -> RepeatedKeys:
+    """Find the repeated keys of an index that contains every key at least once."""
+    positions, counts = index.argsort(stable=True), index.bincount()
+    first_places = counts.cumsum(0) - counts
+    repeated_keys = (counts > 1).nonzero()[:, 0]
+    # At least two elements, because torch.compile specialises on a size of 1.
+    repetition = torch.arange(1, max(int(counts.max()), 3))
+    repeat_positions = positions[
+        (first_places[repeated_keys, None] + repetition).clamp(max=len(positions) - 1)
+    ]
+    repeat_positions = repeat_positions.masked_fill(repetition >= counts[repeated_keys, None], -1)
+    return RepeatedKeys(
+        first_positions=positions[first_places].to(device),
+        repeated_keys=repeated_keys.to(device),
+        repeat_positions=repeat_positions.to(device),
+    )
 
 
-class _Gathered(torch.autograd.Function):
-    """[..., T/P, D] -> [..., T, D] in the stream's order; a token's gradient is the sum of all ranks'."""
+class _GatherKeys(torch.autograd.Function):
+    """[..., T/P, D] -> [..., T, D] in stream order; a token's gradient is summed over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, split: ContextSplit) -> Tensor:
+    def forward(ctx: Any, local: Tensor, split: ContextSplit) -> Tensor:
         ctx.split = split
-        return _gathered(own, split)
+        return _gather_in_order(local, split)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         split: ContextSplit = ctx.split
-        return scattered(gradients[0].index_select(-2, split.order), -2, split.group), None
+        return reduce_scatter(gradients[0].index_select(-2, split.rank_order), -2, split.group), None
 
 
-class _Whole(torch.autograd.Function):
-    """[..., T/P] -> [..., T] in the stream's order; each rank takes its own tokens' gradient."""
+class _GatherTokens(torch.autograd.Function):
+    """[..., T/P] -> [..., T] in stream order; each rank keeps the gradient of its own tokens."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, split: ContextSplit) -> Tensor:
+    def forward(ctx: Any, local: Tensor, split: ContextSplit) -> Tensor:
         ctx.split = split
-        return _gathered(own[..., None], split)[..., 0]
+        return _gather_in_order(local[..., None], split)[..., 0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][..., ctx.split.own], None
+        return gradients[0][..., ctx.split.local_positions], None
 
 
-def _gathered(own: Tensor, split: ContextSplit) -> Tensor:  # [..., T/P, D] -> [..., T, D]
-    return gathered(own, -2, split.group).index_select(-2, split.inverse)
+def _gather_in_order(local: Tensor, split: ContextSplit) -> Tensor:  # [..., T/P, D] -> [..., T, D]
+    return all_gather(local, -2, split.group).index_select(-2, split.stream_order)

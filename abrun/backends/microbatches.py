@@ -1,13 +1,14 @@
-"""A batch as microbatches: which sequences each has, on which rank, and the way back.
+"""Splitting a batch into microbatches over the ranks, and merging their outputs into the batch's rows.
 
-Letters: B sequences of this rank, S positions, b and s those of a microbatch, R ranks with other samples.
-Without a budget of tokens a microbatch is so many consecutive rows. With one, the samples of all ranks are
-dealt out by length, the longest first, each to the microbatch that has the fewest tokens (Graham 1969): all
-have about as many, and since every forward pass is one of all ranks, no rank waits long for another. Which
-sample goes where depends on lengths alone, so arms with the same completions train on the same microbatches.
+Letters: B sequences of this rank and S positions, b and s those of a microbatch. Without a token budget, a
+microbatch is a fixed number of consecutive rows. With one, the samples of all data-parallel ranks are
+assigned by length, the longest first, each to the microbatch with the fewest tokens (Graham 1969).
+Microbatches are then about equally long. Every forward pass involves all ranks, so no rank waits long for
+another. The assignment depends on lengths alone: arms with the same completions train on the same
+microbatches.
 
-Where sequences share prompts, those of one prompt stay together, as many of them as make the fewest tokens in
-all: a whole group where groups are small beside the budget, less where they would leave it half empty.
+If sequences share prompts, those of one prompt stay together as long as that lowers the number of tokens: a
+whole group if groups are small compared with the budget, parts of it if whole groups would waste the budget.
 """
 
 import heapq
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from abrun.backends import B
-from abrun.backends.packing import Packing, has_prompt, packing_of, shared_prefixes
+from abrun.backends.packing import Packing, has_shareable_prompt, make_packing, shared_prefix_lengths
 from abrun.backends.ranks import Ranks
 from abrun.processes import progress
 from abrun.recipe.policy import Policy
@@ -32,237 +33,284 @@ from abrun.rl.batch import Sequences, sequence_lengths
 
 
 class Microbatch(NamedTuple, Generic[B]):
-    """What goes through the model at once."""
+    """The rows of one forward pass."""
 
     batch: B
-    packing: Packing | None  # None: as it is, in rows
+    packing: Packing | None  # None: padded rows
 
 
 class Microbatches(Generic[B]):
-    """Those of this rank, as many as on every other. Made whole before the first of them runs: what has to
-    be known on the CPU is known then, and the GPU never waits for it. Collective."""
+    """This rank's microbatches of a batch; every rank has the same number. Collective.
+
+    All are built before the first one runs, so that the GPU never waits for values that the CPU needs.
+    """
 
     def __init__(self, batch: B, policy: Policy, ranks: Ranks) -> None:
         self.shape = batch.token_ids.shape
-        rows = _rows_of(batch, policy.share_prompts)
+        rows = _measure_rows(batch, policy.share_prompts)
         if policy.micro_batch_tokens is None:
-            self._route, parts = None, list(batch.split(policy.micro_batch_size))
-            starts = pairwise([0, *accumulate(len(part) for part in parts)])
-            of_parts = [rows.picked(range(start, stop)) for start, stop in starts]
+            self._row_exchange, batches = None, list(batch.split(policy.micro_batch_size))
+            starts = pairwise([0, *accumulate(len(microbatch) for microbatch in batches)])
+            row_lengths = [rows.select(range(start, stop)) for start, stop in starts]
         else:
-            self._route = _route(rows, batch.rows_per_sample, policy.micro_batch_tokens, ranks)
-            of_parts = self._route.rows
-            parts = list(_dealt_out(batch, self._route))
-        # Ranks that share a context share a stream, whatever the recipe says of packing.
-        streams = policy.packing or ranks.context is not None
-        self._each = [
+            self._row_exchange = _plan_exchange(rows, batch.rows_per_sample, policy.micro_batch_tokens, ranks)
+            row_lengths = self._row_exchange.rows
+            batches = list(_receive_microbatches(batch, self._row_exchange))
+        # Context parallelism shards streams, so it packs even if the recipe does not.
+        packs_rows = policy.packing or ranks.context is not None
+        self._microbatches = [
             Microbatch(
-                part,
-                packing_of(
-                    of_part.lengths, part.token_ids.shape[1], ranks.device, ranks.context, of_part.shared
+                microbatch,
+                make_packing(
+                    lengths.lengths,
+                    microbatch.token_ids.shape[1],
+                    ranks.device,
+                    ranks.context,
+                    lengths.shared_lengths,
                 )
-                if streams
+                if packs_rows
                 else None,
             )
-            for part, of_part in zip(parts, of_parts, strict=True)
+            for microbatch, lengths in zip(batches, row_lengths, strict=True)
         ]
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self._microbatches)
 
     def __iter__(self) -> Iterator[Microbatch[B]]:
-        for microbatch in self._each:
+        for microbatch in self._microbatches:
             progress.report()
             yield microbatch
 
-    def in_rows(self, found: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
-        """What the microbatches gave, as rows of the batch, 0 where a microbatch was narrower. Collective."""
-        width = self.shape[1] if self._route is None else self._route.width
-        rows = torch.cat([_as_wide(each, width) for each in found])
-        if self._route is None:
+    def gather_rows(self, outputs: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
+        """Merge the microbatches' outputs into the batch's rows, 0 beyond its width. Collective."""
+        max_length = self.shape[1] if self._row_exchange is None else self._row_exchange.max_length
+        rows = torch.cat([_set_width(output, max_length) for output in outputs])
+        if self._row_exchange is None:
             return rows
-        return _as_wide(self._route.back(rows), self.shape[1])
+        return _set_width(self._row_exchange.to_batch(rows), self.shape[1])
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Sequences, by their tokens alone."""
+class _RowLengths:
+    """The lengths of sequences, and of the prompts that they share."""
 
     lengths: list[int]
-    shared: list[int]  # see packing_of
+    shared_lengths: list[int]  # see `shared` of make_packing
 
     @cached_property
-    def _prompts(self) -> list[int]:  # a number for each, the same where a prompt is shared; 0: none could be
-        have = [has_prompt(length) for length in self.lengths]
-        numbers = accumulate(has and not prefix for has, prefix in zip(have, self.shared, strict=True))
-        return [has * number for has, number in zip(have, numbers, strict=True)]
+    def _prompts(self) -> list[int]:  # each sequence's prompt number, equal if shared; 0: nothing to share
+        have_prompt = [has_shareable_prompt(length) for length in self.lengths]
+        numbers = accumulate(
+            has_prompt and not prefix
+            for has_prompt, prefix in zip(have_prompt, self.shared_lengths, strict=True)
+        )
+        return [has_prompt * number for has_prompt, number in zip(have_prompt, numbers, strict=True)]
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths) - sum(self.shared)
+        return sum(self.lengths) - sum(self.shared_lengths)
 
-    def picked(self, rows: Sequence[int]) -> "_Rows":
-        """Those of a microbatch, in ascending order."""
+    def select(self, rows: Sequence[int]) -> "_RowLengths":
+        """Return the lengths of some rows, given in ascending order."""
         prompts = [self._prompts[row] for row in rows]
-        last = accumulate([0, *prompts[:-1]], max)
-        shared = [
-            self.shared[row] * (before == prompt)
-            for row, before, prompt in zip(rows, last, prompts, strict=True)
+        previous_prompts = accumulate([0, *prompts[:-1]], max)
+        shared_lengths = [
+            self.shared_lengths[row] * (previous == prompt)
+            for row, previous, prompt in zip(rows, previous_prompts, prompts, strict=True)
         ]
-        return _Rows([self.lengths[row] for row in rows], shared)
+        return _RowLengths([self.lengths[row] for row in rows], shared_lengths)
 
 
-def _rows_of(batch: Sequences, share_prompts: bool) -> _Rows:
+def _measure_rows(batch: Sequences, share_prompts: bool) -> _RowLengths:
     lengths = sequence_lengths(batch.token_mask)
     if not share_prompts:
-        return _Rows(lengths.tolist(), [0] * len(batch))
-    lengths, shared = torch.stack([lengths, shared_prefixes(batch.token_ids, batch.token_mask)]).tolist()
-    return _Rows(lengths, shared)
+        return _RowLengths(lengths.tolist(), [0] * len(batch))
+    lengths, shared_lengths = torch.stack(
+        [lengths, shared_prefix_lengths(batch.token_ids, batch.token_mask)]
+    ).tolist()
+    return _RowLengths(lengths, shared_lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
-    """Which rows of which rank make this rank's microbatches."""
+class _Exchange:
+    """The exchange of rows between data-parallel ranks that forms this rank's microbatches."""
 
     group: dist.ProcessGroup
-    sent: Tensor  # int64: own rows, in the order in which the ranks get them
-    sent_counts: list[int]  # for each rank
-    kept_counts: list[int]  # from each rank
-    order: Tensor  # int64: of what came, in the order of the microbatches
-    rows: list[_Rows]  # of each microbatch
-    width: int  # of the longest row of all ranks
+    sent_rows: Tensor  # int64: this rank's rows, sorted by destination rank
+    sent_counts: list[int]  # rows sent to each rank
+    received_counts: list[int]  # rows received from each rank
+    arrival_order: Tensor  # int64: indices of the received rows, in the order of the microbatches
+    rows: list[_RowLengths]  # of each microbatch
+    max_length: int  # over the rows of all ranks
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Own rows [B, ...] -> the microbatches' rows, one after the other. Collective."""
-        return self._moved(rows[self.sent], self.kept_counts, self.sent_counts)[self.order]
+    def to_microbatches(self, rows: Tensor) -> Tensor:
+        """Send this rank's rows [B, ...] and return the microbatches' rows, concatenated. Collective."""
+        return self._all_to_all(rows[self.sent_rows], self.received_counts, self.sent_counts)[
+            self.arrival_order
+        ]
 
-    def back(self, rows: Tensor) -> Tensor:
-        """And the other way round. Collective."""
-        came = torch.empty_like(rows).index_copy_(0, self.order, rows)
-        returned = self._moved(came, self.sent_counts, self.kept_counts)
-        return torch.empty_like(returned).index_copy_(0, self.sent, returned)
+    def to_batch(self, rows: Tensor) -> Tensor:
+        """Return the microbatches' rows to the ranks that they came from. Collective."""
+        arrived = torch.empty_like(rows).index_copy_(0, self.arrival_order, rows)
+        returned = self._all_to_all(arrived, self.sent_counts, self.received_counts)
+        return torch.empty_like(returned).index_copy_(0, self.sent_rows, returned)
 
-    def _moved(self, rows: Tensor, come: list[int], go: list[int]) -> Tensor:
+    def _all_to_all(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
         if self.group.size() == 1:
             return rows
-        found = rows.new_empty(sum(come), *rows.shape[1:])
-        # As bytes: gloo and NCCL have neither bool nor int16, which routes among many experts are.
-        to, of = (each.contiguous().flatten().view(torch.uint8).view(len(each), -1) for each in (found, rows))
-        dist.all_to_all_single(to, of, come, go, group=self.group)
-        return found
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        # As bytes, because gloo and NCCL support neither bool nor int16, the dtype of routes to many experts.
+        received_bytes, sent_bytes = (
+            tensor.contiguous().flatten().view(torch.uint8).view(len(tensor), -1)
+            for tensor in (received, rows)
+        )
+        dist.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent, group=self.group)
+        return received
 
 
-def _route(own: _Rows, rows_per_sample: int, max_tokens: int, ranks: Ranks) -> _Route:
-    """Collective, as every rank deals out the samples of all."""
+def _plan_exchange(local_rows: _RowLengths, rows_per_sample: int, max_tokens: int, ranks: Ranks) -> _Exchange:
+    """Assign the rows of all ranks to microbatches; every rank computes the same assignment. Collective."""
     size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
-    of_all = _Rows(ranks.all_gather_data(own.lengths), ranks.all_gather_data(own.shared)) if size > 1 else own
-    by_rank = _dealt_rows(of_all, rows_per_sample, max_tokens, size)
-    own_rows = len(own.lengths)
+    all_rows = (
+        _RowLengths(
+            ranks.all_gather_data(local_rows.lengths), ranks.all_gather_data(local_rows.shared_lengths)
+        )
+        if size > 1
+        else local_rows
+    )
+    by_rank = _assign_rows(all_rows, rows_per_sample, max_tokens, size)
+    rows_per_rank = len(local_rows.lengths)
 
-    def from_rank(microbatches: list[list[int]]) -> list[tuple[int, int]]:
-        """(the rank that has it, its row there), of all rows of microbatches in their order."""
-        return [divmod(row, own_rows) for part in microbatches for row in part]
+    def locate_rows(microbatches: list[list[int]]) -> list[tuple[int, int]]:
+        """Return (owning rank, row on that rank) for each row of the microbatches, in order."""
+        return [divmod(row, rows_per_rank) for microbatch in microbatches for row in microbatch]
 
-    sent = [[row for owner, row in from_rank(parts) if owner == rank] for parts in by_rank]
-    wanted = [owner for owner, _ in from_rank(by_rank[rank])]
-    # What comes is sorted by the rank it comes from, and in the order of the microbatches beyond that.
-    order = torch.tensor(sorted(range(len(wanted)), key=wanted.__getitem__)).argsort()
-    return _Route(
+    sent_rows = [
+        [row for owner, row in locate_rows(microbatches_of_rank) if owner == rank]
+        for microbatches_of_rank in by_rank
+    ]
+    owners = [owner for owner, _ in locate_rows(by_rank[rank])]
+    # Rows arrive sorted by owning rank, and for each rank in the order of the microbatches.
+    arrival_order = torch.tensor(sorted(range(len(owners)), key=owners.__getitem__)).argsort()
+    return _Exchange(
         group=ranks.data,
-        sent=torch.tensor([row for rows in sent for row in rows], dtype=torch.int64, device=device),
-        sent_counts=[len(rows) for rows in sent],
-        kept_counts=[wanted.count(owner) for owner in range(size)],
-        order=order.to(device),
-        rows=[of_all.picked(part) for part in by_rank[rank]],
-        width=max(of_all.lengths),
+        sent_rows=torch.tensor([row for rows in sent_rows for row in rows], dtype=torch.int64, device=device),
+        sent_counts=[len(rows) for rows in sent_rows],
+        received_counts=[owners.count(owner) for owner in range(size)],
+        arrival_order=arrival_order.to(device),
+        rows=[all_rows.select(microbatch) for microbatch in by_rank[rank]],
+        max_length=max(all_rows.lengths),
     )
 
 
-def _dealt_rows(rows: _Rows, rows_per_sample: int, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
-    """Microbatches of each rank, each by its rows, such that the longest way through all of them is short."""
-    best, least = [], math.inf
-    # Whole groups, parts of them that are small beside the budget, and rows each for itself.
-    sizes = [max_tokens // parts for parts in (1, 2, 4, 8)] if any(rows.shared) else []
-    for most in [*sizes, 0]:
-        samples = _samples(rows, rows_per_sample, most)
+def _assign_rows(
+    rows: _RowLengths, rows_per_sample: int, max_tokens: int, num_ranks: int
+) -> list[list[list[int]]]:
+    """Return each rank's microbatches as lists of rows, chosen to minimise the slowest rank's total tokens.
+
+    All ranks run their i-th microbatch at the same time, so a step takes as long as its longest microbatch.
+    """
+    best_assignment, fewest_tokens = [], math.inf
+    # Try whole groups, then smaller and smaller parts of groups, and last single samples.
+    group_limits = [max_tokens // divisor for divisor in (1, 2, 4, 8)] if any(rows.shared_lengths) else []
+    for max_group_tokens in [*group_limits, 0]:
+        samples = _group_rows(rows, rows_per_sample, max_group_tokens)
         if len(samples) < num_ranks:
             continue
-        tokens = [rows.picked(sample).num_tokens for sample in samples]
-        by_rank = dealt(tokens, max_tokens, num_ranks)
-        each = [[sorted(row for i in part for row in samples[i]) for part in parts] for parts in by_rank]
-        fits = all(_is_within(max_tokens, part, tokens) for parts in by_rank for part in parts)
-        turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in each), strict=True)
-        longest = sum(max(turn) for turn in turns)
-        if (fits or most == 0) and longest < least:
-            best, least = each, longest
-    return best
+        tokens = [rows.select(sample).num_tokens for sample in samples]
+        by_rank = assign_samples(tokens, max_tokens, num_ranks)
+        assignment = [
+            [sorted(row for i in microbatch for row in samples[i]) for microbatch in microbatches]
+            for microbatches in by_rank
+        ]
+        fits = all(
+            _fits_budget(max_tokens, microbatch, tokens)
+            for microbatches in by_rank
+            for microbatch in microbatches
+        )
+        steps = zip(
+            *(
+                [rows.select(microbatch).num_tokens for microbatch in microbatches]
+                for microbatches in assignment
+            ),
+            strict=True,
+        )
+        total_tokens = sum(max(step) for step in steps)
+        if (fits or max_group_tokens == 0) and total_tokens < fewest_tokens:
+            best_assignment, fewest_tokens = assignment, total_tokens
+    return best_assignment
 
 
-def _samples(rows: _Rows, rows_per_sample: int, most: int) -> list[list[int]]:
-    """What is never cut apart: so many rows, and those that follow with their prompt, up to `most` tokens.
-    Rows without a completion between these are samples of their own."""
+def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
+    """Group rows into samples, which are never split over microbatches.
+
+    A sample is `rows_together` consecutive rows and, up to `max_tokens` tokens, the following rows that share
+    their prompt. Rows without a completion form samples of their own.
+    """
     samples: list[list[int]] = []
-    last, num_tokens = 0, 0  # of the samples the last with a prompt
+    last_with_prompt, num_tokens = 0, 0  # of the last sample with a prompt
     for start in range(0, len(rows.lengths), rows_per_sample):
         sample = range(start, start + rows_per_sample)
-        more = sum(rows.lengths[row] - rows.shared[row] for row in sample)
-        if rows.shared[start] and num_tokens + more <= most:
-            samples[last] += sample
-            num_tokens += more
+        new_tokens = sum(rows.lengths[row] - rows.shared_lengths[row] for row in sample)
+        if rows.shared_lengths[start] and num_tokens + new_tokens <= max_tokens:
+            samples[last_with_prompt] += sample
+            num_tokens += new_tokens
             continue
         samples.append([*sample])
-        if any(has_prompt(rows.lengths[row]) for row in sample):
-            last, num_tokens = len(samples) - 1, rows.picked(sample).num_tokens
+        if any(has_shareable_prompt(rows.lengths[row]) for row in sample):
+            last_with_prompt, num_tokens = len(samples) - 1, rows.select(sample).num_tokens
     return samples
 
 
-def dealt(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
-    """Samples of these lengths as microbatches: by rank, those of each rank, each by its samples' numbers.
+def assign_samples(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
+    """Assign samples of these lengths to microbatches; return them by rank, each as a list of sample indices.
 
-    Every rank has as many microbatches, the fewest with which each is within `max_tokens` or one sample; as
-    many as there can be, where the samples are no multiple of the ranks and none is enough.
+    Every rank gets the same number of microbatches: the smallest for which each microbatch has at most
+    `max_tokens` tokens or a single sample. If no number suffices, because the samples are not a multiple of
+    the ranks, it is the largest possible one.
     """
     assert len(lengths) >= num_ranks
-    least = math.ceil(sum(lengths) / max_tokens / num_ranks)
-    parts: list[list[int]] = []
-    for count in range(min(least, len(lengths) // num_ranks) * num_ranks, len(lengths) + 1, num_ranks):
-        parts = _spread(lengths, count)
-        if all(_is_within(max_tokens, part, lengths) for part in parts):
+    min_per_rank = math.ceil(sum(lengths) / max_tokens / num_ranks)
+    microbatches: list[list[int]] = []
+    for count in range(min(min_per_rank, len(lengths) // num_ranks) * num_ranks, len(lengths) + 1, num_ranks):
+        microbatches = _distribute(lengths, count)
+        if all(_fits_budget(max_tokens, microbatch, lengths) for microbatch in microbatches):
             break
-    parts.sort(key=lambda part: (-sum(lengths[i] for i in part), part))
-    turns = [parts[start : start + num_ranks] for start in range(0, len(parts), num_ranks)]
-    # To and fro, so that the first rank does not get the fullest of every turn.
-    turns = [turn[::-1] if odd % 2 else turn for odd, turn in enumerate(turns)]
-    return [[turn[rank] for turn in turns] for rank in range(num_ranks)]
+    microbatches.sort(key=lambda microbatch: (-sum(lengths[i] for i in microbatch), microbatch))
+    steps = [microbatches[start : start + num_ranks] for start in range(0, len(microbatches), num_ranks)]
+    # Alternate the direction, so that rank 0 does not get the longest microbatch every time.
+    steps = [step[::-1] if index % 2 else step for index, step in enumerate(steps)]
+    return [[step[rank] for step in steps] for rank in range(num_ranks)]
 
 
-def _is_within(max_tokens: int, part: Sequence[int], lengths: Sequence[int]) -> bool:
-    return len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
+def _fits_budget(max_tokens: int, samples: Sequence[int], lengths: Sequence[int]) -> bool:
+    return len(samples) == 1 or sum(lengths[i] for i in samples) <= max_tokens
 
 
-def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The samples over `count` parts: the longest first, each to the part with the fewest tokens."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    fewest = [(0, part) for part in range(count)]
+def _distribute(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Distribute samples over `count` microbatches: longest first, each to the one with the fewest tokens."""
+    microbatches: list[list[int]] = [[] for _ in range(count)]
+    token_heap = [(0, microbatch) for microbatch in range(count)]
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        num_tokens, part = fewest[0]
-        parts[part].append(sample)
-        heapq.heapreplace(fewest, (num_tokens + lengths[sample], part))
-    return [sorted(part) for part in parts]
+        num_tokens, microbatch = token_heap[0]
+        microbatches[microbatch].append(sample)
+        heapq.heapreplace(token_heap, (num_tokens + lengths[sample], microbatch))
+    return [sorted(microbatch) for microbatch in microbatches]
 
 
-def _dealt_out(batch: B, route: _Route) -> Iterator[B]:
-    """The microbatches' rows, from the ranks that have them. Collective."""
-    rows = batch.mapped(lambda tensor: route.there(_as_wide(tensor, route.width)))
+def _receive_microbatches(batch: B, exchange: _Exchange) -> Iterator[B]:
+    """Yield this rank's microbatches, received from the ranks that hold their rows. Collective."""
+    rows = batch.mapped(lambda tensor: exchange.to_microbatches(_set_width(tensor, exchange.max_length)))
     start = 0
-    for of_part in route.rows:
-        part, longest = rows[start : start + len(of_part.lengths)], max(of_part.lengths)
-        yield part.mapped(lambda tensor, longest=longest: _as_wide(tensor, longest))
-        start += len(of_part.lengths)
+    for lengths in exchange.rows:
+        microbatch, longest = rows[start : start + len(lengths.lengths)], max(lengths.lengths)
+        yield microbatch.mapped(lambda tensor, longest=longest: _set_width(tensor, longest))
+        start += len(lengths.lengths)
 
 
-def _as_wide(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
-    """Cut to so many positions, or with zeros behind."""
-    if rows.ndim == 1 or rows.shape[1] == width:
+def _set_width(rows: Tensor, max_length: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
+    """Truncate rows to `width` positions, or pad them with zeros."""
+    if rows.ndim == 1 or rows.shape[1] == max_length:
         return rows
-    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, width - rows.shape[1]))
+    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, max_length - rows.shape[1]))

@@ -3,9 +3,9 @@
 Groups: `data` (one rank of each replica of the policy), `context`, `replica` (all ranks of one replica), and
 `world`. Every rank of a group has to call its collective; two groups mixed up are a deadlock.
 
-Every rank of a replica of the policy holds the same rows of the batch, whole: tensor, context and pipeline
-parallelism cut a row only inside the model. So samples, counts and metrics are shared, added up and gathered
-over the data-parallel ranks alone, and each sample counts once.
+Every rank of a replica holds the same full rows of the batch. Tensor, context and pipeline parallelism shard
+a row only inside the model. Samples, counts and metrics are therefore distributed, summed and gathered over
+the data-parallel ranks alone, and each sample counts once.
 """
 
 import os
@@ -31,36 +31,36 @@ from abrun.processes import progress
 from abrun.reasons import Code, Reason
 from abrun.recipe.policy import DIMENSIONS
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a hang is noticed sooner by the agents: see abrun.train.agent
-MEETING_TIMEOUT = timedelta(minutes=5)  # from one rank's start to the last one's: imports differ in time
-LOST = r"[Tt]imed out|Connection closed by peer|Connection reset by peer|Broken pipe|unreachable"
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # agents detect a hang sooner: see abrun.train.agent
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # from the first rank's start to the last one's; import times vary
+LOST_RANK_PATTERN = r"[Tt]imed out|Connection closed by peer|Connection reset by peer|Broken pipe|unreachable"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This rank's view of all of them. A group that would hold this rank alone is None."""
+    """This rank's device, position and process groups. A group of this rank alone is None."""
 
-    device: torch.device  # of this rank
+    device: torch.device
     rank: int
     size: int
-    mesh: DeviceMesh  # data_parallel, and those of DIMENSIONS whose size is above 1
-    data: ProcessGroup  # one rank of each replica: they hold different samples
-    weights: DeviceMesh  # data x context: the ranks that a parameter and its gradient are spread over
+    mesh: DeviceMesh  # dimensions: data_parallel, and all other DIMENSIONS of more than one rank
+    data: ProcessGroup  # one rank of each replica; they hold different samples
+    weight_mesh: DeviceMesh  # data x context: the ranks that FSDP shards a parameter over
     tensor: ProcessGroup | None = None
     context: ProcessGroup | None = None
     pipeline: ProcessGroup | None = None
-    expert: ProcessGroup | None = None  # of those of `weights`: a layer's experts are spread over them
-    experts: DeviceMesh | None = None  # copies x expert: of those of `weights`, which hold other tokens each
+    expert: ProcessGroup | None = None  # ranks of `weight_mesh` that a layer's experts are distributed over
+    expert_mesh: DeviceMesh | None = None  # copies x expert: `weight_mesh`, divided into such groups
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Return whether this is rank 0, which writes files."""
         return self.rank == 0
 
     def data_slice(self, num_rows: int) -> slice:
-        """Return this rank's consecutive rows of `num_rows` of the global batch."""
+        """Return this rank's slice of the global batch's `num_rows` rows."""
         count = num_rows // self.data.size()
         return slice(self.data.rank() * count, (self.data.rank() + 1) * count)
 
@@ -72,10 +72,10 @@ class Ranks:
 
     def all_gather_data(self, values: Sequence[T]) -> list[T]:
         """Join the lists of the data-parallel ranks, in the order of the global batch. Collective."""
-        return gathered(values, self.data)
+        return all_gather_lists(values, self.data)
 
     def context_slice(self, num_rows: int) -> slice:
-        """Return this rank's consecutive rows of those that all ranks of its context hold; can be none."""
+        """Return this rank's share of the rows that all ranks of its context hold; may be empty."""
         if self.context is None:
             return slice(0, num_rows)
         count = -(-num_rows // self.context.size())
@@ -83,33 +83,33 @@ class Ranks:
 
     def all_gather_context(self, values: Sequence[T]) -> list[T]:
         """Join the lists of this context's ranks, in their order. Collective."""
-        return list(values) if self.context is None else gathered(values, self.context)
+        return list(values) if self.context is None else all_gather_lists(values, self.context)
 
     def replica_slice(self, num_rows: int) -> slice:
-        """Return this rank's consecutive rows of those that all ranks of its replica hold; can be none."""
+        """Return this rank's share of the rows that all ranks of its replica hold; may be empty."""
         size, index = 1, 0
-        for group in self._of_replica:
+        for group in self._replica_groups:
             index, size = index + group.rank() * size, size * group.size()
         count = -(-num_rows // size)
         return slice(index * count, (index + 1) * count)
 
     def all_gather_replica(self, values: Sequence[T]) -> list[T]:
         """Join the lists of this replica's ranks, in their order. Collective."""
-        found = list(values)
-        for group in self._of_replica:
-            found = gathered(found, group)
-        return found
+        gathered = list(values)
+        for group in self._replica_groups:
+            gathered = all_gather_lists(gathered, group)
+        return gathered
 
     @property
-    def _of_replica(self) -> list[ProcessGroup]:
-        """The groups that make up a replica, each of whole ones of those before it."""
+    def _replica_groups(self) -> list[ProcessGroup]:
+        """Return the groups whose product is a replica, the innermost first."""
         return [group for group in (self.tensor, self.context, self.pipeline) if group is not None]
 
     def all_reduce_max_world(self, values: Sequence[float]) -> list[float]:
         """Return the maximum of each value over all ranks; float64. Collective."""
-        found = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        maxima = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     def all_gather_world(self, value: T) -> list[T]:
         """Return the value of every rank, in the order of ranks. Collective."""
@@ -134,20 +134,21 @@ class Ranks:
         dist.barrier()
 
 
-def gathered(values: Sequence[T], group: ProcessGroup) -> list[T]:
+def all_gather_lists(values: Sequence[T], group: ProcessGroup) -> list[T]:
     """Join the lists of a group's ranks, in their order. Collective."""
     if group.size() == 1:
         return list(values)
     by_rank: list[Sequence[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(by_rank, values, group=group)
-    return [value for of_rank in by_rank for value in of_rank]
+    return [value for rank_values in by_rank for value in rank_values]
 
 
 def make_ranks(device: torch.device, shape: Mapping[str, int], *, expert_parallel: int = 1) -> Ranks:
-    """Cut the process group's ranks into groups. Collective.
+    """Divide the ranks of the process group into groups. Collective.
 
-    `shape` has the sizes of a replica (tensor_parallel, ...); their product divides the number of ranks, and
-    the rest are data-parallel replicas. `expert_parallel` divides the number of ranks of a weight's mesh.
+    `shape` has the sizes of a replica's dimensions (tensor_parallel, ...). Their product divides the number
+    of ranks; the quotient is the number of data-parallel replicas. `expert_parallel` divides the size of the
+    weight mesh.
     """
     size = dist.get_world_size()
     sizes = {name: shape.get(name, 1) for name in DIMENSIONS}
@@ -155,50 +156,50 @@ def make_ranks(device: torch.device, shape: Mapping[str, int], *, expert_paralle
     names = [name for name in DIMENSIONS if sizes[name] > 1 or name == "data_parallel"]
     mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
     context = "context_parallel" in names
-    experts = _experts_mesh(device, sizes, expert_parallel) if expert_parallel > 1 else None
+    experts = _make_expert_mesh(device, sizes, expert_parallel) if expert_parallel > 1 else None
     return Ranks(
         device=device,
         rank=dist.get_rank(),
         size=size,
         mesh=mesh,
         data=mesh.get_group("data_parallel"),
-        weights=mesh["data_parallel", "context_parallel"]._flatten() if context else mesh["data_parallel"],
+        weight_mesh=mesh["data_parallel", "context_parallel"]._flatten()
+        if context
+        else mesh["data_parallel"],
         expert=experts.get_group("expert") if experts else None,
-        experts=experts,
+        expert_mesh=experts,
         **{name.removesuffix("_parallel"): mesh.get_group(name) for name in names if name != "data_parallel"},
     )
 
 
-def _experts_mesh(device: torch.device, sizes: Mapping[str, int], expert_parallel: int) -> DeviceMesh:
-    """The ranks of a weight's mesh, cut into groups of neighbours, each of which has all experts."""
+def _make_expert_mesh(device: torch.device, sizes: Mapping[str, int], expert_parallel: int) -> DeviceMesh:
+    """Divide the weight mesh into groups of neighbouring ranks, each of which holds all experts."""
     pipeline, data, context, tensor = (sizes[name] for name in DIMENSIONS)
     shape = (pipeline, data * context // expert_parallel, expert_parallel, tensor)
     names = ("pipeline", "copies", "expert", "tensor")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["copies", "expert"]
-    mesh._flatten()  # a norm over both is one collective
+    mesh._flatten()  # so that a norm over both dimensions is one collective
     return mesh
 
 
 def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
     """Join the process group of the run's ranks and return this rank's device.
 
-    `timeout`: how long a collective waits for a rank.
+    `timeout` limits how long a collective waits for a rank.
     """
     on_gpu = cluster["gpus_per_node"] > 0
     if on_gpu and not torch.cuda.is_available():
-        raise LaunchError(
-            "cluster.gpus_per_node: no CUDA device is visible here; use 0 to train on CPU cores"
-        )
+        raise LaunchError("cluster.gpus_per_node: no CUDA device is visible; use 0 to train on CPU cores")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)  # the order of float sums, and so every metric's last bits, depend on it
+        torch.set_num_threads(1)  # the order of float sums, and so the last bits of metrics, depend on it
     backend = "nccl" if on_gpu else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(
             backend,
-            store=_meet(timeout),
+            store=_open_store(timeout),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
@@ -208,19 +209,19 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     expected = cluster["nodes"] * (cluster["gpus_per_node"] or cluster["cpu_ranks"])
     if dist.get_world_size() != expected:
-        raise LaunchError(f"cluster: asks for {expected} ranks and {dist.get_world_size()} were started")
+        raise LaunchError(f"cluster: needs {expected} ranks, but {dist.get_world_size()} were started")
     return device
 
 
-def _meet(timeout: timedelta) -> Store:
-    """The store of all ranks: torchrun's, where it says so, or else the first one's.
+def _open_store(timeout: timedelta) -> Store:
+    """Connect to the ranks' key-value store: torchrun's if it provides one, else rank 0's.
 
-    That one serves it at the socket that an agent has given it, if any.
+    Rank 0 serves its store on the listening socket that its agent passed to it, if any.
     """
-    listening = os.environ.pop(progress.LISTENING_FD_VARIABLE, None)
-    if listening is not None:
-        os.set_inheritable(int(listening), False)  # what this rank starts does not keep the port
-    torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listening_fd = os.environ.pop(progress.LISTENING_FD_VARIABLE, None)
+    if listening_fd is not None:
+        os.set_inheritable(int(listening_fd), False)  # child processes must not keep the port
+    is_torchrun_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         with progress.waiting_for_ranks():
@@ -228,23 +229,25 @@ def _meet(timeout: timedelta) -> Store:
                 address,
                 port,
                 int(os.environ["WORLD_SIZE"]),
-                is_master=listening is not None or (rank == 0 and not torchruns),
-                timeout=MEETING_TIMEOUT,
-                master_listen_fd=None if listening is None else int(listening),
+                is_master=listening_fd is not None or (rank == 0 and not is_torchrun_store),
+                timeout=RENDEZVOUS_TIMEOUT,
+                master_listen_fd=None if listening_fd is None else int(listening_fd),
             )
     except DistError as error:
-        said = " ".join(str(error).split())[:300]
-        raise LaunchError(Code.RANKS_NOT_FOUND(rank=rank, address=f"{address}:{port}", error=said)) from None
+        message = " ".join(str(error).split())[:300]
+        raise LaunchError(
+            Code.RANKS_NOT_FOUND(rank=rank, address=f"{address}:{port}", error=message)
+        ) from None
     store.set_timeout(timeout)
     return store
 
 
-def lost_ranks(error: RuntimeError, timeout: timedelta) -> Reason | None:
-    """Say that a collective failed for want of other ranks, or of the way to them; None: it did not."""
-    said = " ".join(str(error).split())
-    if not isinstance(error, DistError) and "gloo" not in said:
+def explain_lost_ranks(error: RuntimeError, timeout: timedelta) -> Reason | None:
+    """Return the reason if a collective failed because ranks were lost or unreachable, else None."""
+    message = " ".join(str(error).split())
+    if not isinstance(error, DistError) and "gloo" not in message:
         return None
-    if not re.search(LOST, said):
+    if not re.search(LOST_RANK_PATTERN, message):
         return None
-    waited_s = timeout.total_seconds() if "imed out" in said else None
-    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.current_activity(), error=said[:300])
+    waited_s = timeout.total_seconds() if "imed out" in message else None
+    return Code.RANKS_LOST(waited_s=waited_s, doing=progress.current_activity(), error=message[:300])

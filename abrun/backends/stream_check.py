@@ -1,9 +1,9 @@
-"""A check at load: each module computes of a sequence in a stream what it computes of it in a row of its own.
+"""A self-check on load: every module must compute the same for a sequence in a stream as for a padded row.
 
-Attention that is not full, state-space layers, linear attention, convolutions and positions that a module
-counts by itself differ in a stream, each in its own way. A few tokens show all of them: while the check runs,
-every window and chunk of attention is shorter than its sequences. Modules are compared one by one, because
-what the first difference makes of the log-probs depends on the weights, and may be little.
+Windowed and linear attention, state-space layers, convolutions and modules that count positions themselves
+can mix up the sequences of a stream. A few tokens reveal all of them, because the check shortens attention
+windows and chunks below the length of its sequences. It compares modules one by one: the effect on log-probs
+depends on the weights and can be small.
 
 Letters: B sequences of S tokens, T = B * S tokens in their stream.
 """
@@ -16,27 +16,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from abrun.backends.packing import Packing, packing_of
+from abrun.backends.packing import Packing, make_packing
 from abrun.models import Facts
-from abrun.models.checks import agree, logits_of, nested_configs, plain_tokens, undisturbed
+from abrun.models.checks import agree, draw_plain_tokens, logits_of, nested_configs, restored_afterwards
 
-# Fields of modules and configurations that bound how far a token attends; `sliding_window_pattern` does not.
+# Fields of modules and configurations that limit how far a token attends; `sliding_window_pattern` does not.
 WINDOWS = re.compile(r"window(_size)?$|attention_chunk_size$")
 WINDOW = 3
-# Rounding may send a token to another expert, which shows in what follows, but not with other tokens as well.
+# Two seeds: rounding can route a token to another expert, but it is unlikely to do so for both sets of
+# tokens.
 SEEDS = (0, 1)
 
 HiddenStates = Callable[[Any, Tensor, Packing | None], Tensor]
 
 
 class Deviation(NamedTuple):
-    """Where a stream first differs from rows, and by how much it does in the end."""
+    """The first module whose outputs differ between stream and rows, and the effect on log-probs."""
 
     module: str
-    nats: float  # the largest difference of log-probs
+    nats: float  # largest difference of log-probs
 
 
-def stream_deviation(
+def measure_stream_deviation(
     network: Any,
     facts: Facts,
     hidden_states: HiddenStates,
@@ -49,51 +50,51 @@ def stream_deviation(
     Runs the network on rows, then calls `enable`, which replaces its attention, and runs it on the stream.
     Leaves weights, buffers, modes and the random-number generator as they were.
     """
-    batches = [plain_tokens(network, facts, seed=seed) for seed in SEEDS]  # [B, S] each
+    batches = [draw_plain_tokens(network, facts, seed=seed) for seed in SEEDS]  # [B, S] each
     rows, length = batches[0].shape
     shared = [0, length // 2] if share_prompts else None  # plain_tokens gives both rows the same prompt
-    packing = packing_of([length] * rows, length, batches[0].device, shared=shared)
+    packing = make_packing([length] * rows, length, batches[0].device, shared=shared)
     deviation = None
-    with undisturbed(network), torch.no_grad():
+    with restored_afterwards(network), torch.no_grad():
         network.eval()
         with short_windows(network):
-            expected = [_outputs(network, facts, hidden_states, tokens, None) for tokens in batches]
+            expected = [_record_outputs(network, facts, hidden_states, tokens, None) for tokens in batches]
         enable()
         with short_windows(network):
-            for tokens, before in zip(batches, expected, strict=True):
-                found = _outputs(network, facts, hidden_states, packing.pack(tokens), packing)
-                deviation = _deviation(before, found)
+            for tokens, row_outputs in zip(batches, expected, strict=True):
+                stream_outputs = _record_outputs(network, facts, hidden_states, packing.pack(tokens), packing)
+                deviation = _compare_outputs(row_outputs, stream_outputs)
                 if deviation is None:
                     return None
     return deviation
 
 
-def _outputs(
+def _record_outputs(
     network: Any, facts: Facts, hidden_states: HiddenStates, tokens: Tensor, packing: Packing | None
 ) -> dict[str, Tensor]:
-    """Return the outputs [B, S, ...] of modules that have others inside, as they end, and last the logits."""
+    """Return the outputs [B, S, ...] of modules with submodules, in execution order, then the logits."""
     outputs: dict[str, Tensor] = {}
 
     def record(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-            if isinstance(first, Tensor) and first.shape[:2] == tokens.shape:
-                outputs[name] = first if packing is None else packing.unpack_prompts(first)
+            states = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+            if isinstance(states, Tensor) and states.shape[:2] == tokens.shape:
+                outputs[name] = states if packing is None else packing.unpack_with_prompts(states)
 
         return hook
 
-    inner = [(name, module) for name, module in network.named_modules() if next(module.children(), None)]
-    hooks = [module.register_forward_hook(record(name)) for name, module in inner]
+    containers = [(name, module) for name, module in network.named_modules() if next(module.children(), None)]
+    hooks = [module.register_forward_hook(record(name)) for name, module in containers]
     try:
         hidden = hidden_states(facts.base, tokens, packing)
     finally:
         for hook in hooks:
             hook.remove()
     logits = logits_of(facts, hidden)
-    return outputs | {"": logits if packing is None else packing.unpack_prompts(logits)}
+    return outputs | {"": logits if packing is None else packing.unpack_with_prompts(logits)}
 
 
-def _deviation(rows: dict[str, Tensor], stream: dict[str, Tensor]) -> Deviation | None:
+def _compare_outputs(rows: dict[str, Tensor], stream: dict[str, Tensor]) -> Deviation | None:
     differing = (
         name for name in stream if name in rows and not agree(stream[name].float(), rows[name].float())
     )

@@ -8,9 +8,11 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as
---help lists) from abrun.cli.app import app, finish_help, print_error from abrun.errors import AbrunError
-from abrun.processes.output import standard_streams from abrun.redaction import hide_secrets_of
+from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
+from abrun.cli.app import app, finish_help, print_error
+from abrun.errors import AbrunError
+from abrun.processes.output import standard_streams
+from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",

@@ -129,7 +129,7 @@ def _make_launch_function(
 ) -> "Callable[[ExperimentPlan, Collection[RunName]], int]":
     """Return a function that runs a plan on this machine; it returns 0, or a signal's exit code."""
     from abrun.experiment.options import LaunchOptions
-    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.cluster import find_cluster_jobs
     from abrun.launch.engine import make_engine
     from abrun.launch.supervisor import run_plan
     from abrun.runs.experiment import is_experiment
@@ -139,7 +139,7 @@ def _make_launch_function(
         options = LaunchOptions(
             runs_dir=directory.parent, name=directory.name, jobs=jobs, resume=is_experiment(directory)
         )
-        with View(screen, queued_jobs) as view:
+        with View(screen, find_cluster_jobs) as view:
             outcome = run_plan(plan, options, engine=make_engine("local", jobs), observer=view, only=only)
         return outcome.exit_code if outcome.stopped_by else 0
 

@@ -122,10 +122,10 @@ def sensitivity(
     """
     from abrun.api.launching import launch_recipe
     from abrun.experiment.options import LaunchOptions
-    from abrun.launch.controls import with_faults_alone
+    from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
     from abrun.recipe.experiment import load_recipe
 
-    faulty, not_injected = with_faults_alone(load_recipe(recipe, add_seeds(overrides, seeds)), names)
+    faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, add_seeds(overrides, seeds)), names)
     options = LaunchOptions(
         runs_dir=runs_dir,
         name=name,
@@ -149,7 +149,7 @@ def _report_detected_faults(
     """Judge the injected faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
     from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
-    from abrun.verdict.injected import sensitivity as judge_faults
+    from abrun.verdict.injected import measure_sensitivity as judge_faults
 
     result = judge_faults(load_experiment(experiment_dir))
     if result is None:
@@ -165,7 +165,7 @@ def _report_detected_faults(
 
 
 def _find_run_folder(run: str, runs_dir: Path) -> Path:
-    """Return the folder of an abrun run, or of another trainer's completions. Raises StoreError if neither."""
+    """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment

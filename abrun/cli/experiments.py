@@ -128,12 +128,12 @@ def export(
     """
     from abrun.experiment.options import LaunchOptions
     from abrun.experiment.plan import make_plan
-    from abrun.launch.export.command import export as write_manifests
-    from abrun.launch.prepare import experiment_dir_of
+    from abrun.launch.export.command import export_plan as write_manifests
+    from abrun.launch.prepare import resolve_experiment_dir
     from abrun.recipe.experiment import load_recipe
 
     plan = make_plan(load_recipe(recipe, overrides or []))
-    name = experiment_dir_of(plan.recipe.name, LaunchOptions(name=name)).name
+    name = resolve_experiment_dir(plan.recipe.name, LaunchOptions(name=name)).name
     print(
         display_safe(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare))
     )
@@ -147,10 +147,10 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
         abrun watch quickstart
     """
     from abrun import watch as live
-    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.cluster import find_cluster_jobs
     from abrun.runs.experiment import find_experiment
 
-    live.watch(find_experiment(experiment, runs_dir), console(), queued_jobs)
+    live.watch(find_experiment(experiment, runs_dir), console(), find_cluster_jobs)
 
 
 @app.command(rich_help_panel=RUNS)
@@ -171,19 +171,19 @@ def status(
         abrun status quickstart --json
     """
     from abrun import watch as live
-    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.cluster import find_cluster_jobs
     from abrun.runs.experiment import find_experiment
 
     screen = console()
     if as_json:
         asked = None if experiment is None else find_experiment(experiment, runs_dir)
-        print_json(live.status_json(runs_dir, asked, queued_jobs))
+        print_json(live.status_json(runs_dir, asked, find_cluster_jobs))
         return
     if experiment is None:
-        screen.print(live.render_experiments(runs_dir, queued_jobs))
+        screen.print(live.render_experiments(runs_dir, find_cluster_jobs))
         return
     experiment_dir = find_experiment(experiment, runs_dir)
-    views = live.ExperimentReader(experiment_dir, queued_jobs).read()
+    views = live.ExperimentReader(experiment_dir, find_cluster_jobs).read()
     screen.print(live.render(experiment_dir.name, views, screen.width))
 
 
@@ -195,7 +195,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     Examples:
         abrun cancel quickstart
     """
-    from abrun.launch.cluster import cancel as cancel_experiment
+    from abrun.launch.cluster import cancel_experiment as cancel_experiment
     from abrun.runs.experiment import find_experiment
 
     print(display_safe(cancel_experiment(find_experiment(experiment, runs_dir))))
@@ -215,10 +215,10 @@ def logs(
         abrun logs quickstart/baseline/seed-0 --follow
     """
     from abrun import watch as live
-    from abrun.launch.cluster import queued_jobs
+    from abrun.launch.cluster import find_cluster_jobs
 
     path = runs_dir / run
-    for text in live.read_log(path if is_directory(path) else Path(run), queued_jobs, follow=follow):
+    for text in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -267,19 +267,21 @@ def _dry_run(
     there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
-    from abrun.launch.preview import feasibility, preview, preview_json, preview_of_jobs
+    from abrun.launch.preview import check_feasibility, preview_as_json, render_jobs_preview, render_preview
     from abrun.runs.experiment import open_experiment
 
     planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
     plan, cluster = planned.plan, planned.cluster
     if options.resume:
         open_experiment(planned.experiment_dir)
-    feasible = feasibility(plan, options.jobs, cluster)
+    feasible = check_feasibility(plan, options.jobs, cluster)
     if as_json:
-        print_json(preview_json(plan, feasible, options.jobs))
+        print_json(preview_as_json(plan, feasible, options.jobs))
     else:
         screen.print(
-            preview_of_jobs(plan, feasible, cluster) if cluster else preview(plan, feasible, options.jobs)
+            render_jobs_preview(plan, feasible, cluster)
+            if cluster
+            else render_preview(plan, feasible, options.jobs)
         )
         _show_memory(screen, plan, options.device_memory)
     return 2 if feasible.is_refused else 0

@@ -138,8 +138,8 @@ ChainOnly = Annotated[
     bool,
     typer.Option(
         "--chain-alone",
-        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of that "
-        "sum and a direct comparison with these runs, at half the level each.",
+        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of "
+        "that sum and a direct comparison with these runs, at half the level each.",
     ),
 ]
 
@@ -189,7 +189,8 @@ def freeze(
         {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
     )
     console().say(
-        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{reading_options}"
+        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
+        f"{reading_options}"
     )
 
 
@@ -329,7 +330,7 @@ def plan(
         abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
-    from abrun.launch.stages import until_decided
+    from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
     from abrun.report.planning import pilot_differences_text, plan_json, render_plan
@@ -349,7 +350,7 @@ def plan(
     )
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
-        loaded = until_decided(loaded, max_seeds)
+        loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # raises the errors that a launch would raise
     declaration = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
@@ -377,6 +378,6 @@ def _refuse_without_pairs(earlier: "Experiment", assumed_command: str) -> None:
     first_failure = next((f"; {run}: {run.failure}" for run in runs if run.failure), "")
     raise ComparisonError(
         f"--from: {earlier.name}: no pair of its runs has finished, so there is no spread to measure "
-        f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first_failure}); finish it with "
-        f"--resume, or assume a spread: {assumed_command}"
+        f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first_failure}); "
+        f"finish it with --resume, or assume a spread: {assumed_command}"
     )

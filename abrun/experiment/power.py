@@ -16,16 +16,22 @@ from abrun.recipe.claims import Claim, Compare
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import (
-    freedom_per_run,
-    matches_at,
     pairs_needed,
     pairs_needed_range,
     power_at,
     sd_interval,
     sd_of_difference,
     sd_upper_bound,
+    simulate_tost_passes,
+    welch_dof_per_run,
 )
-from abrun.stats.sigma_margin import Law, sigma_lower_bound, sigma_matches, sigma_pairs_needed, sigma_power
+from abrun.stats.sigma_margin import (
+    VarianceModel,
+    sigma_lower_bound,
+    sigma_pairs_needed,
+    sigma_power,
+    simulate_sigma_passes,
+)
 
 ASSURANCE = 0.8  # probability of reaching the planned power if a pilot measured the sd
 
@@ -43,7 +49,7 @@ class Spread:
     climb: float | None = None  # of the baseline up to the window's end, where measured
 
     @property
-    def law(self) -> Law:
+    def law(self) -> VarianceModel:
         """Return the law for a margin in sigmas.
 
         Of the two ratios of the arms' sigmas that explain the sd of the difference, it has the larger one.
@@ -51,7 +57,7 @@ class Spread:
         spread, rho = self.sd_difference / (self.sigma or 1.0), self.correlation
         ratio = rho + math.sqrt(max(0.0, rho**2 - 1 + spread**2))
         widened = self.planned_sd / self.sd_difference if self.sd_difference else 1.0
-        return Law(correlation=rho, ratio=ratio, widened=widened)
+        return VarianceModel(correlation=rho, sd_ratio=ratio, sd_factor=widened)
 
     @property
     def planned_sd(self) -> float:
@@ -104,29 +110,29 @@ def plan_claim_power(
         return None
     if claim.sigma_margin is not None and not compare.reference:
         correlation = claim.correlation if compare.paired else 0.0
-        sigmas, law = claim.sigma_margin, spread.law if spread else Law(correlation=correlation)
+        sigmas, law = claim.sigma_margin, spread.law if spread else VarianceModel(correlation=correlation)
         ends = None
         if spread and spread.num_pairs:
-            low, high = (replace(law, widened=end) for end in sd_interval(1.0, spread.num_pairs))
+            low, high = (replace(law, sd_factor=end) for end in sd_interval(1.0, spread.num_pairs))
             ends = sigma_pairs_needed(sigmas, low, alpha=alpha), sigma_pairs_needed(sigmas, high, alpha=alpha)
         return ClaimPower(
             power=lambda pairs: sigma_power(sigmas, pairs, law, alpha),
             pairs_needed=sigma_pairs_needed(sigmas, law, alpha=alpha),
             pairs_needed_range=ends,
-            matches_at=lambda counts, levels: sigma_matches(sigmas, counts, law, levels),
+            matches_at=lambda counts, levels: simulate_sigma_passes(sigmas, counts, law, levels),
         )
     margin = _absolute_margin(claim, compare, spread)
     if spread is None or margin is None:
         return None
     # Independent arms are assumed to have equal variance; `sd` is that of the difference of one run each
-    sd, freedom = spread.planned_sd, freedom_per_run((1.0, 1.0)) if not compare.paired else 1.0
+    sd, freedom = spread.planned_sd, welch_dof_per_run((1.0, 1.0)) if not compare.paired else 1.0
     return ClaimPower(
-        power=lambda pairs: power_at(margin, sd, pairs, alpha, freedom=freedom),
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha, freedom=freedom),
+        power=lambda pairs: power_at(margin, sd, pairs, alpha, dof_per_pair=freedom),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha, dof_per_pair=freedom),
         pairs_needed_range=pairs_needed_range(margin, spread.sd_difference, spread.num_pairs, alpha, freedom)
         if spread.num_pairs
         else None,
-        matches_at=lambda counts, levels: matches_at(margin, sd, counts, levels),
+        matches_at=lambda counts, levels: simulate_tost_passes(margin, sd, counts, levels),
     )
 
 

@@ -1,12 +1,11 @@
-"""Per-token log-probs and entropy of a language-model head, both differentiable, by one of several routes.
+"""Differentiable per-token log-probs and entropies of an LM head, in several implementations.
 
-Letters used in this package: N tokens (any leading shape), H hidden, V vocabulary, P ranks of the vocabulary
-group.
+Letters used in this package: N tokens (any leading shape), H hidden size, V vocabulary, P ranks of the
+vocabulary group.
 
-Precision: every route accumulates the logits in float32, rounds them to `logits_dtype` (by default the
-projection's dtype, as in every framework's stock path), and computes in float32 from there. Products of
-float32 run in TF32 on a GPU only where torch's own setting allows it
-(torch.backends.cuda.matmul; IEEE by default).
+Precision: every implementation accumulates the logits in float32, rounds them to `logits_dtype` (by default
+the projection's dtype, as most frameworks do), and computes in float32 from there. On a GPU, float32 matmuls
+use TF32 only if torch's setting allows it (torch.backends.cuda.matmul; IEEE by default).
 """
 
 from typing import Unpack
@@ -38,39 +37,40 @@ def linear_logprobs(
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
     **options: Unpack[HeadOptions],
 ) -> tuple[Tensor, Tensor | None]:  # float32 [...] log-probs, float32 [...] entropy
-    """Log-prob of each target under softmax(z / temperature), and the entropy of that softmax, in nats.
+    """Compute the log-prob of each target under softmax(z / temperature), and that softmax's entropy, in
+    nats.
 
-    z = softcap(logit_scale * hidden @ weight.T), where softcap(z) = logit_softcap * tanh(z / logit_softcap).
-    The projection runs in the weight's dtype (or in `head_dtype`) and accumulates in float32; results are
-    float32, or float64 where the projection is; gradients return in each input's own dtype, whatever autocast
-    says.
+    z = softcap(logit_scale * hidden @ weight.T), with softcap(z) = logit_softcap * tanh(z / logit_softcap).
+    The projection runs in the weight's dtype (or in `head_dtype`) and accumulates in float32. Results are
+    float32, or float64 for a float64 projection. Gradients have the dtypes of their inputs. Autocast has no
+    effect.
 
-    - impl: "logits" holds the dense [N, V] logits: at the peak of its backward pass three float32 copies, as
-      many as log_softmax and gather. "chunked", in plain PyTorch on any device, and "triton", on a GPU, never
-      hold them and compute them again in the backward pass. These two have no second derivatives.
-    - entropy: also return the entropy, otherwise the second result is None. It has a gradient unless
-      `entropy_gradient` is false; with "logits" that gradient takes a fourth copy.
-    - logits_dtype: the dtype to which logits are rounded, the projection's (None) or the results'.
-    - ignore_index: such a target has log-prob 0, entropy 0 and no gradient. A target outside the vocabulary
-      has log-prob 0 too, but the gradient -softmax * g of the stock vocabulary-parallel path, and its true
-      entropy.
-    - vocab_size: true size where the last shards are padded; padded rows take no probability and no gradient.
-    - chunk_size: vocabulary rows a chunk ("logits" has none). None: as many as the memory budget allows.
-    - memory_budget_bytes: what "chunked" and "triton" hold at once above the inputs and the gradients. Where
-      it holds d_hidden's float32 sum for a part of the tokens only, d_weight is rounded once a part.
-    - group: ranks that hold equal, consecutive vocabulary shards, in rank order (the last padded, with
-      `vocab_size`, where they would not be equal); ranks that differ in these sizes all raise the same
-      ValueError. Every rank passes the same hidden and target and gets the same results; the gradient of
-      hidden is this rank's partial sum, which the caller reduces, as that of any column-parallel linear.
+    - impl: "logits" holds the dense [N, V] logits; its backward pass peaks at three float32 copies, as many
+    as log_softmax and gather. "chunked" (plain PyTorch, any device) and "triton" (GPU) never hold them and
+    recompute them in the backward pass. These two have no second derivatives.
+    - entropy: also return the entropy; otherwise the second result is None. It is differentiable unless
+      `entropy_gradient` is false. With "logits" its gradient needs a fourth copy.
+    - logits_dtype: the dtype that logits are rounded to: the projection's (None) or the results'.
+    - ignore_index: targets with this value have log-prob 0, entropy 0 and no gradient. A target outside the
+      vocabulary also has log-prob 0, but its true entropy, and the gradient -softmax * g, as in other
+      vocabulary-parallel implementations.
+    - vocab_size: the true size if the last shards are padded. Padding gets no probability and no gradient.
+    - chunk_size: vocabulary rows per chunk (not for "logits"). None: as many as the memory budget allows.
+    - memory_budget_bytes: the memory that "chunked" and "triton" may use besides inputs and gradients. If it
+      holds d_hidden's float32 sum for some of the tokens only, d_weight is rounded once per tile of tokens.
+    - group: ranks that hold equal, consecutive vocabulary shards in rank order (pad the last one and pass
+      `vocab_size` if necessary). If sizes differ between ranks, all raise the same ValueError. Every rank
+      passes the same hidden and target and gets the same results. The gradient of hidden is this rank's
+      partial sum, which the caller reduces, as for any column-parallel linear.
 
-    Raises ValueError for an impl that is not available and for shapes, dtypes or settings that do not fit.
+    Raises ValueError for an unavailable impl and for shapes, dtypes or settings that do not fit.
     """
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size}; it is at least 1, or None to choose by memory")
+        raise ValueError(f"chunk_size: got {chunk_size}; need at least 1, or None to fit the memory budget")
     head = resolve_head(hidden, weight, target, **options)
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
-    # Under autocast a float32 head would run in bfloat16 without a word.
+    # Autocast would silently run a float32 head in bfloat16.
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _logprobs(
             tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, memory_budget_bytes
@@ -90,20 +90,20 @@ def linear_policy_loss(
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
     **options: Unpack[HeadOptions],
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # float32 [] loss, float32 [...] log-probs, float32 [...] entropy
-    """The sum of a per-token loss of the log-probs and entropies, with both gradients from one pass.
+    """Sum a per-token loss of log-probs and entropies, and compute both gradients in the same pass.
 
-    `token_loss(logprobs, entropies, tokens)` gets the log-probs [n] of some of the tokens, and their
-    entropies [n] (None without `entropy`), and returns their losses [n] by differentiable operations.
-    `tokens` is the slice of the N flattened tokens that they are, to cut advantages and masks by. A token's
-    loss depends on that token alone: a loss of whole sequences, as GSPO's, needs linear_logprobs.
+    `token_loss(logprobs, entropies, tokens)` receives the log-probs [n] of some tokens and their entropies
+    [n] (None without `entropy`), and returns their losses [n], computed by differentiable operations.
+    `tokens` is the slice of the N flattened tokens, to select advantages and masks. A token's loss may depend
+    on that token alone: losses of full sequences, such as GSPO's, need linear_logprobs.
 
-    Where linear_logprobs computes the logits a second time in the backward pass (8NHV operations in all),
-    here the loss gives their gradient at once (6NHV), and `loss.backward()`, which runs once, only hands the
-    gradients out. Until then they are held, beside the memory budget. Few tokens fit the budget with their
-    logits over the whole vocabulary, and d_weight is rounded once for each such part. impl "logits" is the
-    dense path with plain autograd.
+    linear_logprobs recomputes the logits in the backward pass (8NHV operations in total). Here the forward
+    pass computes the gradients as well (6NHV), and `loss.backward()`, which may run only once, returns them.
+    Until then they take memory besides the budget. A tile keeps its logits over the whole vocabulary, so it
+    has few tokens, and d_weight is rounded once per tile. impl "logits" is the dense path with plain
+    autograd.
 
-    Log-probs and entropies are returned without gradient. All else is as in linear_logprobs.
+    Log-probs and entropies are returned without gradient. Everything else is as in linear_logprobs.
     """
     head = resolve_head(hidden, weight, target, **options)
     tiles = _tiles(impl, head, weight, memory_budget_bytes)
@@ -152,15 +152,15 @@ def _logprobs(
 
 
 def _tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
-    """How `impl` works on its tiles of logits; None where it has none."""
+    """Return the tile implementation of `impl`, or None if it computes dense logits."""
     if memory_budget_bytes < 1:
-        raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; it is at least 1")
+        raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; need at least 1")
     if impl == "logits":
         return None
     if impl == "chunked":
         return TorchTiles(head)
     if impl != "triton":
-        raise ValueError(f"impl: {impl!r} is unknown; available are {', '.join(map(repr, _IMPLS))}")
+        raise ValueError(f"impl: got {impl!r}; use one of {', '.join(map(repr, _IMPLS))}")
     try:
         from . import triton_tiles
     except ImportError as error:

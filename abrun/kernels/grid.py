@@ -1,18 +1,19 @@
-"""How a call is cut to stay within its memory budget: tokens into tiles, the shard's rows into chunks."""
+"""Tiling within a memory budget: tokens are split into tiles, the vocabulary shard's rows into chunks."""
 
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-# Rows of a chunk that a product needs to run at full rate: tokens are tiled before chunks get narrower,
-# unless so many rows would leave a tile few tokens.
+# Rows per chunk that a matmul needs for full throughput. Tokens are tiled before chunks get narrower than
+# this, unless that would leave few tokens per tile.
 PREFERRED_CHUNK = 4096
-# Pieces that are larger are cut at multiples of this, for the products' sake.
+# Tiles and chunks larger than this are aligned to multiples of it, for matmul throughput.
 ALIGNMENT = 256
-# That of tiles that hold whole rows, whose d_hidden is one product over the vocabulary: on the 132 processors
-# of an H200 it takes a sixth longer a token with 1,408 or 1,664 tokens than with 1,024 or 1,536.
+# Alignment of tiles over all rows, whose d_hidden is one matmul over the vocabulary. On the 132
+# multiprocessors of an H200 it takes a sixth more time per token with 1,408 or 1,664 tokens than with 1,024
+# or 1,536.
 WHOLE_ROW_ALIGNMENT = 512
-# The sums, the gradient's coefficients and what these are made of.
+# For the softmax sums, the gradient's coefficients and their intermediate results.
 BYTES_PER_TOKEN = 128
 
 
@@ -22,15 +23,14 @@ class Grid:
     chunks: list[slice]  # of this shard's rows
 
     def without_padding(self, num_rows: int) -> "Grid":
-        """The same tiles, and chunks of the first `num_rows` rows alone."""
+        """Return a copy whose chunks end at row `num_rows`."""
         chunks = [slice(chunk.start, min(chunk.stop, num_rows)) for chunk in self.chunks]
         return replace(self, chunks=[chunk for chunk in chunks if chunk.start < num_rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Bytes held at once, above the inputs and the gradients: for each token of a tile, for each row of a
-    chunk, and for each logit of the two."""
+    """Bytes held at once besides inputs and gradients: per token of a tile, row of a chunk, and logit."""
 
     token: float = 0.0
     row: float = 0.0
@@ -50,12 +50,12 @@ def make_grid(
     chunk_size: int | None = None,
     max_chunk: float = math.inf,
 ) -> Grid:
-    """The largest tiles, and then the largest chunks, that the budget allows; `chunk_size` fixes the chunks.
+    """Return the largest tiles, and then the largest chunks, that the budget allows.
 
-    Tokens are tiled where they alone would take more than half of it, or leave too little for chunks of the
-    preferred size. Where the budget is too small for that size, the chunks are narrowed first, to half of the
-    budget, and to no more rows than a tile has tokens: thin strips would read each factor again and again. A
-    piece is never less than one token or one row.
+    `chunk_size` fixes the chunks. Tokens are tiled if they alone would take more than half of the budget, or
+    leave too little for chunks of the preferred size. If the budget is too small for that size, chunks are
+    narrowed first: to half of the budget, and to no more rows than a tile has tokens, because thin strips
+    would read the operands repeatedly. A tile or chunk has at least one token or row.
     """
     budget = _remaining_budget(budget_bytes, num_tokens)
     width = min(chunk_size or _preferred_width(cost, budget), max(num_rows, 1))
@@ -71,7 +71,7 @@ def make_grid(
 
 
 def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes: int) -> Grid:
-    """Tiles whose logits over all rows are held at once; chunks only where rows cost something."""
+    """Return tiles whose logits over all rows fit the budget; rows are chunked only if they cost memory."""
     budget = _remaining_budget(budget_bytes, num_tokens)
     chunks = _split_evenly(num_rows, budget / 2 / cost.row if cost.row else math.inf, ALIGNMENT)
     max_length = (budget - longest_slice(chunks) * cost.row) / (cost.token + max(num_rows, 1) * cost.logit)
@@ -80,13 +80,15 @@ def make_whole_row_grid(num_tokens: int, num_rows: int, cost: Cost, budget_bytes
 
 
 def _remaining_budget(budget_bytes: int, num_tokens: int) -> float:
-    """What the pieces may take beside what all tokens need however they are cut; half of the budget at least,
-    since no cut would bring it back within its bounds."""
+    """Return the budget left for tiles and chunks after the fixed cost of all tokens.
+
+    At least half of the budget, because no tiling reduces the fixed cost.
+    """
     return max(budget_bytes - num_tokens * BYTES_PER_TOKEN, budget_bytes / 2)
 
 
 def _preferred_width(cost: Cost, budget: float) -> float:
-    """Rows of a chunk that leave a tile half of the budget, and as many tokens."""
+    """Return the rows per chunk that leave half of the budget to the tile, with no fewer tokens than rows."""
     by_rows = budget / 2 / cost.row if cost.row else math.inf
     return min(PREFERRED_CHUNK, max(by_rows, 1), max(math.sqrt(budget / cost.logit), 1))
 
@@ -96,7 +98,7 @@ def longest_slice(slices: list[slice]) -> int:
 
 
 def _split_evenly(total: int, max_length: float, alignment: int) -> list[slice]:
-    """The fewest pieces of at most `most`: about equal, at multiples of the alignment if they can be."""
+    """Split `total` into the fewest, about equal slices of at most `max_length`, aligned if possible."""
     if total <= max_length:
         return [slice(0, total)] if total else []
     unit = alignment if max_length >= alignment else 1

@@ -1,4 +1,4 @@
-"""What a log-prob is in one call: its settings, checked, and this rank's share of the vocabulary."""
+"""The validated settings of one log-prob call, and this rank's vocabulary shard."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -8,29 +8,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-# The maximum over no logits at all, and the least difference of two. Finite, so that a shard of mere padding
-# makes no inf - inf and no 0 * inf.
+# The maximum over no logits, and the lower bound of logit differences. Finite, so that a shard of padding
+# causes neither inf - inf nor 0 * inf.
 LOWEST_LOGIT = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedHead:
-    """A logit is z = outer * u, where u is the projection's output or, under a softcap, tanh(inner * output).
+    """The settings of a head: a logit is z = outer * u, with u the projection's output or tanh(inner *
+    output).
 
-    Logits are compared as u, and only their differences from the largest are scaled: at a low temperature z
-    itself is so large that float32 has no digits left for the differences.
+    The tanh applies with a softcap. Maxima are of u, and only differences from the maximum are scaled: at a
+    low temperature, z is so large that float32 could not represent the differences.
     """
 
     projection_dtype: torch.dtype
-    logits_dtype: torch.dtype  # to which the projection's output is rounded: the projection's or the result's
-    result_dtype: torch.dtype  # float64 where the projection is, float32 otherwise
+    logits_dtype: torch.dtype  # the projection's output is rounded to it: projection_dtype or result_dtype
+    result_dtype: torch.dtype  # float64 for a float64 projection, else float32
     temperature: float
     logit_scale: float
     logit_softcap: float | None
     ignore_index: int
     vocab_size: int  # over all shards, without padding
     first_row: int  # token id of this shard's row 0
-    num_rows: int  # rows of this shard that are vocabulary; those after are padding
+    num_rows: int  # rows of this shard without padding
     group: ProcessGroup | None
 
     @property
@@ -45,19 +46,18 @@ class ResolvedHead:
         return target == self.ignore_index
 
     def is_out_of_vocabulary(self, target: Tensor) -> Tensor:
-        """Targets that no shard has. Every rank knows the vocabulary's size, so ranks agree without
-        asking."""
+        """Return a mask of targets that no shard has, the same on every rank without communication."""
         return (target < 0) | (target >= self.vocab_size)
 
     def all_reduce(self, values: Tensor, operation: ReduceOp.RedOpType) -> Tensor:
-        """In place over the vocabulary shards; nothing to do where this rank has the whole vocabulary."""
+        """Reduce in place over the vocabulary shards; does nothing if this rank has the whole vocabulary."""
         if self.group is not None:
             dist.all_reduce(values, op=operation, group=self.group)
         return values
 
 
 class HeadOptions(TypedDict, total=False):
-    """Options of a head: `linear_logprobs` says what they mean, and `resolve_head` has their defaults."""
+    """Options of a head, documented at `linear_logprobs`; `resolve_head` has their defaults."""
 
     temperature: float
     logit_scale: float
@@ -83,10 +83,10 @@ def resolve_head(
     logits_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> ResolvedHead:
-    """Check that the arguments fit together, and find this rank's rows among the shards.
+    """Check that the arguments fit together, and determine this rank's vocabulary rows.
 
-    Collective over the group, if there is one. What ranks must have alike is compared first, so that no later
-    refusal, or a collective of another size, is that of some ranks alone.
+    Collective over the group, if there is one. Sizes that must agree between ranks are compared first, so
+    that later errors and collectives are the same on all ranks.
     """
     num_shards = 1 if group is None else dist.get_world_size(group)
     if group is not None and num_shards > 1:
@@ -100,20 +100,22 @@ def resolve_head(
             f"target: got shape {list(target.shape)}; need {list(hidden.shape[:-1])}, hidden's without H"
         )
     if target.dtype != torch.int64:
-        raise ValueError(f"target: got {target.dtype}; token ids are torch.int64")
+        raise ValueError(f"target: got {target.dtype}; need torch.int64")
     if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}; it is greater than 0")
+        raise ValueError(f"temperature: got {temperature}; need a value greater than 0")
     if not logit_scale > 0:
-        raise ValueError(f"logit_scale: got {logit_scale}; it is greater than 0")
+        raise ValueError(f"logit_scale: got {logit_scale}; need a value greater than 0")
     if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap: got {logit_softcap}; it is greater than 0, or None for no cap")
+        raise ValueError(
+            f"logit_softcap: got {logit_softcap}; need a value greater than 0, or None for no cap"
+        )
     shard = 0 if group is None else dist.get_rank(group)
     shard_rows = weight.shape[0]
     total_rows = num_shards * shard_rows
     true_size = total_rows if vocab_size is None else vocab_size
     if not 0 < true_size <= total_rows:
         raise ValueError(
-            f"vocab_size: got {true_size}; it is from 1 to the weight's {total_rows} rows over all shards"
+            f"vocab_size: got {true_size}; need 1 to {total_rows}, the weight's rows over all shards"
         )
     first_row = shard * shard_rows
     return ResolvedHead(
@@ -142,8 +144,8 @@ def _resolve_dtypes(projection: torch.dtype, logits_dtype: torch.dtype | None) -
     return {"projection_dtype": projection, "logits_dtype": logits, "result_dtype": result}
 
 
-_SAME_ON_RANKS = (  # what it is of, its unit, what is allowed
-    ("weight", " rows", "equal, consecutive shards in rank order: pad the last and give vocab_size"),
+_SAME_ON_RANKS = (  # argument, unit, requirement
+    ("weight", " rows", "equal, consecutive shards in rank order: pad the last and pass vocab_size"),
     ("weight", " as hidden size", "the same on every rank"),
     ("target", " tokens", "the same tokens on every rank"),
     ("vocab_size", "", "the same on every rank (0 stands for None)"),
@@ -151,10 +153,10 @@ _SAME_ON_RANKS = (  # what it is of, its unit, what is allowed
 
 
 def _check_same_on_ranks(weight: Tensor, target: Tensor, vocab_size: int | None, group: ProcessGroup) -> None:
-    """Raises the same ValueError on every rank where one has other sizes than the rest.
+    """Raise the same ValueError on every rank if sizes differ between ranks.
 
-    One small all_gather, whose result the host waits for. Remembering what was once found alike would not do:
-    a rank that asks again would wait for the others, which do not.
+    Needs a small all_gather and a host sync in every call. A cache of checked sizes could deadlock: a rank
+    with new sizes would wait for others that skip the check.
     """
     rows, hidden_size = weight.shape if weight.dim() == 2 else (0, 0)
     local_sizes = torch.tensor([rows, hidden_size, target.numel(), vocab_size or 0], device=weight.device)

@@ -1,9 +1,9 @@
-"""Log-probs, and a loss of them, from hidden states tile by tile: the logits [N, V] are never held whole.
+"""Log-probs, and a loss of them, computed tile by tile: the logits [N, V] are never held in full.
 
-The order is tokens outside, vocabulary inside. d_hidden is summed over the vocabulary in float32. d_weight is
-complete in one product where one tile holds all tokens; otherwise each further tile adds to it and rounds it
-to the weight's dtype once more, as gradient accumulation over microbatches does. Letters: n tokens of a tile,
-v rows of a chunk, b blocks of rows.
+The outer loop is over tiles of tokens, the inner one over chunks of the vocabulary. d_hidden is summed over
+the vocabulary in float32. If one tile holds all tokens, d_weight is one matmul per chunk. Otherwise every
+further tile adds to it and rounds to the weight's dtype again, as gradient accumulation over microbatches
+does. Letters: n tokens of a tile, v rows of a chunk, b blocks of rows.
 """
 
 import math
@@ -18,21 +18,24 @@ from .head import ResolvedHead
 from .matmul import add_matmul
 from .softmax import LogitGradient, SoftmaxSums, Targets
 
-# Rows that one product sums into d_hidden where its factors are wide too: a float32 sum of parts errs less
-# than one over all the vocabulary. The rounding of 16-bit factors hides that.
+# Maximum number of rows that one matmul sums into d_hidden if its operands are float32: a float32 sum of
+# partial sums has a smaller error than one sum over the vocabulary. With 16-bit operands, rounding dominates.
 MAX_SUMMED_ROWS = 32768
 
-# (log-probs [n], entropies [n] or None, which of the N tokens) -> losses [n]
+# (log-probs [n], entropies [n] or None, slice of the N tokens) -> losses [n]
 TokenLoss = Callable[[Tensor, Any, slice], Tensor]
 
 
 class Tiles(Protocol):
-    """A way to work on one tile of logits. Hidden [n, H] and rows [v, H] come in the projection's dtype; row
-    0 is token id `first_row`. A cost is what a call holds at once."""
+    """An implementation of the operations on one tile of logits.
+
+    Hidden [n, H] and rows [v, H] have the projection's dtype; row 0 is token id `first_row`. A cost is the
+    memory that a call needs at once.
+    """
 
     sums_cost: Cost
     gradient_cost: Cost
-    saved_cost: Cost  # of `add` with keep, and then `gradient_of_kept`
+    saved_cost: Cost  # of `add` with keep, and then `gradient_from_saved`
 
     def add(
         self,
@@ -44,28 +47,28 @@ class Tiles(Protocol):
         *,
         keep: bool = False,
     ) -> Any:
-        """Take the logits of these rows into the sums; with `keep`, return what `gradient_of_kept` needs."""
+        """Add these rows' logits to the sums; with `keep`, return the input of `gradient_from_saved`."""
         ...
 
     def gradient(
         self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
     ) -> Tensor:
-        """The gradient [n, v] of the projection's output, in the projection's dtype."""
+        """Return the gradient [n, v] of the projection's output, in the projection's dtype."""
         ...
 
     def gradient_from_saved(
         self, gradient: LogitGradient, saved: Any, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
-        """The same without a product; what was kept is overwritten."""
+        """Return the same gradient without recomputing the logits; overwrites `saved`."""
         ...
 
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
-        """values *= factor, one number on their device."""
+        """Multiply `values` in place by `factor` [], a tensor on their device."""
         ...
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """Forward 2NHV operations, backward 6NHV: the logits are computed a second time."""
+    """Tiled log-probs: 2NHV operations forward and 6NHV backward, which recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -90,7 +93,7 @@ class LinearLogprobs(torch.autograd.Function):
                 tiles.add(sums[tile], tokens, _as_operand(weight[chunk], head), *target_rows)
             del tokens  # before the next tile's copy is made
         sums.reduce_over_shards(targets, head)
-        # Kept only where a gradient is wanted: without one autograd drops the context.
+        # Without a gradient to compute, autograd drops the context and these tensors.
         ctx.save_for_backward(
             hidden, weight, target, sums.maximum, sums.sum_exp, sums.sum_exp_logit, sums.target_logit
         )
@@ -128,9 +131,9 @@ class LinearLogprobs(torch.autograd.Function):
 
 
 class LinearPolicyLoss(torch.autograd.Function):
-    """The loss and both gradients in 6NHV operations, all in the forward pass.
+    """Tiled loss and both gradients in 6NHV operations, all in the forward pass.
 
-    A tile keeps what its gradient needs of its logits over the whole vocabulary, so it has few tokens.
+    A tile keeps its logits over the whole vocabulary until its gradient, so it has few tokens.
     """
 
     @staticmethod
@@ -184,7 +187,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         _refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError(
-                "linear_policy_loss: its gradients were handed out by an earlier backward pass"
+                "linear_policy_loss: its backward pass can run only once, and it has run before"
             )
         scaled = [
             None if gradient is None else ctx.tiles.scale(gradient, grad_loss) for gradient in ctx.gradients
@@ -194,7 +197,7 @@ class LinearPolicyLoss(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    """Raise RuntimeError in a backward pass that shall be differentiated itself (`create_graph=True`)."""
+    """Raise RuntimeError in a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_logprobs: 'chunked' and 'triton' have no second derivatives; use impl 'logits'"
@@ -204,7 +207,7 @@ def _refuse_second_derivatives() -> None:
 def _differentiate_loss(
     token_loss: TokenLoss, logprobs: Tensor, entropies: Tensor | None, tile: slice, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The tile's loss [], and its gradients by the log-probs [n] and the entropies [n]."""
+    """Return the tile's loss [] and its gradients with respect to log-probs [n] and entropies [n]."""
     logprobs = logprobs.detach().requires_grad_()
     leaves = [logprobs]
     if entropies is not None and entropy_gradient:
@@ -224,7 +227,7 @@ def _differentiate_loss(
 
 
 class _Gradients:
-    """The gradients of hidden and weight, where they are wanted, from those of the logits."""
+    """Accumulates the gradients of hidden and weight, as far as needed, from those of the logits."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, head: ResolvedHead, needs_input_grad: tuple[bool, ...]
@@ -233,10 +236,10 @@ class _Gradients:
         self.d_hidden = torch.empty_like(hidden) if needs_input_grad[0] else None
         self.d_weight = torch.empty_like(weight) if needs_input_grad[1] else None
         if self.d_weight is not None:
-            self.d_weight[head.num_rows if len(hidden) else 0 :] = 0  # what no product writes
+            self.d_weight[head.num_rows if len(hidden) else 0 :] = 0  # rows that no matmul writes
 
     def start(self, tile: slice, grid: Grid) -> None:
-        """Begin a tile: `tokens` is its hidden in the projection's dtype."""
+        """Begin a tile: set `tokens` to its hidden states in the projection's dtype."""
         self._tile, self.tokens = tile, _as_operand(self._hidden[tile], self._head)
         self._d_tokens = None  # the sum over the vocabulary; with a vocabulary group, over this shard
         if self.d_hidden is not None and len(grid.chunks) != 1:
@@ -266,7 +269,7 @@ def _make_one_pass_grid(
     budget_bytes: int,
     needs_input_grad: tuple[bool, ...],
 ) -> Grid:
-    """Tiles of tokens that keep their logits over all rows; alike on every rank, since ranks reduce each."""
+    """Make tiles that keep their logits over all rows: the same on every rank, as each tile is reduced."""
     cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad, one_chunk=True)
     if cost.row:
         cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad)
@@ -281,7 +284,7 @@ def _as_operand(values: Tensor, head: ResolvedHead) -> Tensor:
 
 
 def _copy_cost(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Cost:
-    """Of the factors' copies, in the projection's dtype and contiguous, where they are not already."""
+    """Return the cost of copying hidden and weight if they are not contiguous in the projection's dtype."""
     copy = hidden.shape[1] * head.projection_dtype.itemsize
     return Cost(
         token=copy * (not _is_used_directly(hidden, head)),
@@ -297,7 +300,7 @@ def _gradient_cost(
     *,
     one_chunk: bool = False,
 ) -> Cost:
-    """Of the factors' copies, and of the gradients' sums where these are wider than the gradients."""
+    """Return the cost of the operands' copies, and of gradient sums in a wider dtype than the gradients."""
     wide = hidden.shape[1] * head.result_dtype.itemsize
     sums = Cost(
         token=wide * needs_input_grad[0] * (not (one_chunk and _is_written_by_matmul(hidden, head))),
@@ -307,10 +310,10 @@ def _gradient_cost(
 
 
 def _is_used_directly(factor: Tensor, head: ResolvedHead) -> bool:
-    """Whether a factor is used as it is."""
+    """Return whether an operand can be used without a copy."""
     return factor.dtype == head.projection_dtype and factor.is_contiguous()
 
 
 def _is_written_by_matmul(gradient: Tensor, head: ResolvedHead) -> bool:
-    """Whether a product can write this gradient by itself, with no wider copy."""
+    """Return whether a matmul can write this gradient directly, without a copy in a wider dtype."""
     return gradient.is_cuda and gradient.dtype in (head.projection_dtype, head.result_dtype)

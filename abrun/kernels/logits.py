@@ -1,8 +1,7 @@
-"""The dense path: all logits at once, plain autograd. The baseline of every comparison.
+"""The dense implementation: all logits at once, with plain autograd. It is the baseline for the others.
 
-At the peak of its backward pass it holds three copies of the logits [N, V] in the results' dtype, as many as
-`log_softmax` and `gather` do, the stock path of most frameworks: the exponentials, their gradient, and the
-one-hot gradient of the target's logit.
+Its backward pass peaks at three copies of the logits [N, V] in the results' dtype: the exponentials, their
+gradient, and the one-hot gradient of the target's logit. `log_softmax` and `gather` need as many.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed import ReduceOp
 from .head import LOWEST_LOGIT, ResolvedHead
 from .matmul import project
 
-# Entropies without a gradient take the rows in so many parts, each a sixteenth of a copy of the logits.
+# Entropies without gradient process the rows in this many splits, so they need a sixteenth of a logits copy.
 ENTROPY_SPLITS = 16
 
 
@@ -34,8 +33,7 @@ def dense_logprobs(
     sum_exp, target_logit, *sum_exp_logit = _SumOverShards.apply(torch.stack(sums), head)
 
     logprobs = target_logit - sum_exp.log()
-    # Outside the vocabulary the target's logit is the constant 0: what is left is the gradient of
-    # -log(sum_exp).
+    # A target outside the vocabulary has the constant logit 0, so only the gradient of -log(sum_exp) remains.
     logprobs = torch.where(head.is_out_of_vocabulary(target), logprobs - logprobs.detach(), logprobs)
     ignored = head.ignored(target)
     logprobs = logprobs.masked_fill(ignored, 0.0)
@@ -46,10 +44,10 @@ def dense_logprobs(
 
 
 def _shifted_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
-    """Logits less the largest of their row over all shards.
+    """Return the logits minus the maximum of their row over all shards.
 
-    The log of their exponentials' sum is then at least 0 and the target's logit at most 0, so no log-prob
-    exceeds 0, and the entropy does not lose its digits as lse - sum(p * z) does where logits are large.
+    The log-sum-exp is then at least 0 and the target's logit at most 0, so no log-prob exceeds 0. The entropy
+    keeps its precision for large logits, unlike lse - sum(p * z).
     """
     u = _unscaled_logits(hidden, weight, head)
     largest = u.detach().amax(1) if head.num_rows else u.new_full(hidden.shape[:1], LOWEST_LOGIT)
@@ -65,7 +63,7 @@ def _unscaled_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tens
 
 
 def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) -> Tensor:  # [N, V/P] -> [N]
-    """Row sums of exp(y) * y. Makes logits of -inf finite in place: these add 0 to the sums."""
+    """Return row sums of exp(y) * y. Makes logits of -inf finite in place, so that they add 0."""
     logits.detach().clamp_(min=LOWEST_LOGIT)
     if differentiable:
         return (exponentials * logits).sum(1)
@@ -77,8 +75,7 @@ def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) ->
 
 
 def _target_logit(shifted: Tensor, target: Tensor, head: ResolvedHead) -> Tensor:
-    """The target's logit where this shard has it and 0 elsewhere: summed over the shards it is on every
-    rank."""
+    """Return the target's logit if this shard has it, else 0, so that the sum over shards is the logit."""
     if head.num_rows == 0:
         return shifted.sum(1)
     row = target - head.first_row
@@ -90,8 +87,10 @@ def _target_logit(shifted: Tensor, target: Tensor, head: ResolvedHead) -> Tensor
 
 
 class _SumOverShards(torch.autograd.Function):
-    """Sum over the vocabulary shards. Every rank computes the same loss from the result, so each rank already
-    holds the whole gradient of the sum: the backward pass is the identity, not another all-reduce."""
+    """Sums over the vocabulary shards. Backward is the identity, not another all-reduce.
+
+    Every rank computes the same loss from the sum, so each rank already has its full gradient.
+    """
 
     @staticmethod
     def forward(ctx, values: Tensor, head: ResolvedHead) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrix products that accumulate wider than their factors are."""
+"""Matmuls that accumulate in a wider dtype than that of their operands."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from torch import Tensor
 
 
 def matmul(lhs: Tensor, rhs: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, accumulated and returned in `dtype`, the factors' own or a wider one."""
+    """Return lhs @ rhs, accumulated in `dtype`: the operands' or a wider one."""
     if lhs.dtype == rhs.dtype == dtype:
         return lhs @ rhs
     if lhs.is_cuda:
         return torch.mm(lhs, rhs, out_dtype=dtype)
-    # On a CPU the product of the same numbers held in float32 is the same thing: bfloat16 factors multiply
-    # exactly there.
+    # On a CPU, a float32 matmul of the converted operands is equivalent, because bfloat16 products are exact
+    # in float32.
     return lhs.to(dtype) @ rhs.to(dtype)
 
 
 def add_matmul(out: Tensor, lhs: Tensor, rhs: Tensor, *, wide: torch.dtype, overwrite: bool = False) -> None:
-    """out += left @ right, or out = left @ right: summed in `wide` and rounded once, to out's dtype."""
+    """Compute out += lhs @ rhs, or out = lhs @ rhs, summed in `wide` and rounded once to out's dtype."""
     if overwrite and lhs.dtype == rhs.dtype == out.dtype:
         torch.mm(lhs, rhs, out=out)
     elif lhs.is_cuda and out.dtype in (lhs.dtype, wide):
-        # Named only where it differs: other dtypes than 16-bit ones have no such argument.
+        # Passed only if it differs, because torch accepts it for 16-bit operands alone.
         options: dict[str, Any] = {} if out.dtype == lhs.dtype else {"out_dtype": out.dtype}
         if overwrite:
             torch.mm(lhs, rhs, **options, out=out)
@@ -36,7 +36,7 @@ def add_matmul(out: Tensor, lhs: Tensor, rhs: Tensor, *, wide: torch.dtype, over
 
 
 def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # [..., H], [V, H] -> [..., V]
-    """hidden @ weight.T, rounded to `dtype`: the factors' own, or a wider one. Differentiable."""
+    """Return hidden @ weight.T, rounded to `dtype`: the operands' or a wider one. Differentiable."""
     if dtype == weight.dtype:
         return F.linear(hidden, weight)
     rows: Any = _WideMatmul.apply(hidden.flatten(0, -2), weight, dtype)
@@ -44,7 +44,7 @@ def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # [.
 
 
 class _WideMatmul(torch.autograd.Function):
-    """left @ right.T in a wider dtype than its factors'. The gradients are products in the factors' dtype."""
+    """lhs @ rhs.T in a wider dtype than its operands. Gradients are matmuls in the operands' dtype."""
 
     @staticmethod
     def forward(ctx, lhs: Tensor, rhs: Tensor, dtype: torch.dtype) -> Tensor:  # [n, k], [m, k] -> [n, m]

@@ -1,4 +1,4 @@
-"""What the kernels keep of a softmax: a few numbers a token."""
+"""The state that the kernels keep of a softmax: a few numbers per token."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from .head import LOWEST_LOGIT, ResolvedHead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """`targets[tile]` are the same, of fewer tokens."""
+    """The targets of N tokens. `targets[tile]` selects some of the tokens."""
 
     ids: Tensor  # [N] int64
     ignored: Tensor  # [N] bool
-    has_no_logprob: Tensor  # [N] bool: those whose log-prob is 0, ignored or outside the vocabulary
+    has_no_logprob: Tensor  # [N] bool: ignored or outside the vocabulary, so the log-prob is 0
 
     @classmethod
     def of(cls, ids: Tensor, head: ResolvedHead) -> "Targets":
@@ -30,17 +30,17 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxSums:
-    """Each token's softmax over the logits seen so far, its sums measured from the running maximum.
+    """Each token's online softmax over the logits added so far, relative to the running maximum.
 
-    Measured so, the largest logit adds exactly 1 to sum_exp: no log-prob exceeds 0, and the entropy
-    log(sum_exp) - sum_exp_logit / sum_exp keeps its digits where logits are large. u and outer are
-    those of `Head`. All tensors are updated in place: `sums[tile]` are the same sums, of fewer tokens.
+    Relative to it, the largest logit adds exactly 1 to sum_exp. So no log-prob exceeds 0, and the entropy
+    log(sum_exp) - sum_exp_logit / sum_exp keeps its precision for large logits. u and outer are defined in
+    `ResolvedHead`. All tensors are updated in place, and `sums[tile]` is a view of some of the tokens.
     """
 
     maximum: Tensor  # [N] m, the largest u
     sum_exp: Tensor  # [N] sum of exp(y), where y = outer * (u - m)
-    sum_exp_logit: Tensor | None  # [N] sum of exp(y) * y, where the entropy is asked for
-    target_logit: Tensor  # [N] the target's u where this shard has it; once reduced y, on every shard
+    sum_exp_logit: Tensor | None  # [N] sum of exp(y) * y; None without entropy
+    target_logit: Tensor  # [N] the target's u if this shard has it; after the reduction its y, on every shard
 
     @classmethod
     def empty(cls, target: Tensor, head: ResolvedHead, *, entropy: bool) -> "SoftmaxSums":
@@ -61,7 +61,7 @@ class SoftmaxSums:
         )
 
     def raise_maximum(self, candidate: Tensor, head: ResolvedHead) -> None:
-        """Measure the sums from the larger of the old maximum and the candidate [N]."""
+        """Rescale the sums to the larger of the old maximum and the candidate [N]."""
         raised = torch.maximum(self.maximum, candidate)
         drop = (self.maximum - raised).mul_(head.outer).clamp_(min=LOWEST_LOGIT)  # [N], 0 or less
         self.maximum.copy_(raised)
@@ -70,7 +70,7 @@ class SoftmaxSums:
         self.sum_exp.mul_(drop.exp())
 
     def reduce_over_shards(self, targets: Targets, head: ResolvedHead) -> None:
-        """One MAX and one SUM; afterwards every rank holds the sums over the whole vocabulary."""
+        """Reduce over the vocabulary shards, by one MAX and one SUM; every rank then has the full sums."""
         if head.group is not None:
             self.raise_maximum(head.all_reduce(self.maximum.clone(), ReduceOp.MAX), head)
         self.target_logit.sub_(self.maximum).mul_(head.outer).clamp_(max=0)
@@ -87,7 +87,7 @@ class SoftmaxSums:
             local_sum.copy_(total)
 
     def results(self, targets: Targets) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [N] and entropies [N], from reduced sums."""
+        """Return log-probs [N] and entropies [N], from reduced sums."""
         log_sum_exp = self.sum_exp.log()
         logprobs = (self.target_logit - log_sum_exp).masked_fill_(targets.has_no_logprob, 0.0)
         if self.sum_exp_logit is None:
@@ -98,18 +98,17 @@ class SoftmaxSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitGradient:
-    """The gradient of the projection's output, given those of the log-probs (g) and of the entropies (h).
+    """Coefficients of the projection output's gradient, from those of log-probs (g) and entropies (h).
 
-    With y = outer * (u - m), p = exp(y) / sum_exp and E = sum(p * y):
-    dz = g * (onehot - p) + h * p * (E - y).
-    Collected per token that is onehot - exp(y) * (constant + linear * y). The factor logit_scale /
-    temperature between the projection's output and z is in all three; the softcap's slope differs by logit
-    and is applied last.
+    With y = outer * (u - m), p = exp(y) / sum_exp and E = sum(p * y): dz = g * (onehot - p) + h * p * (E -
+    y). Per token this equals onehot - exp(y) * (constant + linear * y). All three coefficients include the
+    factor logit_scale / temperature between the projection's output and z. The softcap's slope differs by
+    logit and is applied last.
     """
 
     maximum: Tensor  # [N] m, of u
     constant: Tensor  # [N]
-    linear: Tensor | None  # [N], where the entropies have a gradient
+    linear: Tensor | None  # [N]; None if the entropies have no gradient
     onehot: Tensor  # [N]
     target_logit: Tensor  # [N] the target's y
 
@@ -125,7 +124,7 @@ class LogitGradient:
         factor = head.logit_scale / head.temperature
 
         def scale_by_logit_factor(gradient: Tensor) -> Tensor:
-            # Filled, not multiplied: a loss over garbage has a NaN there.
+            # Filled, not multiplied by 0, because a loss of ignored tokens can be NaN.
             gradient = gradient.masked_fill(targets.ignored, 0.0)
             return gradient if factor == 1 else gradient.mul_(factor)
 

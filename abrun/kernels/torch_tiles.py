@@ -84,7 +84,7 @@ class TorchTiles:
 
 
 def _target_column(target: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:  # [n, 1], [n]
-    """The target's column among these rows, and whether it is there (column 0 where not)."""
+    """Return the target's column among these rows, 0 if it is not there, and whether it is there."""
     column = target - first_row
     is_local = (column >= 0) & (column < num_rows)
     return column.masked_fill(~is_local, 0)[:, None], is_local

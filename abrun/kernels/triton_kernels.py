@@ -1,22 +1,22 @@
-"""Triton kernels over tiles of logits: their softmax's sums, and their gradient.
+"""Triton kernels over tiles of logits: softmax sums and gradients.
 
-A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. It comes from one of two places: multiplied out on the
-tensor cores it never leaves the registers (with ROUND it is rounded there to the factors' dtype, as an
-ordinary product is); where `logits` is given it is read from there, as an ordinary product wrote it. A logit
-is z = outer * u, where u is that product or, under a softcap, tanh(inner * product). Maxima are of u, and
-only differences are scaled (head.Head says why). Letters: n tokens, v rows of the weight, b blocks of rows.
+A tile is [BLOCK_TOKENS, BLOCK_ROWS] float32 logits. Either the kernel multiplies it on the tensor cores and
+keeps it in registers (with ROUND it rounds to the operands' dtype, as a separate matmul would), or it reads
+the tile from `logits`, the output of a matmul. A logit is z = outer * u, where u is the projection's output
+or, with a softcap, tanh(inner * output). Maxima are of u, and only differences are scaled (see
+head.ResolvedHead). Letters: n tokens, v rows of the weight, b blocks of rows.
 """
 
-# What these functions mean is Triton's business, not Python's.
+# Triton compiles these functions, so Python's type rules do not apply.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # the interpreter multiplies no bfloat16
+IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # the interpreter cannot multiply bfloat16
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-LOWEST_LOGIT = tl.constexpr(-1e30)  # as in head.py: finite, so that nothing makes inf - inf
+LOWEST_LOGIT = tl.constexpr(-1e30)  # as in head.py: finite, to avoid inf - inf
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def softmax_sums_kernel(
     maxima,  # out, float32 [b, n]: each block's largest u
     sums_exp,  # out, float32 [b, n]: sum of exp(y), where y = outer * (u - maximum)
     sums_exp_logit,  # out, float32 [b, n] or None: sum of exp(y) * y
-    saved,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(y), for gradient_of_kept_kernel
+    saved,  # out, descriptor [n, b * BLOCK_ROWS] or None: exp(y), for gradient_from_saved_kernel
     num_tokens,
     num_rows,
     hidden_size,
@@ -73,7 +73,7 @@ def target_logit_kernel(
     weight,  # [v, H]
     logits,  # [n, v] projection's output, or None
     target,  # int64 [n]
-    target_logit,  # out, float32 [n]: its u, written where the target is among these rows
+    target_logit,  # out, float32 [n]: the target's u, written only if the target is among these rows
     num_tokens,
     num_rows,
     hidden_size,
@@ -86,8 +86,11 @@ def target_logit_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
-    """The number that softmax_sums_kernel has for it, by the same tensor cores: the diagonal of a product
-    with the targets' rows. Picked out of its tile there, it costs every tile a tenth of its time."""
+    """Compute the target's logit with the tensor cores, to get the same number as softmax_sums_kernel.
+
+    It is the diagonal of a matmul with the targets' rows. Selecting it in softmax_sums_kernel would make
+    every tile a tenth slower.
+    """
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     exists = tokens < num_tokens
     column = tl.load(target + tokens, mask=exists, other=-1) - first_row
@@ -115,7 +118,7 @@ def merge_sums_kernel(
     maxima,  # float32 [b, n]
     sums_exp,  # float32 [b, n]
     sums_exp_logit,  # float32 [b, n] or None
-    maximum,  # in and out, float32 [n]: of the rows before these, and then of both
+    maximum,  # in and out, float32 [n]: of the previous rows; then of these rows as well
     sum_exp,  # in and out, float32 [n]
     sum_exp_logit,  # in and out, float32 [n] or None
     num_tokens,
@@ -138,7 +141,7 @@ def merge_sums_kernel(
         block_m = tl.load(maxima + place, mask=mask, other=LOWEST_LOGIT)
         block_s = tl.load(sums_exp + place, mask=mask, other=0.0)
         raised = tl.maximum(m, tl.max(block_m, 0))
-        # Differences from the maximum of nothing stay finite: 0 times them is 0.
+        # Differences from LOWEST_LOGIT stay finite, so that 0 times them is 0.
         drop = tl.maximum((m - raised) * outer, LOWEST_LOGIT)
         block_drop = tl.maximum((block_m - raised[None, :]) * outer, LOWEST_LOGIT)
         if sum_exp_logit is not None:
@@ -225,7 +228,7 @@ def gradient_from_saved_kernel(
     )
     m = tl.load(maximum + tokens, mask=exists, other=0.0)
     drop = (block_maximum - m) * (outer * LOG2_E)  # 0 or less
-    # What has underflowed to 0 gets any finite logarithm: its gradient is 0 times that.
+    # A value that underflowed to 0 gets some finite logarithm, because its gradient is 0 times that.
     y = _log2(tl.maximum(block_exponential, 1e-37)) + drop[:, None]
     d = block_exponential * tl.exp2(drop)[:, None] * _gradient_factor(constant, linear, tokens, exists, y)
     if SOFTCAP:
@@ -251,7 +254,7 @@ def gradient_at_target_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Write the one element a token that differs: after rounding, onehot could no longer be added to it."""
+    """Write the gradient at each token's target, whose onehot term cannot be added after rounding."""
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     exists = tokens < num_tokens
     column = tl.load(target + tokens, mask=exists, other=-1) - first_row
@@ -269,7 +272,7 @@ def gradient_at_target_kernel(
 
 @triton.jit
 def scale_kernel(values, scale, num_values, BLOCK: tl.constexpr):
-    """values *= scale, where scale is one number on the device; where it is 1 nothing is read or written."""
+    """Multiply `values` in place by `scale` [], a tensor on the device; a scale of 1 skips all access."""
     factor = tl.load(scale)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -281,8 +284,11 @@ def scale_kernel(values, scale, num_values, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP: tl.constexpr):
-    """First token and row of a tile. Tiles that are at work together lie in a stripe of GROUP blocks of
-    tokens, so that both factors are read from the cache."""
+    """Return the first token and row of a tile.
+
+    Tiles that run at the same time lie in a stripe of GROUP token blocks, so that both operands stay in
+    cache.
+    """
     num_token_blocks, num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS), tl.cdiv(num_rows, BLOCK_ROWS)
     first_block = tile // (GROUP * num_row_blocks) * GROUP
     height = tl.minimum(num_token_blocks - first_block, GROUP)
@@ -312,7 +318,7 @@ def _multiply(
 
 @triton.jit
 def _round(z, DTYPE: tl.constexpr):
-    """z to the nearest value of a 16-bit dtype, ties to even, as float32."""
+    """Round z to a 16-bit dtype, to nearest with ties to even, and return it as float32."""
     if IS_INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300 (the interpreter truncates)
         bits = z.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -338,7 +344,7 @@ def _load_logits(logits, tokens, rows, num_tokens, num_rows):
 
 @triton.jit
 def _apply_softcap(u, inner, SOFTCAP: tl.constexpr):
-    """u, from the product."""
+    """Return tanh(inner * u) with a softcap, else u."""
     if SOFTCAP:
         u = 1.0 - 2.0 / (tl.exp2(u * (2.0 * LOG2_E * inner)) + 1.0)
     return u
@@ -346,13 +352,13 @@ def _apply_softcap(u, inner, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _make_finite(u):
-    """u with a number in place of -inf, whose exp is 0 and would be multiplied with it. NaN stays NaN."""
+    """Replace -inf by a finite number, since it is multiplied by its exp, 0. NaN stays NaN."""
     return tl.maximum(u, LOWEST_LOGIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _log2(x):
-    """By the hardware's approximation, to 2^-22: thirty instructions a logit fewer than tl.log2."""
+    """Approximate log2 in hardware, to 2^-22: thirty instructions fewer per logit than tl.log2."""
     if IS_INTERPRETED:
         y = tl.log2(x)
     else:
@@ -364,7 +370,7 @@ def _log2(x):
 
 @triton.jit
 def _gradient_factor(constant, linear, tokens, exists, y):
-    """-(constant + linear * ln(2) * y), of softmax.LogitGradient, whose y is in nats."""
+    """Return -(constant + linear * ln(2) * y): y is in bits here, and in nats in softmax.LogitGradient."""
     factor = -tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
     if linear is not None:
         factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * _make_finite(y)

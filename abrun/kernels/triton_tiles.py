@@ -1,9 +1,8 @@
-"""Tiles of logits by Triton: `impl: triton`, on a GPU, or on a CPU in Triton's interpreter.
+"""Tiles of logits in Triton: `impl: triton`, on a GPU, or on a CPU in Triton's interpreter.
 
-bfloat16 and float16 are multiplied inside the kernels, so that their logits exist in registers alone. float32
-has no tensor cores of its own precision: its logits come from torch's product, under torch's own setting of
-TF32. So do those of a head whose rows the copy engine cannot address, and those of a GPU with less shared
-memory than Hopper's.
+bfloat16 and float16 are multiplied inside the kernels, so their logits exist in registers only. Tensor cores
+do not support float32, so its logits come from torch's matmul, with torch's TF32 setting. The same holds for
+heads whose rows the copy engine (TMA) cannot address, and for GPUs with less shared memory than Hopper's.
 """
 
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ from .softmax import LogitGradient, SoftmaxSums
 kernels: Any = triton_kernels  # launched by Triton's rules, not by Python's
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK_ROWS = 256  # of every kernel, since the sums are kept by block
-# Of the kernels that multiply. Shared memory holds four stages of such blocks, or three and a tile to store.
+BLOCK_ROWS = 256  # the same in every kernel, because sums are kept per block
+# For the kernels that multiply. Shared memory holds four stages of such blocks, or three and a tile to store.
 BLOCK_TOKENS, BLOCK_HIDDEN, GROUP = 128, 64, 16
 SHARED_MEMORY_BYTES = 212 * 2**10
 
 
-_Source = Tensor | tuple[Tensor, Tensor]  # what a kernel takes its logits from: these, or factors to multiply
+_Source = Tensor | tuple[Tensor, Tensor]  # a kernel's input: logits, or the operands to multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +40,27 @@ class _SavedLogits:
 
 
 class TritonTiles:
-    """See linear.Tiles. Raises ValueError where these kernels cannot run."""
+    """See linear.Tiles. Raises ValueError if these kernels cannot run."""
 
     def __init__(self, head: ResolvedHead, weight: Tensor) -> None:
         if not weight.is_cuda and not knobs.runtime.interpret:
             raise ValueError(
-                f"impl: 'triton' runs on a CUDA device, not on {weight.device.type!r} (there only in "
-                "Triton's interpreter, with TRITON_INTERPRET=1 in the environment); use impl 'chunked'"
+                f"impl: 'triton' needs a CUDA device, got {weight.device.type!r}; use impl 'chunked', or set "
+                "TRITON_INTERPRET=1 in the environment to use Triton's interpreter"
             )
         if head.projection_dtype not in DTYPES:
             raise ValueError(
-                f"impl: 'triton' projects in bfloat16, float16 or float32, not in {head.projection_dtype}"
+                f"impl: 'triton' supports bfloat16, float16 and float32, got {head.projection_dtype}"
             )
         self._head = head
         self._num_processors, shared_memory_bytes = _device_limits(weight.device)
         itemsize = head.projection_dtype.itemsize
-        # The copy engine addresses rows that start at multiples of 16 bytes.
+        # The copy engine (TMA) needs rows that start at multiples of 16 bytes.
         addressable = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
         self._multiplies = itemsize == 2 and addressable and shared_memory_bytes >= SHARED_MEMORY_BYTES
         block_sums = 3 * 4 / BLOCK_ROWS
         logits = 0 if self._multiplies else head.logits_dtype.itemsize
-        d_logits = 0 if itemsize == logits else itemsize  # in the logits' place where it has their size
+        d_logits = 0 if itemsize == logits else itemsize  # overwrites logits of the same size
         self.sums_cost = Cost(logit=logits + block_sums)
         self.gradient_cost = Cost(logit=logits + d_logits)
         self.saved_cost = Cost(logit=logits + d_logits + block_sums)
@@ -184,14 +183,14 @@ class TritonTiles:
         )
 
     def _scales(self) -> tuple[float, float, bool]:
-        """The kernels' inner, outer and SOFTCAP."""
+        """Return the kernels' inner, outer and SOFTCAP."""
         return self._head.inner, self._head.outer, self._head.logit_softcap is not None
 
 
 def _device_limits(device: torch.device) -> tuple[int, int]:
-    """How many programs run at once, and the bytes of shared memory each may have."""
+    """Return the number of multiprocessors, and the bytes of shared memory per block."""
     if device.type != "cuda":
-        return 2, SHARED_MEMORY_BYTES  # the interpreter's programs run one after the other
+        return 2, SHARED_MEMORY_BYTES  # arbitrary: the interpreter runs programs one after the other
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
@@ -201,6 +200,6 @@ def _coefficients(gradient: LogitGradient) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def _empty_blocks(hidden: Tensor, rows: Tensor) -> tuple[Tensor, TensorDescriptor]:
-    """[n, v] in hidden's dtype with the last block of rows made whole, and the blocks that kernels store."""
+    """Return [n, v] in hidden's dtype, with v rounded up to full blocks, and a descriptor of its blocks."""
     values = hidden.new_empty(len(hidden), triton.cdiv(len(rows), BLOCK_ROWS) * BLOCK_ROWS)
     return values, TensorDescriptor.from_tensor(values, [BLOCK_TOKENS, BLOCK_ROWS])

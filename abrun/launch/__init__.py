@@ -1,1 +1,1 @@
-"""From a plan to its runs."""
+"""Launches: start the runs of a plan, watch over them and end them."""

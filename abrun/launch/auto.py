@@ -1,9 +1,8 @@
-"""What a recipe leaves open by `auto`: the values that take the least time with which every arm fits.
+"""Resolves `auto` values of a recipe to the fastest values with which every arm fits into memory.
 
-Decided once and together, before anything is stored, and the same for all arms that do not state values of
-their own: by predicted peaks, and where the launch's GPUs are this machine's, by one step that is measured.
-What a launch hands on, a plan and what is stored of it, has the values in their places. docs/training.md has
-the order of preference.
+They are decided once, before anything is stored, and are the same for all arms without own values. The
+decision uses predicted peaks, and one measured step if the launch uses this machine's GPUs. The plan and
+what is stored hold the decided values. docs/training.md has the order of preference.
 """
 
 import itertools
@@ -17,7 +16,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.settings import triton_refusal
-from abrun.launch.prepare import experiment_dir_of, refuse_existing, refuse_impossible
+from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import (
     ERROR,
@@ -35,130 +34,139 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
 
-ASLEEP_BYTES = GIB // 4  # of vLLM on the same device, while the trainer works (docs/measured.md)
-LEAST_TOKENS = 1024  # of a microbatch: below, weights and their optimizer take what there is
-# Of a device: what a measured peak leaves free, to fragmentation and to what is not torch's.
+# Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
+SLEEPING_ENGINE_BYTES = GIB // 4
+# Smallest micro-batch: below it, weights and optimizer state take nearly all memory.
+MIN_TOKENS = 1024
+# Share of device memory kept free above a measured peak, for fragmentation and memory outside of torch.
 MEASURED_MARGIN = 0.05
-MOST_TOLD = 3  # candidates of a line
+MAX_LISTED = 3  # candidates in a message
 
 Say = Callable[[str], object]
 Values = dict[str, Any]  # by dotted key
 Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps them
 
 
-def closed_plan(
+def resolve_auto(
     recipe: Recipe | CommandRecipe,
     draft: ExperimentPlan,
     options: LaunchOptions,
-    refusals: Callable[[ExperimentPlan], list[Reason]],
+    find_problems: Callable[[ExperimentPlan], list[Reason]],
     *,
-    here: bool,
+    is_local: bool,
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> ExperimentPlan:
-    """Return a recipe's plan with what it leaves open decided: its `draft`, if that is nothing.
+    """Return a recipe's plan with its `auto` values decided, or `draft` if there are none.
 
-    `here`: it runs on this machine.
-
-    To resume, it is what the first launch decided. Raises RecipeError or LaunchError where nothing can be
-    decided or fits; but for a dry run also, before that takes minutes, by `refusals` and for what is in the
-    experiment's place, which a launch asks of the plan in any case.
+    `is_local`: the plan runs on this machine. With options.resume, the values of the first launch are used.
+    Raises RecipeError or LaunchError if nothing can be decided or nothing fits. Except in a dry run, it first
+    raises for `find_problems` and for an existing experiment, before predictions take minutes.
     """
-    asked_memory = options.device_memory
-    if asked_memory is not None:
-        device_memory(asked_memory)  # refused at once, also where it decides nothing
+    requested_memory = options.device_memory
+    if requested_memory is not None:
+        device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
     if not recipe.auto_keys:
-        if asked_memory is not None and not dry_run:
+        if requested_memory is not None and not dry_run:
             raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
         return draft
-    experiment_dir = experiment_dir_of(recipe.name, options)
+    experiment_dir = resolve_experiment_dir(recipe.name, options)
     if options.resume:
-        return make_plan(recipe.with_auto_values(_decided_before(experiment_dir, recipe.auto_keys)))
+        return make_plan(recipe.with_auto_values(_read_decided_values(experiment_dir, recipe.auto_keys)))
     if not dry_run:
-        refuse_impossible(draft, refusals(draft))
+        refuse_impossible(draft, find_problems(draft))
         refuse_existing(experiment_dir)
-    decided = decide(recipe, asked_memory, here=here, dry_run=dry_run, say=say)
-    plan = make_plan(recipe.with_auto_values({key: one["value"] for key, one in decided.items()}))
+    decided = decide_values(recipe, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
+    plan = make_plan(recipe.with_auto_values({key: decision["value"] for key, decision in decided.items()}))
     return replace(plan, decided=decided)
 
 
-def decide(
+def decide_values(
     recipe: Recipe | CommandRecipe,
-    asked_memory: str | None,
+    requested_memory: str | None,
     *,
-    here: bool,
+    is_local: bool,
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Decisions:
-    """What an open recipe's values become, and why; `here`: its devices are this machine's."""
-    keys, configs = recipe.auto_keys, _open_configs(recipe, {})
-    asked = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
+    """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine's
+    devices.
+    """
+    keys, configs = recipe.auto_keys, _open_arm_configs(recipe, {})
+    request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
         values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
-        why = (
-            f"auto is {_shown(values)}: no arm that leaves it open trains on GPUs, whose memory could run out"
-        )
-        return _decisions(values, why=why, device_bytes=None, measured=False, candidates=[])
-    _refuse_unpredictable(asked, keys, configs)
-    own_bytes = device_memory(None) if here else None
-    device_bytes = own_bytes if asked_memory is None else device_memory(asked_memory)
+        explanation = f"auto is {_format_values(values)}: no arm with an open value trains on GPUs"
+        return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
+    _refuse_unpredictable(request, keys, configs)
+    own_bytes = device_memory(None) if is_local else None
+    device_bytes = own_bytes if requested_memory is None else device_memory(requested_memory)
     if device_bytes is None:
-        raise LaunchError(Code.AUTO_NEEDS_DEVICE_MEMORY(asked=asked, here=here, instead=_instead(keys)))
-    not_measured = _not_measured(own_bytes, device_bytes, here=here, dry_run=dry_run)
-    trials = _Trials(recipe, asked, device_bytes, say, measures=not_measured is None)
-    last = trials.chosen(_groups(recipe, configs, say))
-    has = f"and a device has {device_bytes / GIB:.1f} GiB"
-    if last.is_hopeless:
         raise LaunchError(
-            Code.AUTO_FITS_NOWHERE(asked=asked, tried=_told([last]), device_gib=device_bytes / GIB)
+            Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
         )
-    candidates = [*(one for one in trials.tried if one is not last), last]
-    left = f", of which {last.margin:.0%} stay free"
-    if not last.fits:
-        left = f": nothing leaves {last.margin:.0%} of it free, and runs may run out of memory"
-    return _decisions(
-        last.values,
-        why=f"auto is {_shown(last.values)}: {_told(candidates)}, {has}{left}"
-        + (f"; predicted alone: {not_measured}" if not_measured else ""),
+    why_not_measured = _reason_not_to_measure(own_bytes, device_bytes, is_local=is_local, dry_run=dry_run)
+    trials = _CandidateSearch(recipe, request, device_bytes, say, measures=why_not_measured is None)
+    choice = trials.choose(_group_candidates(recipe, configs, say))
+    memory_text = f"and a device has {device_bytes / GIB:.1f} GiB"
+    if choice.is_hopeless:
+        raise LaunchError(
+            Code.AUTO_FITS_NOWHERE(
+                asked=request, tried=_describe_trials([choice]), device_gib=device_bytes / GIB
+            )
+        )
+    candidates = [*(trial for trial in trials.tried if trial is not choice), choice]
+    margin_text = f", of which {choice.margin:.0%} stay free"
+    if not choice.fits:
+        margin_text = f": nothing leaves {choice.margin:.0%} of it free, and runs may run out of memory"
+    return _make_decisions(
+        choice.values,
+        why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}"
+        + f", {memory_text}{margin_text}"
+        + (f"; predicted alone: {why_not_measured}" if why_not_measured else ""),
         device_bytes=device_bytes,
-        margin=last.margin,
-        measured=not_measured is None,
-        candidates=[one.as_json() for one in candidates],
+        margin=choice.margin,
+        measured=why_not_measured is None,
+        candidates=[trial.as_json() for trial in candidates],
     )
 
 
-def _decisions(values: Values, **alike: Any) -> Decisions:
-    return {key: {"asked": "auto", "value": value, **alike} for key, value in values.items()}
+def _make_decisions(values: Values, **fields: Any) -> Decisions:
+    return {key: {"asked": "auto", "value": value, **fields} for key, value in values.items()}
 
 
-def _open_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
-    """Of the arms on GPUs that have a value of the recipe's, and not all of their own."""
+def _open_arm_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
+    """Return configurations of arms on GPUs that use an open value of the recipe."""
     closed, configs = recipe.with_auto_values(values), dict[str, OwnRunConfig]()
     for arm, change in recipe.arms.items():
         config = closed.run_config(arm)
         if isinstance(config, OwnRunConfig) and config.cluster.gpus_per_node:
-            has = dotted(config.model_dump()).keys() - dotted(change).keys()
-            configs |= {arm: config} if has.intersection(recipe.auto_keys) else {}
+            recipe_keys = dotted(config.model_dump()).keys() - dotted(change).keys()
+            configs |= {arm: config} if recipe_keys.intersection(recipe.auto_keys) else {}
     return configs
 
 
-def _refuse_unpredictable(asked: Reason, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
+def _refuse_unpredictable(request: Reason, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
     for arm, config in configs.items():
         if config.policy.backend.type != "dtensor":
             backend = config.policy.backend.type
             raise LaunchError(
-                Code.AUTO_BACKEND_NOT_PREDICTED(asked=asked, arm=arm, backend=backend, instead=_instead(keys))
+                Code.AUTO_BACKEND_NOT_PREDICTED(
+                    asked=request, arm=arm, backend=backend, instead=_format_alternatives(keys)
+                )
             )
-        wrong = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
-        if wrong:  # said here, before another arm has been predicted
-            raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=asked, arm=arm, problem=wrong))
+        problem = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
+        if problem:  # reported before predictions take time
+            raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=request, arm=arm, problem=problem))
 
 
-def _not_measured(own_bytes: int | None, device_bytes: int, *, here: bool, dry_run: bool) -> str | None:
-    """Why no step is measured; None: one is."""
+def _reason_not_to_measure(
+    own_bytes: int | None, device_bytes: int, *, is_local: bool, dry_run: bool
+) -> str | None:
+    """Return why no step is measured, or None if one is."""
     if dry_run:
         return "a dry run measures nothing"
-    if not here:
+    if not is_local:
         return "the GPUs are a cluster's"
     if own_bytes is None:
         return "this machine has no GPU"
@@ -168,32 +176,44 @@ def _not_measured(own_bytes: int | None, device_bytes: int, *, here: bool, dry_r
 # --- the order of preference ---
 
 
-def _groups(
+def _group_candidates(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[list[Values]]:
-    """The candidates, the preferred first; in a group the last one takes the least memory."""
+    """Return the candidates in order of preference; the last one of each group needs the least memory."""
     closed = recipe.with_auto_values()
-    of_arms = (closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm]))
+    arm_configs = (
+        closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm])
+    )
     compiled = isinstance(recipe, Recipe) and recipe.policy.compile  # on CPU cores, too: it is refused there
-    compiled = compiled and all(one.policy.compile for one in of_arms if isinstance(one, OwnRunConfig))
+    compiled = compiled and all(
+        option.policy.compile for option in arm_configs if isinstance(option, OwnRunConfig)
+    )
     choices = {key: AUTO_SETTINGS[key].values for key in recipe.auto_keys}
     if CHECKPOINTING in choices and not compiled:
-        choices[CHECKPOINTING] = tuple(one for one in choices[CHECKPOINTING] if one != "selective")
-    fewer: list[int] = []
+        choices[CHECKPOINTING] = tuple(option for option in choices[CHECKPOINTING] if option != "selective")
+    small_budgets: list[int] = []
     if MICRO_BATCH_TOKENS in choices:
-        budgets = _budgets(recipe, configs, say)
-        fast = [one for one in budgets if one >= min(choices[MICRO_BATCH_TOKENS])] or budgets[:1]
-        choices[MICRO_BATCH_TOKENS], fewer = tuple(fast), budgets[len(fast) :]
-    every = [dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
-    groups = [list(of) for _, of in itertools.groupby(every, lambda values: values.get(CHECKPOINTING))]
-    last = [{**every[-1], MICRO_BATCH_TOKENS: budget} for budget in fewer]
-    return [*groups, last] if last else groups
+        budgets = _list_token_budgets(recipe, configs, say)
+        fast_budgets = [
+            option for option in budgets if option >= min(choices[MICRO_BATCH_TOKENS])
+        ] or budgets[:1]
+        choices[MICRO_BATCH_TOKENS], small_budgets = tuple(fast_budgets), budgets[len(fast_budgets) :]
+    candidates = [
+        dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
+    ]
+    groups = [list(of) for _, of in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))]
+    last_group = [{**candidates[-1], MICRO_BATCH_TOKENS: budget} for budget in small_budgets]
+    return [*groups, last_group] if last_group else groups
 
 
-def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say) -> list[int]:
-    """Tokens of a microbatch, from what is fast downwards by halves: the longest sequence of all arms at the
-    least, and at most a rank's share of an update."""
-    whole = {
+def _list_token_budgets(
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
+) -> list[int]:
+    """Return micro-batch sizes in tokens, from the fastest downwards by halves.
+
+    The minimum is the longest sequence of all arms, the maximum a rank's share of an update.
+    """
+    unsplit_configs = {
         arm: config.model_copy(
             update={"policy": config.policy.model_copy(update={"micro_batch_tokens": None})}
         )
@@ -201,14 +221,14 @@ def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]
         if MICRO_BATCH_TOKENS not in dotted(recipe.arms[arm])
     }
     size, sizes = AUTO_SETTINGS[MICRO_BATCH_TOKENS].values[0], list[int]()
-    if not whole:
+    if not unsplit_configs:
         return [size]
-    say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(whole)}")
-    lengths = longest_sequences(whole)
-    least = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
-    most = max(microbatch_size(whole[arm]) * length for arm, length in lengths.items())
-    while size >= LEAST_TOKENS:
-        sizes.append(min(max(size, least), most))
+    say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(unsplit_configs)}")
+    lengths = longest_sequences(unsplit_configs)
+    min_tokens = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
+    max_tokens = max(microbatch_size(unsplit_configs[arm]) * length for arm, length in lengths.items())
+    while size >= MIN_TOKENS:
+        sizes.append(min(max(size, min_tokens), max_tokens))
         size //= 2
     return list(dict.fromkeys(sizes))
 
@@ -218,23 +238,23 @@ def _budgets(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Values, and what is known of the arms' peaks with them."""
+    """Candidate values and what is known about the arms' memory peaks with them."""
 
     values: Values
     device_bytes: int
     peaks: dict[str, dict[str, Any]]  # predicted, by arm
-    error: float  # of these: by how much they may be too low
-    measured: dict[str, Any] | None = None  # of the arm with the highest
+    error: float  # relative error by which a prediction may be too low
+    measured: dict[str, Any] | None = None  # for the arm with the highest prediction
 
     @property
-    def highest(self) -> tuple[str, int]:
-        """The arm with the highest peak predicted, and bytes, those of an engine that sleeps included."""
-        each = {arm: one["peak_bytes"] + one["asleep_bytes"] for arm, one in self.peaks.items()}
-        return max(each.items(), key=lambda item: item[1])
+    def highest_peak(self) -> tuple[str, int]:
+        """Arm with the highest predicted peak, and its bytes, including a sleeping engine."""
+        total_bytes = {arm: peak["peak_bytes"] + peak["asleep_bytes"] for arm, peak in self.peaks.items()}
+        return max(total_bytes.items(), key=lambda item: item[1])
 
     @property
     def margin(self) -> float:
-        """What of a device is to be left free."""
+        """Share of device memory to keep free."""
         return MEASURED_MARGIN if self.measured else self.error
 
     @property
@@ -243,151 +263,154 @@ class _Trial:
 
     @property
     def fits(self) -> bool:
-        taken = self.highest[1]
+        used_bytes = self.highest_peak[1]
         if self.measured:
-            taken = self.measured["peak_bytes"] + self.peaks[self.measured["arm"]]["asleep_bytes"]
-        return not self.ran_out and taken <= (1 - self.margin) * self.device_bytes
+            used_bytes = self.measured["peak_bytes"] + self.peaks[self.measured["arm"]]["asleep_bytes"]
+        return not self.ran_out and used_bytes <= (1 - self.margin) * self.device_bytes
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether memory ran out, or would even if the prediction is too high."""
-        return self.ran_out or (not self.measured and self.highest[1] * (1 - ERROR) > self.device_bytes)
+        """True if memory ran out, or would even if the prediction is too high."""
+        return self.ran_out or (not self.measured and self.highest_peak[1] * (1 - ERROR) > self.device_bytes)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "values": self.values,
             "fits": self.fits,
-            "highest_bytes": self.highest[1],
+            "highest_bytes": self.highest_peak[1],
             "peaks": self.peaks,
             "measured": self.measured,
         }
 
 
-class _Trials:
-    """What was tried of a recipe's candidates."""
+class _CandidateSearch:
+    """Search for the preferred candidate that fits, with all trials so far."""
 
     def __init__(
-        self, recipe: Recipe | CommandRecipe, asked: Reason, device_bytes: int, say: Say, *, measures: bool
+        self, recipe: Recipe | CommandRecipe, request: Reason, device_bytes: int, say: Say, *, measures: bool
     ) -> None:
-        self._recipe, self._asked, self._say, self._measures = recipe, asked, say, measures
+        self._recipe, self._request, self._say, self._can_measure = recipe, request, say, measures
         self._device_bytes = device_bytes
-        self._tried: dict[str, _Trial] = {}  # by the values, as they are shown
+        self._tried: dict[str, _Trial] = {}  # by formatted values
 
     @property
     def tried(self) -> list[_Trial]:
-        """In their order."""
+        """Trials in order."""
         return list(self._tried.values())
 
-    def chosen(self, groups: Sequence[Sequence[Values]]) -> _Trial:
-        """The first that fits, measured where that is possible; where none does, the one of the least memory.
+    def choose(self, groups: Sequence[Sequence[Values]]) -> _Trial:
+        """Return the first candidate that fits, or else the one with the least memory; measured if possible.
 
-        Where a group's least does not fit, the others of it are not asked.
+        If the last candidate of a group does not fit, the rest of the group is skipped.
         """
         for group in groups:
-            if (first := self._confirmed(group[0])).fits:
-                return first
-            if len(group) > 1 and self._predicted(group[-1]).fits:
+            if (preferred := self._try_values(group[0])).fits:
+                return preferred
+            if len(group) > 1 and self._predict(group[-1]).fits:
                 for values in group[1:]:
-                    if (trial := self._confirmed(values)).fits:
+                    if (trial := self._try_values(values)).fits:
                         return trial
-        last = self._predicted(groups[-1][-1])
-        return self._measured(last) if self._measures and not last.is_hopeless else last
+        smallest = self._predict(groups[-1][-1])
+        return self._measure(smallest) if self._can_measure and not smallest.is_hopeless else smallest
 
-    def _confirmed(self, values: Values) -> _Trial:
-        trial = self._predicted(values)
-        return self._measured(trial) if trial.fits and self._measures else trial
+    def _try_values(self, values: Values) -> _Trial:
+        trial = self._predict(values)
+        return self._measure(trial) if trial.fits and self._can_measure else trial
 
-    def _predicted(self, values: Values) -> _Trial:
-        if (name := _shown(values)) not in self._tried:
-            configs = _open_configs(self._recipe, values)
-            self._tell(f"predicting the peaks of {', '.join(configs)} with {name}")
-            found = predict_steps(configs, self._device_bytes)
+    def _predict(self, values: Values) -> _Trial:
+        if (name := _format_values(values)) not in self._tried:
+            configs = _open_arm_configs(self._recipe, values)
+            self._report(f"predicting the peaks of {', '.join(configs)} with {name}")
+            predictions = predict_steps(configs, self._device_bytes)
             self._tried[name] = _Trial(
                 values=values,
                 device_bytes=self._device_bytes,
-                peaks=_peaks(found),
-                error=max(one.error_below for one in found),
+                peaks=_peaks_as_json(predictions),
+                error=max(prediction.error_below for prediction in predictions),
             )
         return self._tried[name]
 
-    def _measured(self, trial: _Trial) -> _Trial:
-        """With one step of the arm with the highest peak, in processes of its own."""
+    def _measure(self, trial: _Trial) -> _Trial:
+        """Measure one step of the arm with the highest peak, in separate processes."""
         if trial.measured:
             return trial
-        arm, name = trial.highest[0], _shown(trial.values)
+        arm, name = trial.highest_peak[0], _format_values(trial.values)
         size = {key: trial.peaks[arm][key] for key in ("length", "num_sequences")}
         job = {**size, "rollouts": False, "budget_bytes": self._device_bytes}
-        self._tell(f"measuring a step of {arm} with {name}")
-        config = _open_configs(self._recipe, trial.values)[arm]
+        self._report(f"measuring a step of {arm} with {name}")
+        config = _open_arm_configs(self._recipe, trial.values)[arm]
         try:
             with scratch() as folder:
                 cell, _ = measured_cell(folder / arm, arm, Point(**size), config, job)
         except LaunchError as error:
             raise LaunchError(
                 Code.AUTO_NOT_MEASURED(
-                    asked=self._asked,
+                    asked=self._request,
                     arm=arm,
                     values=name,
                     error=error.reason,
-                    instead=_instead(self._recipe.auto_keys),
+                    instead=_format_alternatives(self._recipe.auto_keys),
                 )
             ) from None
-        found = {
+        measured = {
             "arm": arm,
             "phase": cell.out_of_memory or cell.reached[0],
             "peak_bytes": cell.reached[1],
             "reserved_bytes": cell.reserved_bytes,
             "out_of_memory": cell.out_of_memory,
         }
-        self._tried[name] = replace(trial, measured=found)
+        self._tried[name] = replace(trial, measured=measured)
         return self._tried[name]
 
-    def _tell(self, doing: str) -> None:
-        self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {doing}")
+    def _report(self, activity: str) -> None:
+        self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {activity}")
 
 
-def _peaks(found: Iterable[Predicted]) -> dict[str, dict[str, Any]]:
+def _peaks_as_json(predictions: Iterable[Predicted]) -> dict[str, dict[str, Any]]:
     return {
-        one.arm: {
-            "num_sequences": one.point.num_sequences,
-            "length": one.point.length,
-            "phase": one.highest[0],
-            "peak_bytes": one.highest[1],
-            "asleep_bytes": 0 if one.engine_bytes is None else ASLEEP_BYTES,
+        prediction.arm: {
+            "num_sequences": prediction.point.num_sequences,
+            "length": prediction.point.length,
+            "phase": prediction.highest[0],
+            "peak_bytes": prediction.highest[1],
+            "asleep_bytes": 0 if prediction.engine_bytes is None else SLEEPING_ENGINE_BYTES,
         }
-        for one in found
+        for prediction in predictions
     }
 
 
-# --- in words ---
+# --- messages ---
 
 
-def _shown(values: Values) -> str:
-    """As a recipe would have them, in the order of its open keys."""
-    return ", ".join(one if isinstance(one, str) else json.dumps(one) for one in values.values())
+def _format_values(values: Values) -> str:
+    """Format values as in a recipe, in the order of its open keys."""
+    return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values.values())
 
 
-def _instead(keys: Iterable[str]) -> str:
+def _format_alternatives(keys: Iterable[str]) -> str:
     return "; ".join(f"{key} {AUTO_SETTINGS[key].instead}" for key in keys)
 
 
-def _told(trials: Sequence[_Trial]) -> str:
-    """`predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`, of the last ones."""
-    of = f" of the last {MOST_TOLD} of {len(trials)} tried:" if len(trials) > MOST_TOLD else ""
-    return f"predicted peaks{of} " + "; ".join(map(_told_of_one, trials[-MOST_TOLD:]))
+def _describe_trials(trials: Sequence[_Trial]) -> str:
+    """Return the predicted peaks of the last trials.
+
+    For example `predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`.
+    """
+    count_text = f" of the last {MAX_LISTED} of {len(trials)} tried:" if len(trials) > MAX_LISTED else ""
+    return f"predicted peaks{count_text} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
 
 
-def _told_of_one(trial: _Trial) -> str:
-    each = (f"{peak['peak_bytes'] / GIB:.1f} GiB ({arm})" for arm, peak in trial.peaks.items())
-    said = f"{', '.join(each)} with {_shown(trial.values)}"
-    if found := trial.measured:
-        ran_out = f"out of memory in {found['phase']} after " * trial.ran_out
-        said += f" (measured: {ran_out}{found['peak_bytes'] / GIB:.1f} GiB, {found['arm']})"
-    return said
+def _describe_trial(trial: _Trial) -> str:
+    peaks = (f"{peak['peak_bytes'] / GIB:.1f} GiB ({arm})" for arm, peak in trial.peaks.items())
+    text = f"{', '.join(peaks)} with {_format_values(trial.values)}"
+    if measured := trial.measured:
+        ran_out = f"out of memory in {measured['phase']} after " * trial.ran_out
+        text += f" (measured: {ran_out}{measured['peak_bytes'] / GIB:.1f} GiB, {measured['arm']})"
+    return text
 
 
-def _decided_before(experiment_dir: Path, keys: Sequence[str]) -> Values:
-    """What an experiment was launched with."""
+def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
+    """Return the values that an experiment was launched with."""
     recipe = open_experiment(experiment_dir).get("recipe", {})
     stored, values = dotted({"policy": recipe.get("policy") or {}}), Values()
     for key in keys:

@@ -1,4 +1,4 @@
-"""Clusters that queue jobs, which then run without a launcher: how runs are handed over."""
+"""Clusters that queue jobs: submission, state and cancellation of an experiment's jobs."""
 
 import contextlib
 import os
@@ -19,55 +19,54 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
 from abrun.runs.records import RunState
 
-AGENTS_FIRST_S = (
-    10.0  # agents kill ranks that save too slowly before the supervisor, or an engine, kills agents
-)
-AT_WORK = ("running", "stalled", "pending")
-COMPARED = "compare.log"  # what the job that compares has printed, in the folder of the cluster
+# Agents kill ranks that save too slowly, this long before the supervisor or an engine kills the agents.
+AGENT_HEAD_START_S = 10.0
+ACTIVE_STATUSES = ("running", "stalled", "pending")
+COMPARE_LOG = "compare.log"  # output of the compare job, in the cluster's folder
 
 
 class LeftInQueueError(LaunchError):
-    """A submission failed, and what had been submitted before could not be taken back."""
+    """A submission failed, and jobs that were already submitted could not be withdrawn."""
 
 
-class Cluster(ABC):
-    """The jobs of one experiment on a cluster: hands runs over, and knows what became of them.
+class BatchCluster(ABC):
+    """The jobs of one experiment on a cluster: submits runs and tracks their jobs.
 
-    It asks its cluster every few seconds at most.
+    Queries its cluster at most once every few seconds.
     """
 
-    ask_every_s: ClassVar[float]
-    folder: ClassVar[str]  # of an experiment; no arm can be called so
-    forgotten: ClassVar[Mapping[str, Any]]  # what a record says once others take the place of its jobs
+    query_interval_s: ClassVar[float]
+    folder: ClassVar[str]  # folder in an experiment; no arm can have this name
+    cleared_fields: ClassVar[Mapping[str, Any]]  # record fields that `clear_jobs` writes
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
-        """`settings` of the launcher and `num_jobs` at once are those of a launch, which hands over."""
+        """Take the launcher's `settings` and `num_jobs` (parallel runs), which only a launch has."""
         self._experiment_dir, self._settings, self._num_jobs = experiment_dir, settings, num_jobs
         self._record: dict[str, Any] = {}
-        self._asked_s: float | None = None
+        self._queried_s: float | None = None
         self._answer: Any = None
-        self._error: LaunchError | None = None  # what was said when the cluster did not answer
+        self._error: LaunchError | None = None  # of the last query, if the cluster did not answer
 
     def load(self) -> None:
-        """Take the experiment's jobs from its record."""
+        """Load the experiment's jobs from its record."""
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
-    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
-        """Return why the plan could never run there; nothing where it could."""
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+        """Return the reasons why the plan could never run there."""
 
     @abstractmethod
-    def scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
-        """What would be handed over, by name. After `refusals`."""
+    def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
+        """Return the scripts that would be submitted, by name. Call `find_problems` first."""
 
     @abstractmethod
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Hand over every unfinished run, whole or not at all; returns the ids of the jobs."""
+        """Submit all unfinished runs, or none; return the job ids."""
 
     @staticmethod
     @abstractmethod
     def read(experiment_dir: Path) -> dict[str, Any]:
-        """The record of an experiment; empty where there is none."""
+        """Return the record of an experiment, or an empty one."""
 
     @staticmethod
     @abstractmethod
@@ -79,67 +78,67 @@ class Cluster(ABC):
 
     @property
     @abstractmethod
-    def busy(self) -> list[str]:
-        """The ids of those that wait or work."""
+    def active_job_ids(self) -> list[str]:
+        """Ids of the jobs that are queued or running."""
 
     @property
-    def compares(self) -> bool:
-        """Whether a job compares the runs once they have ended."""
+    def has_compare_job(self) -> bool:
+        """True if a job compares the runs once they have ended."""
         return bool(self._record.get("compare"))
 
     @abstractmethod
     def state_of(self, state: RunState) -> RunState:
-        """A run's state, where the cluster knows better than the run's directory."""
+        """Return a run's state, corrected if the cluster knows more than the run's directory."""
 
     @abstractmethod
-    def ask(self) -> Any:
-        """What the cluster knows of the jobs now. Raises LaunchError where it does not answer."""
+    def query_jobs(self) -> Any:
+        """Return what the cluster knows about the jobs. Raises LaunchError if it does not answer."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Take back what waits, and let what runs save a checkpoint and end."""
+    def stop_jobs(self) -> None:
+        """Withdraw queued jobs, and let running ones save a checkpoint and end."""
 
     @property
     def silent(self) -> str | None:
-        """What went wrong where the cluster did not answer when it was last asked."""
+        """Error of the last query, if the cluster did not answer."""
         return str(self._error) if self._error else None
 
     def cancel(self) -> None:
-        """End the jobs, and keep in mind that this was asked for."""
+        """End the jobs and record that they were cancelled."""
         self._record = {**self.read(self._experiment_dir), "cancelled": True}
         self.write(self._experiment_dir, self._record)
-        self.end()
-        self._asked_s = None
+        self.stop_jobs()
+        self._queried_s = None
 
-    def forget(self) -> None:
-        """Let others take the place of jobs that have ended."""
-        self.write(self._experiment_dir, {**self._record, **self.forgotten})
+    def clear_jobs(self) -> None:
+        """Clear ended jobs from the record, so that new ones can be submitted."""
+        self.write(self._experiment_dir, {**self._record, **self.cleared_fields})
 
-    def compared(self) -> str | None:
-        """What the job that compares has printed; None where there is none."""
-        if not self.compares:
+    def read_compare_log(self) -> str | None:
+        """Return the output of the compare job, or None if there is no such job."""
+        if not self.has_compare_job:
             return None
         with contextlib.suppress(OSError):
-            return read_tail(self._experiment_dir / self.folder / COMPARED).decode(errors="replace")
+            return read_tail(self._experiment_dir / self.folder / COMPARE_LOG).decode(errors="replace")
         return ""
 
-    def _known(self) -> Any:
-        """The last answer of `ask`. Raises LaunchError, at once where there was none just now."""
-        if self._asked_s is None or time.monotonic() - self._asked_s > self.ask_every_s:
+    def _query_cached(self) -> Any:
+        """Return the last answer of `query_jobs`. Raises LaunchError at once if there was none just now."""
+        if self._queried_s is None or time.monotonic() - self._queried_s > self.query_interval_s:
             try:
-                self._answer, self._error = self.ask(), None
+                self._answer, self._error = self.query_jobs(), None
             except LaunchError as error:
                 self._error = error
-            self._asked_s = time.monotonic()
+            self._queried_s = time.monotonic()
         if self._error:
             raise self._error
         return self._answer
 
 
-def queued_jobs(experiment_dir: Path) -> Cluster | None:
-    """The jobs of an experiment, whichever cluster has them; None where none was asked."""
-    for cluster in SCHEDULERS.values():
-        jobs: Cluster = load_implementation(cluster)(experiment_dir)
+def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
+    """Return the experiment's jobs on whichever cluster has them, or None."""
+    for class_path in SCHEDULERS.values():
+        jobs: BatchCluster = load_implementation(class_path)(experiment_dir)
         jobs.load()
         if jobs.is_handed_over:
             return jobs
@@ -148,8 +147,8 @@ def queued_jobs(experiment_dir: Path) -> Cluster | None:
 
 def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
-) -> Cluster | None:
-    """The cluster that a launcher's settings are of; None where they are of one that starts processes."""
+) -> BatchCluster | None:
+    """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
     if isinstance(settings, ManifestSettings):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
@@ -157,31 +156,31 @@ def make_cluster(
     return load_implementation(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
 
 
-def agents_grace_s(save_s: float) -> float:
-    """Seconds that the agents of a run give its ranks to save a checkpoint, of `save_s` in all."""
-    return max(1.0, save_s - AGENTS_FIRST_S)
+def agent_grace_s(save_s: float) -> float:
+    """Return how many of `save_s` seconds agents give their ranks to save a checkpoint."""
+    return max(1.0, save_s - AGENT_HEAD_START_S)
 
 
-def network(interface: str | None) -> dict[str, str]:
-    """The variables by which ranks find each other over a network interface."""
+def network_variables(interface: str | None) -> dict[str, str]:
+    """Return the environment variables that make ranks use a network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
 
 
-def cancel(experiment_dir: Path) -> str:
-    """Ask whatever runs an experiment to save checkpoints and end; returns what was done, for people.
+def cancel_experiment(experiment_dir: Path) -> str:
+    """Ask whatever runs an experiment to save checkpoints and end; return a sentence about it.
 
-    Raises LaunchError where only another machine can, StoreError where there is no experiment.
+    Raises LaunchError if only another machine can do that, StoreError if there is no experiment.
     """
     open_experiment(experiment_dir)
-    queued = queued_jobs(experiment_dir)
-    busy = queued.busy if queued else []
-    if queued and busy:
-        queued.cancel()
-        count = "1 job" if len(busy) == 1 else f"{len(busy)} jobs"
-        return f"cancelled: {count} ({', '.join(busy)}); what runs saves a checkpoint first"
+    cluster_jobs = find_cluster_jobs(experiment_dir)
+    active = cluster_jobs.active_job_ids if cluster_jobs else []
+    if cluster_jobs and active:
+        cluster_jobs.cancel()
+        count = "1 job" if len(active) == 1 else f"{len(active)} jobs"
+        return f"cancelled: {count} ({', '.join(active)}); running jobs save a checkpoint first"
     owner = find_owner(experiment_dir)
     if owner is None:
-        return f"{experiment_dir.name}: nothing of it runs or waits"
+        return f"{experiment_dir.name}: no run is active or queued"
     if not owner.is_visible or owner.pid is None:
         raise LaunchError(Code.LAUNCHED_ELSEWHERE(directory=experiment_dir, owner=str(owner)))
     try:

@@ -1,6 +1,6 @@
-"""Where runs are started: the small questions that a launch asks this machine, or the nodes of a job.
+"""Engine interface: finds devices for runs, and starts and stops them, on this machine or in a cluster job.
 
-Whatever a run does, it says through its directory; an engine finds it a place, starts it, and stops it.
+Runs report through their directories, not through the engine.
 """
 
 from collections.abc import Sequence
@@ -14,53 +14,55 @@ from abrun.recipe.implementations import LOCAL_LAUNCHERS, SCHEDULERS, load_imple
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 
-Place = tuple[str, ...]  # the devices of one run by name: a rank each, then those of its rollout engines
+Devices = tuple[str, ...]  # names of one run's devices: one per rank, then those of its rollout engines
 
 
-class Started(Protocol):
+class StartedRun(Protocol):
     """A run that an engine has started."""
 
     @property
     def pid(self) -> int | None:
-        """The first process of the run, where that is one of this host."""
+        """Pid of the run's first process, if it is on this host."""
         ...
 
     @property
-    def lost(self) -> bool:
-        """Whether it has ended because a machine is gone, and may begin again on another."""
+    def is_lost(self) -> bool:
+        """True if the run ended because a machine was lost, and may restart on another."""
         ...
 
     def poll(self) -> int | None:
-        """The exit status once it has ended, negative for the signal that killed it; None before."""
+        """Return the exit status, negative for a signal, or None while the run is active."""
         ...
 
     def stop(self, *, kill: bool) -> None:
-        """Ask it to save and end, or else leave no process of it."""
+        """Ask the run to save a checkpoint and end, or kill all its processes."""
         ...
 
 
 class Engine(Protocol):
-    """One class a launcher, made with the most runs at once that `--jobs` allows, or None."""
+    """Interface of a launcher's engine, constructed with the maximum number of parallel runs (`--jobs`) or
+    None.
+    """
 
-    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
-        """Return why the plan cannot run here; nothing where it can."""
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+        """Return the reasons why the plan cannot run here."""
         ...
 
-    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
-        """While these are started and end: what it prepares for so many, a null context where nothing."""
+    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+        """Return a context in which these runs are started and end, for shared preparations."""
         ...
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
-        """Where a run could start now; None where it has to wait for others to end."""
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
+        """Return the devices on which a run could start now, or None if it must wait."""
         ...
 
-    def start(self, run: RunDir, config: RunConfig, place: Place) -> Started:
-        """Start a run, which prints into its log; it holds its place until `poll` has seen its end."""
+    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> StartedRun:
+        """Start a run, with output to its log. It holds its devices until `poll` returns its exit status."""
         ...
 
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
-    """The engine that `--launcher` names. Raises LaunchError for a name that none has."""
+    """Return the engine of `--launcher`. Raises LaunchError for an unknown name."""
     if launcher not in LOCAL_LAUNCHERS:
         raise LaunchError(
             Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LOCAL_LAUNCHERS, *SCHEDULERS])

@@ -1,7 +1,7 @@
-"""Calls of git, and the code that a launch starts from: the commit of the working directory and its changes.
+"""Calls git, and records the code of a launch: the commit of the working directory and its changes.
 
-A repository may come from anybody, and its configuration names programs that git starts. None of them is
-started here: `git_environment` turns them off for every call of git.
+A repository may come from anyone, and its configuration names programs that git would start.
+`git_environment` disables all of them for every call of git.
 """
 
 import contextlib
@@ -17,91 +17,97 @@ from typing import Any
 from abrun.redaction import redacted
 from abrun.runs.experiment import write_diff
 
-MAX_CONFIGURATION = 1 << 20  # bytes
-MOST_DIFF = 1 << 18  # bytes that are kept
-MOST_HASHED = 1 << 26  # bytes
-MOST_FILES = 20  # names that are kept
-MOST_NAMES = 1 << 16  # bytes
-LIMIT_S = 20.0
+MAX_CONFIGURATION_BYTES = 1 << 20
+MAX_DIFF_BYTES = 1 << 18  # stored
+MAX_HASHED_BYTES = 1 << 26
+MAX_FILES = 20  # file names stored
+MAX_NAMES_BYTES = 1 << 16
+TIMEOUT_S = 20.0
 GIT = ("git", "--no-pager")
 STATUS = ("status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
 DIFF = (
     *("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"),
     *("--ignore-submodules=dirty", "HEAD"),
 )
-PROGRAMS_OFF = {  # the monitor of files, hooks, checks of signatures, submodules with their configurations
+# Disables the file monitor, hooks, signature checks, and submodules with their own configurations.
+PROGRAMS_OFF = {
     "core.fsmonitor": "",
     "core.hookspath": "/dev/null",
     "log.showsignature": "false",
     "submodule.recurse": "false",
 }
-# Git writes no index, and fetches no missing object, for which it would start the programs of a remote
+# Git neither writes an index nor fetches missing objects, which would start programs of a remote.
 VARIABLES = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
 FILTERS_AND_CHECK = r"^(filter\..*\.(clean|smudge|process|required)|core\.hookspath)$"
-REPOSITORY_SCOPES = ("local", "worktree")  # as git config names them; the others are the user's
+REPOSITORY_SCOPES = ("local", "worktree")  # scopes of `git config` that are not the user's
 
 
 def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | None:
-    """Commit of the working directory and whether it was changed since; None where it is no git checkout.
+    """Return the commit of the working directory and its changes, or None outside a git checkout.
 
-    Whether it was changed is None, too, where git takes too long to find out.
-    `changes` is the start of a hash of the uncommitted changes of tracked files, `files` the names of these
-    and of untracked files. With `diff` the changes themselves go into a file of the experiment, which is
-    named after that hash. Raises StoreError where it cannot be written.
+    `dirty` is None if git takes too long to find out. `changes` is the start of a hash of the uncommitted
+    changes to tracked files; `files` names those files and untracked ones. With `diff`, the changes are
+    written into a file of the experiment, named after the hash. Raises StoreError if that file cannot be
+    written.
     """
     environment = git_environment(Path.cwd())
     if environment is None:
         return None
-    sha, _ = _first_bytes(100, environment, "rev-parse", "HEAD")
-    status, cut = _first_bytes(MOST_NAMES, environment, *STATUS)
+    sha, _ = _read_output(100, environment, "rev-parse", "HEAD")
+    status, status_cut_reason = _read_output(MAX_NAMES_BYTES, environment, *STATUS)
     if not sha or status is None:
         return None
-    dirty = None if cut and not status else bool(status)
-    # Of `-z`: two letters, a blank and a name each; the last may be cut
+    dirty = None if status_cut_reason and not status else bool(status)
+    # With `-z`, an entry is two letters, a blank and a name. The last one may be truncated.
     names = [redacted(entry[3:]) for entry in status.decode(errors="replace").split("\0")[:-1]]
-    content, late = _first_bytes(MOST_HASHED, environment, *DIFF) if status else (None, None)
-    # What git had no time to print has no hash; of a larger diff all launches hash the same start
-    known = content if late is None or len(content or b"") == MOST_HASHED else None
-    changes = hashlib.sha256(known).hexdigest()[:8] if known else None
-    files = names[:MOST_FILES] + [f"and {len(names) - MOST_FILES} more"] * (len(names) > MOST_FILES)
-    file = _write_diff(experiment_dir, changes, content, late) if diff and changes and content else None
+    content, cut_reason = _read_output(MAX_HASHED_BYTES, environment, *DIFF) if status else (None, None)
+    # An incomplete diff has no hash, unless it is cut at the maximum size: that start is reproducible.
+    hashed_content = content if cut_reason is None or len(content or b"") == MAX_HASHED_BYTES else None
+    changes = hashlib.sha256(hashed_content).hexdigest()[:8] if hashed_content else None
+    files = names[:MAX_FILES] + [f"and {len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
+    file = _write_diff(experiment_dir, changes, content, cut_reason) if diff and changes and content else None
     return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
 
 
-def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut: str | None) -> str:
-    """Write the start of a diff in whole lines, without tokens of a known shape; return the file's name."""
-    text = redacted(content[:MOST_DIFF].decode(errors="replace"))
-    if len(content) > MOST_DIFF or cut:
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MOST_DIFF} bytes of it]\n"
+def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut_reason: str | None) -> str:
+    """Write the start of a diff in whole lines, without secrets; return the file's name."""
+    text = redacted(content[:MAX_DIFF_BYTES].decode(errors="replace"))
+    if len(content) > MAX_DIFF_BYTES or cut_reason:
+        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MAX_DIFF_BYTES} bytes of it]\n"
     return write_diff(experiment_dir, changes, text)
 
 
 def git_environment(repo: Path) -> dict[str, str] | None:
-    """Return the environment for calls of git in `repo`; None where git does not read its configuration.
+    """Return the environment for calls of git in `repo`, or None if git does not read its configuration.
 
-    A filter that the repository's configuration defines is off, or as the user's own configuration has it.
+    Filters that the repository's configuration defines are disabled, or set as in the user's configuration.
     """
-    environment = {**os.environ, **VARIABLES, **_configuration(PROGRAMS_OFF)}
-    question = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
-    answer, cut = _first_bytes(MAX_CONFIGURATION, environment, "-C", str(repo), *question)
-    fields = os.fsdecode(answer or b"").split("\0")
+    environment = {**os.environ, **VARIABLES, **_configuration_variables(PROGRAMS_OFF)}
+    query = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
+    output, cut_reason = _read_output(MAX_CONFIGURATION_BYTES, environment, "-C", str(repo), *query)
+    fields = os.fsdecode(output or b"").split("\0")
     settings = [
         (scope, *text.partition("\n")) for scope, text in zip(fields[::2], fields[1::2], strict=False)
     ]
-    if cut or ("command", "core.hookspath", "\n", "/dev/null") not in settings:  # nor does git before 2.31
+    if (
+        cut_reason or ("command", "core.hookspath", "\n", "/dev/null") not in settings
+    ):  # git before 2.31 ignores these variables
         return None
-    users, changed = dict[str, str](), set[str]()
+    user_settings, repository_keys = dict[str, str](), set[str]()
     for scope, key, equals, value in settings:
         if scope not in REPOSITORY_SCOPES:
-            users[key] = value if equals else "true"
+            user_settings[key] = value if equals else "true"
         elif key not in PROGRAMS_OFF:
-            changed.add(key)
-    filters = {key: users.get(key, "false" if key.endswith(".required") else "") for key in sorted(changed)}
-    return {**environment, **_configuration({**PROGRAMS_OFF, **filters})}
+            repository_keys.add(key)
+    filters = {
+        key: user_settings.get(key, "false" if key.endswith(".required") else "")
+        for key in sorted(repository_keys)
+    }
+    return {**environment, **_configuration_variables({**PROGRAMS_OFF, **filters})}
 
 
 def git_output(repo: Path, *arguments: str) -> str | None:
-    """Return what git prints; None where it fails, or is not here."""
+    """Return the output of git, or None if git fails or is not installed."""
     environment = git_environment(repo)
     if environment is None:
         return None
@@ -110,22 +116,22 @@ def git_output(repo: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _configuration(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which git takes settings, after those that the environment has already."""
+def _configuration_variables(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables that add settings for git to those that are already there."""
     count = os.environ.get("GIT_CONFIG_COUNT", "")
-    first = int(count) if count.isdecimal() else 0
-    variables = {"GIT_CONFIG_COUNT": str(first + len(settings))}
-    for index, (key, value) in enumerate(settings.items(), first):
+    first_index = int(count) if count.isdecimal() else 0
+    variables = {"GIT_CONFIG_COUNT": str(first_index + len(settings))}
+    for index, (key, value) in enumerate(settings.items(), first_index):
         variables |= {f"GIT_CONFIG_KEY_{index}": key, f"GIT_CONFIG_VALUE_{index}": value}
     return variables
 
 
-def _first_bytes(
-    most: int, environment: Mapping[str, str], *arguments: str
+def _read_output(
+    max_bytes: int, environment: Mapping[str, str], *arguments: str
 ) -> tuple[bytes | None, str | None]:
-    """The start of what git prints, and why it is not all; None where git fails, or is not here.
+    """Return the start of git's output and why it is incomplete; None if git fails or is not installed.
 
-    Git is ended where it goes on after that, or takes long: a diff can have any size.
+    Git is killed once it exceeds `max_bytes` or TIMEOUT_S: a diff can have any size.
     """
     try:
         process = subprocess.Popen(
@@ -138,27 +144,27 @@ def _first_bytes(
         )
     except OSError:
         return None, None
-    late = threading.Event()
+    timed_out = threading.Event()
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # filters that it has started among them
+            os.killpg(process.pid, signal.SIGKILL)  # including filters that it started
 
     def give_up() -> None:
-        late.set()
+        timed_out.set()
         end()
 
-    timer = threading.Timer(LIMIT_S, give_up)
+    timer = threading.Timer(TIMEOUT_S, give_up)
     timer.start()
     with process:
         assert process.stdout is not None
-        content = process.stdout.read(most + 1)
-        if len(content) > most:
+        content = process.stdout.read(max_bytes + 1)
+        if len(content) > max_bytes:
             end()
     timer.cancel()
-    timer.join()  # who forks later must be alone
-    if len(content) > most:
-        return content[:most], f"the first {most} bytes of it"
-    if late.is_set():
-        return content, f"git took over {LIMIT_S:.0f} s"
+    timer.join()  # a later fork requires a single thread
+    if len(content) > max_bytes:
+        return content[:max_bytes], f"the first {max_bytes} bytes of it"
+    if timed_out.is_set():
+        return content, f"git took over {TIMEOUT_S:.0f} s"
     return (content, None) if process.returncode == 0 else (None, None)

@@ -1,4 +1,4 @@
-"""The local engine: runs as processes on this machine, as many as fit its devices at once."""
+"""Local engine: runs as processes on this machine, as many in parallel as fit its devices."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from abrun.experiment.command import AGENT, modules_to_preload, run_command, run
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.engine import Place
+from abrun.launch.engine import Devices
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
@@ -31,15 +31,17 @@ from abrun.reasons import Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 
-FORKED = "abrun.train.forked"
-FEWEST_LATER = 2  # runs of a kind that wait for others' places, for which imports once more are worth it
-# With it torch asks for GPUs, as its compiler does when imported, without the driver, which no fork survives:
+FORK_MODULE = "abrun.train.forked"
+# A fork server pays off if at least this many runs of a kind have to wait for devices.
+MIN_WAITING_RUNS = 2
+# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
+# compiler looks for GPUs:
 # docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
-NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:
-    """The machine's devices, free or taken. `num_jobs` caps the runs at once and may oversubscribe cores."""
+    """The machine's free devices. `num_jobs` limits the parallel runs, and allows them to share CPU cores."""
 
     def __init__(self, machine: Machine, num_jobs: int | None = None) -> None:
         self._gpus = list(machine.gpus)
@@ -47,8 +49,8 @@ class Slots:
         self._num_free = num_jobs
         self._cores_limit = num_jobs is None
 
-    def find(self, config: RunConfig) -> Place | None:
-        """Devices for one run; None where it has to wait."""
+    def find_devices(self, config: RunConfig) -> Devices | None:
+        """Return devices for one run, or None if it must wait."""
         if self._num_free == 0:
             return None
         count = config.devices_per_node
@@ -58,63 +60,63 @@ class Slots:
             return None
         return ("cpu",) * count
 
-    def take(self, place: Place) -> None:
-        self._cores -= place.count("cpu")
-        self._gpus = [gpu for gpu in self._gpus if gpu not in place]
+    def take(self, devices: Devices) -> None:
+        self._cores -= devices.count("cpu")
+        self._gpus = [gpu for gpu in self._gpus if gpu not in devices]
         if self._num_free is not None:
             self._num_free -= 1
 
-    def give_back(self, place: Place) -> None:
-        self._cores += place.count("cpu")
-        self._gpus += [device for device in place if device != "cpu"]
+    def release(self, devices: Devices) -> None:
+        self._cores += devices.count("cpu")
+        self._gpus += [device for device in devices if device != "cpu"]
         if self._num_free is not None:
             self._num_free += 1
 
 
-def runs_at_once(machine: Machine, num_jobs: int | None, configs: Iterable[RunConfig]) -> int:
-    """Count the first of these runs that fit on a machine side by side."""
+def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterable[RunConfig]) -> int:
+    """Return how many of these runs, in order, fit on a machine at the same time."""
     slots, count = Slots(machine, num_jobs), 0
     for config in configs:
-        if (place := slots.find(config)) is None:
+        if (devices := slots.find_devices(config)) is None:
             break
-        slots.take(place)
+        slots.take(devices)
         count += 1
     return count
 
 
-# What runs have in common that begin as copies of one process: its imports, and its environment
-Kind = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
+# Imports and environment: the same for all runs that are forked from one server.
+ForkKey = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
 
 class LocalEngine:
-    """Runs in sessions of their own, on devices that they do not share."""
+    """Starts each run in its own session, on devices that no other run uses."""
 
     def __init__(self, num_jobs: int | None = None) -> None:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
-        self._servers: dict[Kind, ForkServer] = {}
+        self._servers: dict[ForkKey, ForkServer] = {}
 
-    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
-    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
-        """A process for each kind of runs of which many wait for places, for them to begin as its copies.
+    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
+        """Start a fork server for each kind of run of which several have to wait for devices.
 
-        It does its imports beside the first runs.
+        The server does its imports while the first runs train.
         """
-        found = [(self._kind(run, config), config) for run, config in runs]
-        counts = Counter(kind for kind, _ in found)
+        keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
+        counts = Counter(key for key, _ in keyed_configs)
         try:
-            for kind, config in dict(found).items():
+            for key, config in dict(keyed_configs).items():
                 if (
-                    kind
-                    and counts[kind] - runs_at_once(self._machine, self._num_jobs, repeat(config))
-                    >= FEWEST_LATER
+                    key
+                    and counts[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
+                    >= MIN_WAITING_RUNS
                 ):
-                    with contextlib.suppress(OSError):  # what hinders it the runs will say
-                        self._servers[kind] = ForkServer(FORKED, kind[0], dict(kind[1]))
+                    with contextlib.suppress(OSError):  # the runs will report the same problem
+                        self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
             yield
         finally:
             for server in self._servers.values():
@@ -123,58 +125,61 @@ class LocalEngine:
                 adopt_orphans(False)
             self._servers.clear()
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
-        return self._slots.find(config)
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
+        return self._slots.find_devices(config)
 
-    def start(self, run: RunDir, config: RunConfig, place: Place) -> "LocalRun":
-        command, env = self.command(run, config, place), self.environment(run, config, place)
-        kind = self._kind(run, config) if self._servers else None
-        server = self._servers.get(kind) if kind else None
+    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "LocalRun":
+        command, env = self.command(run, config, devices), self.environment(run, config, devices)
+        key = self._fork_key(run, config) if self._servers else None
+        server = self._servers.get(key) if key else None
         process: Child | None = None
         with run.open_log() as output:
-            if kind and server:
-                changed = {name: env.get(name) for name, _ in kind[1] ^ env.items()}
-                process = server.fork(command[command.index(AGENT) :], changed, output)
+            if key and server:
+                changed_variables = {name: env.get(name) for name, _ in key[1] ^ env.items()}
+                process = server.fork(command[command.index(AGENT) :], changed_variables, output)
             if not process:
                 process = start_process(
                     command,
                     env,
-                    death_signal=signal.SIGTERM,  # with the launcher, but after a checkpoint
+                    death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
-        self._slots.take(place)
-        return LocalRun(run, process, place, self._slots)
+        self._slots.take(devices)
+        return LocalRun(run, process, devices, self._slots)
 
-    def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
+    def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)
 
-    def environment(self, run: RunDir, config: RunConfig, place: Place) -> dict[str, str]:
-        return run_environment(run.path, place, config)
+    def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
+        return run_environment(run.path, devices, config)
 
-    def _kind(self, run: RunDir, config: RunConfig) -> Kind | None:
-        """None of runs that are not our own trainer's, started as it is started here."""
+    def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
+        """Return a run's imports and environment, or None if it cannot be forked.
+
+        Only runs of abrun's own trainer, started as usual on this machine, can be forked.
+        """
         on_gpus = bool(config.cluster.gpus_per_node)
-        place = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
+        devices = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
         if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
             return None
-        if self.command(run, config, place)[:4] != [sys.executable, *MODULE_OPTIONS, AGENT]:
+        if self.command(run, config, devices)[:4] != [sys.executable, *MODULE_OPTIONS, AGENT]:
             return None
-        env = self.environment(run, config, place) | NO_DRIVER
+        env = self.environment(run, config, devices) | NO_DRIVER_VARIABLES
         env.pop(RUN_DIR_VARIABLE)
         return modules_to_preload(config), frozenset(env.items())
 
 
 @dataclass(slots=True, eq=False)
 class LocalRun:
-    """A run's first process, which passes SIGTERM on, and all that came of it."""
+    """First process of a run, which passes SIGTERM on to the run's other processes."""
 
     run: RunDir
     process: Child
-    place: Place
+    devices: Devices
     slots: Slots
-    lost: bool = False  # what can get lost here takes this launcher along
+    is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
     @property
@@ -185,8 +190,9 @@ class LocalRun:
         status = self.process.poll()
         if status is not None and not self.ended:
             self.ended = True
-            kill_all(lambda: find_run_processes(self.run.path))  # what a killed first process could not end
-            self.slots.give_back(self.place)
+            # A first process that was killed could not end the others.
+            kill_all(lambda: find_run_processes(self.run.path))
+            self.slots.release(self.devices)
         return status
 
     def stop(self, *, kill: bool) -> None:
@@ -195,6 +201,6 @@ class LocalRun:
             return
         if self.process.poll() is None:
             kill_all(lambda: find_descendants(self.pid) | find_run_processes(self.run.path))
-            self.process.kill()  # should its environment not be readable
+            self.process.kill()  # in case its environment was unreadable
         wait_for_exit(self.process, math.inf, lambda: False)
         self.poll()

@@ -1,8 +1,8 @@
-"""`python -m abrun.launch.node RUN_DIR HOST:PORT GRACE_S SEEN_ON [NODE]`: a node of a run in a cluster's job.
+"""`python -m abrun.launch.node RUN_DIR HOST:PORT GRACE_S SEEN_ON [NODE]`: one node of a run in a cluster job.
 
-Checks that this node sees the run directory and has what the run needs, says in one line what is wrong, or
-becomes the agent of the node's ranks. SEEN_ON is the host that has the run directory, NODE which of the run's
-nodes this is; without it, it is the task's number that srun gives.
+Checks that this node sees the run directory and has what the run needs, and then becomes the agent of the
+node's ranks. Prints one line if something is missing. SEEN_ON is the host that has the run directory. NODE is
+this node's index in the run, by default srun's task number.
 """
 
 import os
@@ -28,7 +28,7 @@ def main() -> int:
     meeting = Rendezvous(address=address, node=node, grace_s=float(grace_s))
     run = RunDir(Path(directory))
     try:
-        command, env = agent_of(run, meeting, seen_on)
+        command, env = make_agent_command(run, meeting, seen_on)
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         write_ending(run, f"node-{node:04d}", run.last_attempt, error.reason)
@@ -36,17 +36,18 @@ def main() -> int:
     os.execve(command[0], command, env)
 
 
-def agent_of(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of the agent of this node's ranks. Raises LaunchError for what it lacks."""
+def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of this node's agent. Raises LaunchError for what the node lacks."""
     host = socket.gethostname()
     if not run.exists:
         raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
     config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
-    wrong = node_refusals(config, machine)
-    if wrong:
-        raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=wrong[0]))
-    if meeting.node == 0:  # as it would on one machine, so that the agent keeps the log's size
+    problems = node_refusals(config, machine)
+    if problems:
+        raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=problems[0]))
+    # The agent limits the size of the log, as on a single machine.
+    if meeting.node == 0:
         with run.open_log() as log:
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -55,11 +56,11 @@ def agent_of(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[list[str],
     return run_command(run.path, config, meeting), run_environment(run.path, devices, config)
 
 
-def free_port() -> int:
-    """A port of this host on which nothing listens."""
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        return listening.getsockname()[1]
+def find_free_port() -> int:
+    """Return a port of this host on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

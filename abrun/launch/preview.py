@@ -1,4 +1,4 @@
-"""What a launch would do, as tables: `abrun launch --dry-run`. Writes nothing."""
+"""Preview of a launch as tables (`abrun launch --dry-run`). Writes nothing."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from rich.text import Text
 from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.cluster import Cluster
-from abrun.launch.local import runs_at_once
-from abrun.launch.notes import notes
+from abrun.launch.cluster import BatchCluster
+from abrun.launch.ineffective_settings import find_ineffective_settings
+from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import units
 from abrun.messages.records import coded
@@ -25,54 +25,62 @@ from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.redaction import REFERENCE, in_yaml, printable
 
-MOST_ROWS = 200  # of a table: more are laid out in minutes, and read by nobody
-MOST_COMMANDS = 20
+MAX_ROWS = 200  # per table: the layout of more takes minutes
+MAX_COMMANDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feasibility:
-    """What a launch would be refused for, on this machine or by a scheduler."""
+    """Problems that would stop a launch on this machine or on a cluster."""
 
-    machine: Machine | None  # None: a scheduler's
-    refusals: list[Reason]
-    is_refused: bool  # for good: no other machine would run the plan, or the scheduler does not take it
+    machine: Machine | None  # None on a cluster
+    problems: list[Reason]
+    is_refused: bool  # no other machine could run the plan, or the cluster's scheduler refuses it
 
 
-def feasibility(
-    plan: ExperimentPlan, num_jobs: int | None = None, cluster: Cluster | None = None
+def check_feasibility(
+    plan: ExperimentPlan, num_jobs: int | None = None, cluster: BatchCluster | None = None
 ) -> Feasibility:
-    """Check a plan as its launch would. Raises LaunchError for an unset variable of a run's `env`."""
+    """Check a plan as a launch would. Raises LaunchError for an unset variable in a run's `env`."""
     refuse_unset_variables(plan.runs)
     if cluster:
-        reasons = cluster.refusals(plan)
-        return Feasibility(machine=None, refusals=reasons, is_refused=bool(reasons))
+        reasons = cluster.find_problems(plan)
+        return Feasibility(machine=None, problems=reasons, is_refused=bool(reasons))
     problems = find_problems(plan, machine := this_machine(), num_jobs)
     is_refused = any(problem.is_final for problem in problems)
     return Feasibility(
-        machine=machine, refusals=[problem.reason for problem in problems], is_refused=is_refused
+        machine=machine, problems=[problem.reason for problem in problems], is_refused=is_refused
     )
 
 
-def preview(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
-    """Runs in launch order, the exact treatment diff, the expected power, and what this machine can do of it.
+def render_preview(
+    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None
+) -> RenderableType:
+    """Return runs in launch order, treatment differences, expected power and this machine's capacity.
 
-    The last line says which: a plan for other machines is a plan, but must not look like one for this.
+    The last line says whether this machine can run the plan.
     """
-    return Group(*_plan(plan), *_devices(plan, feasible, num_jobs))
+    return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
 
 
-def preview_of_jobs(plan: ExperimentPlan, feasible: Feasibility, cluster: Cluster) -> RenderableType:
-    """The same, with the jobs that a cluster would get in place of this machine."""
-    if reasons := feasible.refusals:
-        return Group(*_plan(plan), _heading("Why it cannot run there"), *_listed(sentences(reasons)))
-    texts = cluster.scripts(plan, compare=True)
-    jobs = [part for name, text in texts.items() for part in (_heading(f"Job {name}"), Text(text))]
-    return Group(*_plan(plan), *jobs)
+def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: BatchCluster) -> RenderableType:
+    """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
+    if reasons := feasible.problems:
+        return Group(
+            *_render_plan(plan),
+            _heading("Why it cannot run on the cluster"),
+            *_bullet_list(sentences(reasons)),
+        )
+    texts = cluster.render_scripts(plan, compare=True)
+    jobs = [
+        renderable for name, text in texts.items() for renderable in (_heading(f"Job {name}"), Text(text))
+    ]
+    return Group(*_render_plan(plan), *jobs)
 
 
-def preview_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
-    """The same for machines. `refusals` are the reasons why it cannot run here, or by the scheduler."""
-    inert, machine, reasons = notes(plan), feasible.machine, feasible.refusals
+def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+    """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
+    inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
         "recipe": plan.recipe.name,
         "arms": list(plan.recipe.arms),
@@ -94,50 +102,52 @@ def preview_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | No
         "note_codes": coded(inert),
         "decided": plan.decided,
         "machine": str(machine) if machine else None,
-        "runs_at_once": _at_once(plan, machine, num_jobs) if machine and not reasons else None,
+        "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
         "refusal_codes": coded(reasons),
     }
 
 
-def _plan(plan: ExperimentPlan) -> list[RenderableType]:
+def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
     recipe = plan.recipe
-    title = f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count(recipe.seeds, 'seed')}"
+    title = (
+        f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count_noun(recipe.seeds, 'seed')}"
+    )
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
-    num_controls, inert = sum(run.is_control for run in plan.runs), notes(plan)
-    title += f" + {num_controls} of controls" if num_controls else ""
+    num_controls, inert = sum(run.is_control for run in plan.runs), find_ineffective_settings(plan)
+    title += f" + {num_controls} control runs" if num_controls else ""
     return [
         Text(title, style="bold"),
-        *_runs(plan),
-        *_commands(plan),
-        _heading("What differs from the baseline, resolved"),
-        *_diff(plan),
-        *([_heading("Settings without effect"), *_listed(sentences(inert))] if inert else []),
+        *_render_runs(plan),
+        *_render_commands(plan),
+        _heading("Resolved differences from the baseline"),
+        *_render_diff(plan),
+        *([_heading("Settings without effect"), *_bullet_list(sentences(inert))] if inert else []),
         *(
-            [_heading("Left open by the recipe"), *map(Text, describe_decisions(plan.decided))]
+            [_heading("Values chosen for auto"), *map(Text, describe_decisions(plan.decided))]
             if plan.decided
             else []
         ),
         _heading("Expected power of the comparison"),
-        _power(recipe.compare, len(recipe.seeds)),
-        *_looks(recipe.compare),
+        _render_power(recipe.compare, len(recipe.seeds)),
+        *_render_interim(recipe.compare),
     ]
 
 
-def _runs(plan: ExperimentPlan) -> list[RenderableType]:
+def _render_runs(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
-        ("", f"warm start {key[:8]}", str(config.steps), _occupies(config), _start(config))
+        ("", f"warm start {key[:8]}", str(config.steps), _describe_devices(config), _describe_start(config))
         for key, config in plan.warm_starts.items()
     ]
-    for number, run in enumerate(plan.runs[:MOST_ROWS], 1):
-        begins = _start(run.config, run.warm_start)
-        rows.append((str(number), str(run.name), str(run.config.steps), _occupies(run.config), begins))
+    for number, run in enumerate(plan.runs[:MAX_ROWS], 1):
+        start = _describe_start(run.config, run.warm_start)
+        rows.append((str(number), str(run.name), str(run.config.steps), _describe_devices(run.config), start))
     num_rows = len(plan.warm_starts) + len(plan.runs)
-    return _table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
+    return _render_table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
 
 
-def _start(config: RunConfig, warm_start: str | None = None) -> str:
+def _describe_start(config: RunConfig, warm_start: str | None = None) -> str:
     if isinstance(config, OwnRunConfig):
         if config.checkpoint.start_from is not None:
             return f"checkpoint {config.checkpoint.start_from}"
@@ -147,16 +157,16 @@ def _start(config: RunConfig, warm_start: str | None = None) -> str:
     return "its own command"
 
 
-def _commands(plan: ExperimentPlan) -> list[RenderableType]:
-    """The command line of each foreign arm, at its first seed."""
-    parts: list[RenderableType] = []
-    shown: set[str] = set()
+def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
+    """Return the command line of each foreign arm at its first seed."""
+    renderables: list[RenderableType] = []
+    shown_arms: set[str] = set()
     for run in plan.runs:
-        if isinstance(run.config, CommandRunConfig) and run.name.arm not in shown:
-            shown.add(run.name.arm)
-            if len(shown) > MOST_COMMANDS:
-                return [*parts, Text("\n... and the commands of other arms")]
-            filled = build_invocation(
+        if isinstance(run.config, CommandRunConfig) and run.name.arm not in shown_arms:
+            shown_arms.add(run.name.arm)
+            if len(shown_arms) > MAX_COMMANDS:
+                return [*renderables, Text("\n... and the commands of other arms")]
+            call = build_invocation(
                 run.config,
                 experiment=plan.recipe.name,
                 arm=run.name.arm,
@@ -164,18 +174,18 @@ def _commands(plan: ExperimentPlan) -> list[RenderableType]:
                 rerun=run.name.rerun,
                 run_dir="RUN_DIR",
             )
-            variables = "".join(f"{name}={_quoted(value)} " for name, value in filled.env.items())
-            parts.append(_heading(f"The command of {run.name}, with metrics in {filled.metrics_path}"))
-            parts.append(Text(printable(variables + shlex.join(filled.argv))))
-    return parts
+            variables = "".join(f"{name}={_quote_value(value)} " for name, value in call.env.items())
+            renderables.append(_heading(f"The command of {run.name}, with metrics in {call.metrics_path}"))
+            renderables.append(Text(printable(variables + shlex.join(call.argv))))
+    return renderables
 
 
-def _quoted(value: str) -> str:
-    """For a shell, in which `${NAME}` stays a reference."""
+def _quote_value(value: str) -> str:
+    """Quote a value for a shell, in which `${NAME}` stays a reference."""
     return f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
 
 
-def _occupies(config: RunConfig) -> str:
+def _describe_devices(config: RunConfig) -> str:
     cluster, engines = config.cluster, config.engine_devices
     kind = "GPU" if cluster.gpus_per_node else "CPU core"
     devices = f"{config.devices_per_node} {kind}{'' if config.devices_per_node == 1 else 's'}"
@@ -183,36 +193,40 @@ def _occupies(config: RunConfig) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _devices(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> list[RenderableType]:
-    machine, reasons = feasible.machine, feasible.refusals
+def _render_machine(
+    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None
+) -> list[RenderableType]:
+    machine, reasons = feasible.machine, feasible.problems
     assert machine is not None, "a scheduler's jobs are shown instead"
     if reasons:
         return [
-            _heading(f"What this machine ({machine}) lacks"),
-            *_listed(sentences(reasons)),
-            Text(f"This machine cannot run {plan.recipe.name}: {_count(reasons, 'reason')}, listed above."),
+            _heading(f"Problems on this machine ({machine})"),
+            *_bullet_list(sentences(reasons)),
+            Text(
+                f"This machine cannot run {plan.recipe.name}: {_count_noun(reasons, 'reason')}, listed above."
+            ),
         ]
-    return [Text(f"\nThis machine ({machine}) runs {_at_once(plan, machine, num_jobs)} at once.")]
+    return [Text(f"\nThis machine ({machine}) runs {_count_parallel(plan, machine, num_jobs)} at once.")]
 
 
-def _at_once(plan: ExperimentPlan, machine: Machine, num_jobs: int | None) -> int:
-    return runs_at_once(machine, num_jobs, (run.config for run in plan.runs))
+def _count_parallel(plan: ExperimentPlan, machine: Machine, num_jobs: int | None) -> int:
+    return count_parallel_runs(machine, num_jobs, (run.config for run in plan.runs))
 
 
-def _diff(plan: ExperimentPlan) -> list[RenderableType]:
+def _render_diff(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
-        (arm, key, in_yaml(has), in_yaml(wants))
+        (arm, key, in_yaml(baseline_value), in_yaml(arm_value))
         for arm, changes in plan.treatment_diff.items()
-        for key, (has, wants) in changes.items()
+        for key, (baseline_value, arm_value) in changes.items()
     ]
     return [
-        *_table(["arm", "key", "baseline", "arm's"], rows, len(rows)),
+        *_render_table(["arm", "key", "baseline", "arm's"], rows, len(rows)),
         *(Text(sentence(reason)) for reason in precision_differences(plan)),
     ]
 
 
 def precision_differences(plan: ExperimentPlan) -> list[Reason]:
-    """Return each arm whose LM head or logits have another precision than the baseline's."""
+    """Return a reason for each arm whose LM head or logits have another precision than the baseline's."""
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
@@ -221,8 +235,8 @@ def precision_differences(plan: ExperimentPlan) -> list[Reason]:
     return [difference for difference in differences if difference]
 
 
-def _power(compare: Compare, num_pairs: int) -> RenderableType:
-    """P(MATCH) of each claim if the arms are truly equal; the verdict needs all of them."""
+def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
+    """Return P(MATCH) of each claim if the arms are truly equal. The verdict needs all of them."""
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
     from abrun.experiment.power import assumed_spread, plan_claim_power
@@ -250,8 +264,8 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
             )
             continue
         if chances is None:
-            assume = f", or set compare.claims.{index}.sigma" if spread is None else ""
-            expected, needed = f"unknown: see abrun plan --from EXPERIMENT{assume}", ""
+            advice = f", or set compare.claims.{index}.sigma" if spread is None else ""
+            expected, needed = f"unknown: see abrun plan --from EXPERIMENT{advice}", ""
         else:
             expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
@@ -259,22 +273,24 @@ def _power(compare: Compare, num_pairs: int) -> RenderableType:
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
         correlation = f"{spread.correlation:g}" if spread else ""
         rows.append((claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed))
-    return Group(*_table(headings, rows, len(rows)))
+    return Group(*_render_table(headings, rows, len(rows)))
 
 
-def _looks(compare: Compare) -> list[RenderableType]:
+def _render_interim(compare: Compare) -> list[RenderableType]:
     counts = ", ".join(map(str, compare.interim))
     return [Text(f"Interim analyses after {counts} pairs; the first that decides stands.")] if counts else []
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int) -> list[RenderableType]:
-    """The first of `num_rows` rows, with a line on the rest."""
-    table = Table(columns(*headings, fold=True), rows[:MOST_ROWS])
-    more = num_rows - MOST_ROWS
-    return [table, Text(f"... and {more} more")] if more > 0 else [table]
+def _render_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], num_rows: int
+) -> list[RenderableType]:
+    """Return the first MAX_ROWS rows of a table, and a line with the number of other rows."""
+    table = Table(columns(*headings, fold=True), rows[:MAX_ROWS])
+    num_hidden = num_rows - MAX_ROWS
+    return [table, Text(f"... and {num_hidden} more")] if num_hidden > 0 else [table]
 
 
-def _listed(lines: Sequence[str]) -> list[Text]:
+def _bullet_list(lines: Sequence[str]) -> list[Text]:
     return [Text(f"- {printable(line)}") for line in lines]
 
 
@@ -282,5 +298,5 @@ def _heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _count(things: list[Any], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+def _count_noun(items: list[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

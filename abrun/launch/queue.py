@@ -1,4 +1,4 @@
-"""The runs of a launch on their way from pending to done: in which order, and which are ready to start."""
+"""Queue of a launch: the order of its runs, and which of them are ready to start."""
 
 import contextlib
 import time
@@ -10,8 +10,8 @@ import psutil
 
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan, RunName
-from abrun.launch.engine import Started
-from abrun.launch.prepare import warm_start_dir, write_run
+from abrun.launch.engine import StartedRun
+from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code, Reason
@@ -22,33 +22,34 @@ from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
-LEAVE_S = 40.0  # a run that has lost its launcher takes up to 30 s to save a checkpoint
+# A run that has lost its launcher takes up to 30 s to save a checkpoint.
+ORPHAN_GRACE_S = 40.0
 WARM_START = RunName(arm="warm-start", seed=0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
-    """One run directory on its way from pending to done."""
+class LaunchJob:
+    """One run or warm start of a launch, from pending to finished, failed or interrupted."""
 
     label: str
     run: RunDir
     config: RunConfig
-    needs: "Job | None" = None  # the warm start to wait for
+    depends_on: "LaunchJob | None" = None  # a warm start
     seed: int = 0
-    arm: str | None = None  # None: of a control, whose own arm is the baseline
-    shared: bool = False  # a warm start: other experiments may want it, too
-    said_waiting: bool = False
-    leave_until_s: float | None = None  # when processes of an earlier launcher are killed
-    started: Started | None = None
+    arm: str | None = None  # None for a control run, which counts for no arm
+    is_warm_start: bool = False  # other experiments may share it
+    has_reported_waiting: bool = False
+    kill_orphans_at_s: float | None = None  # deadline for processes of an earlier launcher
+    started: StartedRun | None = None
     log_start: int = 0
-    oom_kills: int | None = None  # as counted when it was started
-    first_step: int = 0  # that it had reached when it was started
+    oom_kills: int | None = None  # counter when the job was started
+    first_step: int = 0  # step reached when the job was started
     num_retries: int = 0
-    stopping: bool = False
-    asked_s: float = 0.0  # when it was asked to stop
+    is_stopping: bool = False
+    asked_s: float = 0.0  # time of the request to stop
     status: Status = "pending"
-    failure: Reason | None = None  # why it failed before its first step; an exit code alone is no reason
-    lock: Lease = field(init=False)  # a warm start's: the runs of an experiment are owned with it
+    failure: Reason | None = None  # explained failure before the first step; not a bare exit code
+    lock: Lease = field(init=False)  # used by warm starts; the experiment's lock covers its runs
 
     def __post_init__(self) -> None:
         self.lock = Lease(self.run.path)
@@ -58,98 +59,101 @@ class Job:
         return self.status in ("finished", "failed", "interrupted")
 
     @property
-    def may_retry(self) -> bool:
-        """Whether another start may help: not where this one came no further than the one before."""
-        further = self.run.heartbeat().step > self.first_step
-        return further and self.num_retries < self.config.limits.retries and not self.stopping
+    def can_retry(self) -> bool:
+        """True if a retry may help: this start got further than the one before."""
+        made_progress = self.run.heartbeat().step > self.first_step
+        return made_progress and self.num_retries < self.config.limits.retries and not self.is_stopping
 
-    def begin_again(self, *, is_retry: bool) -> None:
-        """Wait for a place again; the run goes on from its newest checkpoint."""
+    def restart(self, *, is_retry: bool) -> None:
+        """Queue the job again; its run resumes from the newest checkpoint."""
         self.started, self.status, self.num_retries = None, "pending", self.num_retries + is_retry
 
     def claim(self, say: Callable[[str], object]) -> bool:
-        """Own the run directory, where nobody else works, nor makes this warm start for others.
+        """Take ownership of the run directory. Return False if it is busy or needs no run.
 
-        Raises StoreError for a run whose record cannot be read: it has failed, the others go on.
+        It is busy while orphan processes work there or another launcher trains the warm start. Raises
+        StoreError if the run's record is unreadable: that run has failed, other runs continue.
         """
-        if not self.shared:
+        if not self.is_warm_start:
             with wrap_read_errors(self.run.path):
                 self.run.record()
-            if self._left_behind(say):
+            if self._has_orphans(say):
                 return False
             if self.run.finished:
-                self.run.reopen(incomplete(self) or "")
+                self.run.reopen(describe_missing(self) or "")
             return True
         try:
             note = self.lock.acquire()
         except LockedError as error:
-            if not self.said_waiting:
-                say(f"{self.label}: another launcher makes it now; waiting for that ({error})")
-            self.said_waiting = True
+            if not self.has_reported_waiting:
+                say(f"{self.label}: another launcher is training it; waiting ({error})")
+            self.has_reported_waiting = True
             return False
         try:
-            made = self._is_made(say)
-            if made or self._left_behind(say):
+            is_complete = self._is_complete(say)
+            if is_complete or self._has_orphans(say):
                 self.lock.close()
-                self.status = "finished" if made else self.status
+                self.status = "finished" if is_complete else self.status
                 return False
         except BaseException:
             self.lock.close()
             raise
         if note:
             say(f"{self.label}: {sentence(note)}")
-        write_run(self.run.path, WARM_STARTS, WARM_START, self.config)
+        write_run_record(self.run.path, WARM_STARTS, WARM_START, self.config)
         return True
 
-    def _left_behind(self, say: Callable[[str], object]) -> bool:
-        """Whether processes of a launcher that is gone still work there: they have a while to end."""
-        found = find_run_processes(self.run.path)
-        if not found:
+    def _has_orphans(self, say: Callable[[str], object]) -> bool:
+        """Return True while processes of a dead launcher work there. They are killed after a grace period."""
+        orphans = find_run_processes(self.run.path)
+        if not orphans:
             return False
         now = time.monotonic()
-        if self.leave_until_s is None:
-            self.leave_until_s = now + LEAVE_S
+        if self.kill_orphans_at_s is None:
+            self.kill_orphans_at_s = now + ORPHAN_GRACE_S
             say(
-                f"{self.label}: processes of a launcher that is gone work there ({_ids(found)}); "
-                "waiting for them"
+                f"{self.label}: processes of a dead launcher still work there "
+                f"({_format_pids(orphans)}); waiting for them to end"
             )
-        left = kill_all(lambda: find_run_processes(self.run.path)) if now > self.leave_until_s else None
-        if left:  # another user's, or in the hands of a driver
-            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_ids(left)))
+        survivors = (
+            kill_all(lambda: find_run_processes(self.run.path)) if now > self.kill_orphans_at_s else None
+        )
+        if survivors:  # another user's processes, or processes stuck in a driver
+            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_format_pids(survivors)))
         return True
 
-    def _is_made(self, say: Callable[[str], object]) -> bool:
-        """Whether the warm start is there, whole; what is not, is trained again."""
+    def _is_complete(self, say: Callable[[str], object]) -> bool:
+        """Return True if the warm start is complete. A damaged one is marked to be trained again."""
         if not self.run.finished:
             return False
-        wrong = incomplete(self) or self.run.describe_weights_damage()
-        if wrong:
-            say(f"{self.label}: trained again: {wrong}")
-            self.run.reopen(wrong)
-        return wrong is None
+        damage = describe_missing(self) or self.run.describe_weights_damage()
+        if damage:
+            say(f"{self.label}: trained again: {damage}")
+            self.run.reopen(damage)
+        return damage is None
 
 
-def _ids(processes: set[psutil.Process]) -> str:
+def _format_pids(processes: set[psutil.Process]) -> str:
     return ", ".join(map(str, sorted(process.pid for process in processes)))
 
 
-def incomplete(job: Job) -> str | None:
-    """Return what a finished run lacks of its metrics; of a command, which may log any steps, the end."""
-    with contextlib.suppress(StoreError):  # a damaged file, which the comparison names
+def describe_missing(job: LaunchJob) -> str | None:
+    """Return which metrics a finished run lacks, or None. Of a command, only its last step is checked."""
+    with contextlib.suppress(StoreError):  # the comparison reports damaged files
         if isinstance(job.config, OwnRunConfig):
             return job.run.describe_missing_steps(job.config.steps)
         return job.run.describe_missing_last_step()
 
 
-class Queue:
+class LaunchQueue:
     """The jobs of a plan in launch order, each warm start before the first run that needs it."""
 
     def __init__(self, plan: ExperimentPlan, experiment_dir: Path) -> None:
-        self.jobs: list[Job] = []
-        warm_starts: dict[str, Job] = {}
+        self.jobs: list[LaunchJob] = []
+        warm_starts: dict[str, LaunchJob] = {}
         for planned in plan.runs:
             run = RunDir(run_dir(experiment_dir, planned.name))
-            job = Job(
+            job = LaunchJob(
                 label=str(planned.name),
                 run=run,
                 config=planned.config,
@@ -157,18 +161,18 @@ class Queue:
                 arm=None if planned.is_control else planned.name.arm,
             )
             key = planned.warm_start
-            if run.finished and not incomplete(job):
+            if run.finished and not describe_missing(job):
                 job.status = "finished"
             elif key:
                 if key not in warm_starts:
-                    warm_starts[key] = Job(
+                    warm_starts[key] = LaunchJob(
                         label=f"warm start {key}",
                         run=RunDir(warm_start_dir(experiment_dir, key)),
                         config=plan.warm_starts[key],
-                        shared=True,
+                        is_warm_start=True,
                     )
                     self.jobs.append(warm_starts[key])
-                job.needs = warm_starts[key]
+                job.depends_on = warm_starts[key]
             self.jobs.append(job)
 
     @property
@@ -176,45 +180,53 @@ class Queue:
         return all(job.done for job in self.jobs)
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[LaunchJob]:
         return [job for job in self.jobs if job.started and not job.done]
 
-    def ready(self) -> Iterator[Job]:
-        """What waits for a place alone, in order: a later run that would fit must not starve an earlier.
+    def ready_jobs(self) -> Iterator[LaunchJob]:
+        """Yield jobs that only wait for devices, in order, so that later runs cannot starve earlier ones.
 
-        Nothing while `failed_alike` waits for the runs at work.
+        Yields nothing while `find_common_failure` waits for the outcome of active runs.
         """
-        if self.running and self.failed_alike():
+        if self.running and self.find_common_failure():
             return
         for job in self.jobs:
-            if not (job.started or job.done) and (job.needs is None or job.needs.status == "finished"):
+            if not (job.started or job.done) and (
+                job.depends_on is None or job.depends_on.status == "finished"
+            ):
                 yield job
 
-    def hopeless(self) -> Iterator[tuple[list[Job], Reason, Reason | None]]:
-        """What shall not start any more; because of what, and why that failed."""
-        waiting: dict[Job, list[Job]] = {}
+    def find_unstartable(self) -> Iterator[tuple[list[LaunchJob], Reason, Reason | None]]:
+        """Yield jobs that will not be started, with the reason and the failure behind it."""
+        waiting: dict[LaunchJob, list[LaunchJob]] = {}
         for job in self.jobs:
-            if not job.done and job.needs and job.needs.done and job.needs.status != "finished":
-                waiting.setdefault(job.needs, []).append(job)
-        for need, jobs in waiting.items():
-            cause = Code.WARM_START_FAILED(directory=need.run.path, status=need.status)
-            yield jobs, cause, need.run.state(WARM_START).reason
-        tried = [] if self.running else self.failed_alike()
-        left = [job for job in self.jobs if not job.done]
-        if tried and left:
-            first, num_more = tried[0], len(tried) - 1
-            cause = Code.FAILED_ALIKE(run=first.label, num_more=num_more)
-            yield left, cause, first.run.state(WARM_START).reason
+            if (
+                not job.done
+                and job.depends_on
+                and job.depends_on.done
+                and job.depends_on.status != "finished"
+            ):
+                waiting.setdefault(job.depends_on, []).append(job)
+        for warm_start, jobs in waiting.items():
+            cause = Code.WARM_START_FAILED(directory=warm_start.run.path, status=warm_start.status)
+            yield jobs, cause, warm_start.run.state(WARM_START).reason
+        failed_jobs = [] if self.running else self.find_common_failure()
+        unfinished = [job for job in self.jobs if not job.done]
+        if failed_jobs and unfinished:
+            first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
+            cause = Code.FAILED_ALIKE(run=first_job.label, num_more=num_more)
+            yield unfinished, cause, first_job.run.state(WARM_START).reason
 
-    def failed_alike(self) -> list[Job]:
-        """All runs that have ended, where they failed by the same reason before their first step, whatever
-        their seed, at least one of every arm, and no other has ever taken one or waits for a warm start: what
-        fails them is no single run's, nor a single arm's.
+    def find_common_failure(self) -> list[LaunchJob]:
+        """Return all ended runs if a common cause makes further runs pointless, or else an empty list.
+
+        All of them failed for the same reason before their first step, with at least two seeds and at least
+        one run of every arm. No other run has ever taken a step or waits for a warm start.
         """
-        ended = [job for job in self.jobs if job.done and not job.shared]
-        left = [job for job in self.jobs if not job.done]
-        alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
-        untried = {job.arm for job in left} - {job.arm for job in [*ended, *self.running]} - {None}
-        if not alike or len({job.seed for job in ended}) == 1 or untried:
+        ended = [job for job in self.jobs if job.done and not job.is_warm_start]
+        unfinished = [job for job in self.jobs if not job.done]
+        failed_alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
+        untried_arms = {job.arm for job in unfinished} - {job.arm for job in [*ended, *self.running]} - {None}
+        if not failed_alike or len({job.seed for job in ended}) == 1 or untried_arms:
             return []
-        return [] if any(job.shared or job.run.heartbeat().step for job in left) else ended
+        return [] if any(job.is_warm_start or job.run.heartbeat().step for job in unfinished) else ended

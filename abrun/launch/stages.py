@@ -1,7 +1,7 @@
-"""A launch in stages: the interim analyses at which it may stop, declared before its first run.
+"""Launches in stages: interim analyses, declared before the first run, at which a launch may stop.
 
-A pair is the unit: all arms of a seed run in one stage. Every pair has the same arms, so that none is cheaper
-than another, and seeds go in their order.
+The unit is a pair: all arms of a seed run in one stage. All pairs have the same arms and so the same cost.
+Seeds are run in their order.
 """
 
 from pathlib import Path
@@ -18,19 +18,19 @@ from abrun.recipe.experiment import (
 )
 from abrun.runs.experiment import open_experiment
 
-STAGED_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
-FEWEST_PAIRS = (
+DEFAULT_MAX_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
+MIN_FIRST_PAIRS = (
     3  # of a first interim analysis by the recipe's own number of seeds: fewer decide next to nothing
 )
-FIRST_ANALYSIS = 4
+DEFAULT_FIRST_PAIRS = 4
 
 
-def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Recipe | CommandRecipe:
-    """The recipe with interim analyses declared, and with as many seeds as the last of them takes.
+def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Recipe | CommandRecipe:
+    """Return the recipe with interim analyses, and with as many seeds as the last of them needs.
 
-    Its own interim analyses; or three, evenly spaced, from its number of seeds (4, where that is below 3) on.
-    Its seeds are continued by the smallest numbers that it does not use. Raises RecipeError where nothing
-    could be decided, or where both declare the last analysis.
+    Uses the recipe's own interim analyses, or else three, evenly spaced, the first at its number of seeds (4,
+    if that is below 3). New seeds are the smallest unused numbers. Raises RecipeError if nothing could be
+    decided, or if recipe and `max_seeds` name different last analyses.
     """
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:
@@ -41,36 +41,45 @@ def until_decided(recipe: Recipe | CommandRecipe, max_seeds: int | None) -> Reci
         raise RecipeError(Code.MAX_SEEDS_WITH_INTERIM(max_seeds=max_seeds, interim=interim))
     if interim:
         return recipe
-    most = STAGED_SEEDS if max_seeds is None else max_seeds
-    own = len(recipe.seeds)
-    first = own if own >= FEWEST_PAIRS else min(FIRST_ANALYSIS, most - 1)
-    if not 2 <= first < most:
-        raise RecipeError(Code.MAX_SEEDS_TOO_FEW(got=most, seeds=own, first_count=max(first, 2)))
+    max_count = DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds
+    num_seeds = len(recipe.seeds)
+    first_pairs = num_seeds if num_seeds >= MIN_FIRST_PAIRS else min(DEFAULT_FIRST_PAIRS, max_count - 1)
+    if not 2 <= first_pairs < max_count:
+        raise RecipeError(
+            Code.MAX_SEEDS_TOO_FEW(got=max_count, seeds=num_seeds, first_count=max(first_pairs, 2))
+        )
     return parse_stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _continued(recipe.seeds, min(most, MAX_SEEDS + 1)),  # a recipe refuses more
+            "seeds": _extend_seeds(recipe.seeds, min(max_count, MAX_SEEDS + 1)),  # a recipe refuses more
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
-                "interim": sorted({first, round((first + most) / 2), most}),
+                "interim": sorted({first_pairs, round((first_pairs + max_count) / 2), max_count}),
             },
         },
-        f"{name} with --max-seeds {most}",
+        f"{name} with --max-seeds {max_count}",
     )
 
 
 def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) -> None:
     """Raise LaunchError if the experiment was launched with other interim analyses."""
     content = open_experiment(experiment_dir)
-    launched = (content.get("recipe", {}).get("compare") or {}).get("interim") or []
-    first = content.get("compare_sha256")  # the recipe is that of the last --resume
-    if launched != recipe.compare.interim and first != compare_hash(recipe.compare):
-        had = f"with interim analyses at {launched} pairs" if launched else "without interim analyses"
+    launched_interim = (content.get("recipe", {}).get("compare") or {}).get("interim") or []
+    # The stored recipe is that of the last --resume; the hash is that of the first launch.
+    launched_hash = content.get("compare_sha256")
+    if launched_interim != recipe.compare.interim and launched_hash != compare_hash(recipe.compare):
+        description = (
+            f"with interim analyses at {launched_interim} pairs"
+            if launched_interim
+            else "without interim analyses"
+        )
         raise LaunchError(
-            Code.RESUME_OTHER_INTERIM(directory=experiment_dir, interim=recipe.compare.interim, before=had)
+            Code.RESUME_OTHER_INTERIM(
+                directory=experiment_dir, interim=recipe.compare.interim, before=description
+            )
         )
 
 
-def _continued(seeds: list[int], num_seeds: int) -> list[int]:
+def _extend_seeds(seeds: list[int], num_seeds: int) -> list[int]:
     unused = (seed for seed in range(num_seeds + len(seeds)) if seed not in seeds)
     return [*seeds, *(next(unused) for _ in range(num_seeds - len(seeds)))]

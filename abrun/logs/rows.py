@@ -15,7 +15,7 @@ from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
 from abrun.logs.log import Log, left_out, listed, printable
 from abrun.runs.lines import CHECKSUM
-from abrun.stats.series import Series, from_rows
+from abrun.stats.series import Series, series_from_rows
 
 # In this order, the first that every row has, in any case. Trainers that log their own step come before
 # wandb's `_step`, which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
@@ -171,7 +171,7 @@ def series_of(
         for row, at in zip(rows, places, strict=True)
     ]
     config = _configuration(cells)
-    metrics, num_replaced = from_rows(
+    metrics, num_replaced = series_from_rows(
         (
             step,
             {

@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.logs.log import Log, printable
 from abrun.reasons import Code
-from abrun.stats.series import NO_SERIES, Series, Steps, by_step
+from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
 # A folder that is named by its start alone: a restarted run has several, side by side.
 START = re.compile(
@@ -106,12 +106,12 @@ def _joined(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int]]) 
 
 
 def _steps(log: Log, metric: str) -> Steps:
-    return log.metrics[metric].steps if metric in log.metrics else NO_SERIES.steps
+    return log.metrics[metric].steps if metric in log.metrics else EMPTY_SERIES.steps
 
 
 def _concatenated(series: Sequence[Series]) -> Series:
     steps = np.concatenate([one.steps for one in series])
-    merged, _ = by_step(steps, np.concatenate([one.values for one in series]))
+    merged, _ = build_series(steps, np.concatenate([one.values for one in series]))
     return replace(merged, recounted=max(merged.recounted, *(one.recounted for one in series)))
 
 

@@ -18,7 +18,7 @@ from abrun.errors import StoreError
 from abrun.logs.log import EMPTY, Log, left_out, printable, readable
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import is_file, read_regular
-from abrun.stats.series import Series, by_step
+from abrun.stats.series import Series, build_series
 
 EVENTS = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
@@ -69,7 +69,7 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
                     values.append(number)
         num_anew += anew
     check_number_of_metrics(len(points), printable(str(place)))
-    merged = {tag: by_step(*one) for tag, one in points.items()}
+    merged = {tag: build_series(*one) for tag, one in points.items()}
     metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
     notes = left_out(sum(replaced for _, replaced in merged.values())) + notes
     return Log(

@@ -51,7 +51,7 @@ class Account:
         self._see(storage, beside)
 
     def see_overwriting(self, predecessor: UntypedStorage, storage: UntypedStorage) -> None:
-        """Count a new storage in the place of `predecessor`: see abrun.train.phases.overwritten."""
+        """Count a new storage in the place of `predecessor`; see phases.find_overwritten_storage."""
         self.settle()
         self._successor = Successor(predecessor._cdata, weakref.ref(storage), self.now, dict(self._alive))
 

@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from abrun.backends.head import Head
+from abrun.backends.head import LmHead
 from abrun.memory.account import Account, local
 from abrun.memory.compiled import partitioned
-from abrun.models.checks import silence
+from abrun.models.checks import disable_noise
 from abrun.models.presets import preset_config
 from abrun.models.sources import read_config
 from abrun.recipe.policy import Model
-from abrun.train.phases import overwritten
+from abrun.train.phases import find_overwritten_storage
 
 aten: Any = torch.ops.aten
 HOPPER = 132, 227 * 2**10  # a GPU's processors and bytes of shared memory, for the grids of Triton's kernels
@@ -70,7 +70,7 @@ class HollowTensors(TorchDispatchMode):
         self._of_dtensors = None if is_of_dtensors else self._of_dtensors
         with self._of_backward():
             result = self._run(func, args, kwargs, inputs)
-            predecessor = None if is_of_dtensors else overwritten(func, args, result)
+            predecessor = None if is_of_dtensors else find_overwritten_storage(func, args, result)
             if predecessor is not None:
                 self._account.see_overwriting(predecessor, result.untyped_storage())
                 return result
@@ -217,11 +217,13 @@ def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
         yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
     yield patch("abrun.backends.open_network", functools.partial(hollow_network, dtype=master_dtype))
-    yield patch("abrun.backends.attention.stream_deviation", lambda *_, **__: None)  # nothing to compare
+    yield patch(
+        "abrun.backends.attention.measure_stream_deviation", lambda *_, **__: None
+    )  # nothing to compare
     yield patch("abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _reducing_in(master_dtype))
     yield patch("torch.compile", partitioned)
     yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
-    yield patch.object(Head, "logprobs", _judging(account, Head.logprobs))
+    yield patch.object(LmHead, "compute_logprobs", _judging(account, LmHead.compute_logprobs))
     for method, kind in FSDP_KINDS.items():
         in_kind = account.kind(kind)(getattr(FSDPParamGroup, method))
         yield patch.object(FSDPParamGroup, method, in_kind)
@@ -240,7 +242,7 @@ def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any
     base = network.base_model
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = type(base.rotary_emb)(config=network.config)
-    silence(network)
+    disable_noise(network)
     network.checkpoint = NoCheckpoint()
     network.decodes_in_place = False
     return network

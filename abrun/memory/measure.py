@@ -28,12 +28,12 @@ from abrun.processes import progress
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import RolloutBatch, Sequences
-from abrun.train.__main__ import ran_out
+from abrun.train.__main__ import out_of_memory_reason
 from abrun.train.data import check_length
 from abrun.train.loop import make_algorithm
 from abrun.train.phases import LiveTensors
 from abrun.train.rollouts import Rollouts
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 
 OUT_OF_MEMORY = 4  # exit code
 PEERS_S = 3.0  # that ranks have to run out of memory likewise, before the first one ends them
@@ -80,7 +80,7 @@ class Measurement:
         self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
         self._device, self._snapshot = device, snapshot
         self._total_bytes = _limited(device, budget_bytes)
-        self._setup: Setup | None = None
+        self._setup: RunSetup | None = None
         self._held: dict[str, int] = {}
         self._device_used: dict[str, int] = {}
         self._history: PeakHistory | None = None
@@ -91,7 +91,7 @@ class Measurement:
         try:
             self._run()
         except (RuntimeError, MemoryError) as error:
-            reason = ran_out(error)
+            reason = out_of_memory_reason(error)
             if reason is None:
                 raise
             ran_out_in = (self._setup.phases.interrupted if self._setup else None) or "weights"
@@ -136,14 +136,14 @@ class Measurement:
             self._note_use("training")
             setup.sampler.close()
 
-    def _sample(self, setup: Setup) -> None:
+    def _sample(self, setup: RunSetup) -> None:
         """Sample a step's rollouts as the recipe says; the engine sleeps afterwards."""
         settings: Any = self._run_algorithm  # with its groups
         with setup.sampler.awake() as engine:
             Rollouts(setup, settings).fetch(engine, 1, 0)
             self._note_use("sampling")
 
-    def _note_held(self, setup: Setup, name: str) -> None:
+    def _note_held(self, setup: RunSetup, name: str) -> None:
         """Note the bytes that have come to live between steps since the last note."""
         tensors = (tensor.untyped_storage() for tensor in setup.phases.resident_tensors())
         num_bytes = sum({storage._cdata: storage.nbytes() for storage in tensors}.values())
@@ -215,10 +215,10 @@ def _limit(tracker: LiveTensors | None, total_bytes: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _around_forward(setup: Setup) -> Iterator[None]:
-    setup.phases.part("forward")
+def _around_forward(setup: RunSetup) -> Iterator[None]:
+    setup.phases.label_memory("forward")
     yield
-    setup.phases.part("backward")
+    setup.phases.label_memory("backward")
 
 
 @contextlib.contextmanager

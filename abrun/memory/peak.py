@@ -56,8 +56,8 @@ class PeakHistory:
 
     def __enter__(self) -> "PeakHistory":
         self._stack = contextlib.ExitStack()
-        self._stack.callback(setattr, self._phases, "on_part", self._phases.on_part)
-        self._phases.on_part = lambda phase: self._starts.append((time.time_ns() // 1000, phase))
+        self._stack.callback(setattr, self._phases, "on_memory_label", self._phases.on_memory_label)
+        self._phases.on_memory_label = lambda phase: self._starts.append((time.time_ns() // 1000, phase))
         if self._phases.tracker is None:
             self._base_bytes = torch.cuda.memory_allocated() - self._phases.absent_bytes
             self._stack.callback(self._stop)

@@ -22,16 +22,16 @@ from abrun.memory.account import Account
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
 from abrun.memory.measure import random_batch
 from abrun.memory.sweep import microbatch_size, of_size
-from abrun.models import config_of, load_text, positions_of
+from abrun.models import config_of, load_text, max_positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.run import OwnRunConfig
-from abrun.rollout.vllm.starting import cache_bytes
+from abrun.rollout.vllm.startup import cache_bytes
 from abrun.tasks import make_task
 from abrun.train.learner import Learner
-from abrun.train.lengths import longest_of, new_tokens
+from abrun.train.lengths import max_sampled_tokens, sequence_lengths_of
 from abrun.train.loop import make_algorithm
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 MAX_EXAMPLES = 4096  # of a task, among which the longest is looked for
 NUM_TOKENS = 100  # of which random batches are made
@@ -56,7 +56,7 @@ class HollowPhases:
         if self._account.peak_bytes > sum(self.peaks.get(phase, {}).values()):
             self.peaks[phase] = dict(self._account.peak)
 
-    def reside(self, resident: Any) -> None:
+    def add_resident(self, resident: Any) -> None:
         """Do nothing: `trace` files tensors that live between steps by their kind."""
 
 
@@ -69,7 +69,7 @@ def trace(
     `vllm`, the bytes of weights and cache of an engine on the same devices. `num_sequences`: of a rank's
     microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
     """
-    most = positions_of(config_of(config.model))
+    most = max_positions_of(config_of(config.model))
     if most and max(lengths) > most:
         raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=most))
     run, config = config, of_size(config, num_sequences)
@@ -77,7 +77,7 @@ def trace(
         setup, phases = _setup(config, account)
         algorithm: Any = make_algorithm(setup)
         # A resumed run has the optimizer's state before its first step
-        setup.learner.load_local_state(dict.fromkeys(setup.learner.pieces(), torch.zeros(())))
+        setup.learner.load_local_state(dict.fromkeys(setup.learner.shard_specs(), torch.zeros(())))
         for kind, tensors in resident(setup.learner.local_state()).items():
             account.file(tensors, kind)
         reference = getattr(algorithm, "reference", None)
@@ -103,7 +103,7 @@ def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
     return {"weights": weights // config.rollout.tensor_parallel, "cache": cache}
 
 
-def _setup(config: OwnRunConfig, account: Account) -> tuple[Setup, HollowPhases]:
+def _setup(config: OwnRunConfig, account: Account) -> tuple[RunSetup, HollowPhases]:
     """Return what abrun.train.setup.make_setup does, without task and tokenizer, and its phases."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
@@ -114,7 +114,7 @@ def _setup(config: OwnRunConfig, account: Account) -> tuple[Setup, HollowPhases]
     recorder = HollowPhases(account)
     phases: Any = recorder
     absent: Any = None
-    setup = Setup(
+    setup = RunSetup(
         config=config,
         seed=0,
         initial_weights=None,
@@ -133,7 +133,7 @@ def longest(config: OwnRunConfig) -> int:
     """Return the tokens of the longest sequence to expect of a run, as far as its task tells."""
     text, task = load_text(config.model, weights=None), make_task(config.task)
     examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MAX_EXAMPLES))
-    most = max(longest_of(text, examples, new_tokens(config)))
+    most = max(sequence_lengths_of(text, examples, max_sampled_tokens(config)))
     return min(most, text.max_positions or most)
 
 
@@ -147,7 +147,7 @@ def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
         return num_sequences, longest(config)
     # A sequence that is longer than the budget has a microbatch of its own
     length = max(budget // num_sequences, longest(config))
-    cuts = math.ceil(length / (positions_of(config_of(config.model)) or length))
+    cuts = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
     return num_sequences * cuts, math.ceil(length / cuts)
 
 

@@ -112,8 +112,7 @@ MESSAGES: dict[Code, Message] = {
     Code.ARMS_IDENTICAL: "both arms are bit-identical in every pair: the treatment changes nothing, or was "
     "not applied; if bit-exactness is expected, claim `exact: true`",
     Code.DEAD_SEEDS: "{num} of {of} baseline seeds did not climb by more than the margin of {margin:.3g} up "
-    "to step {step}, and seeds that learn nothing agree with any treatment; train longer, or fix what stops "
-    "them",
+    "to step {step}, so they would agree with any treatment; train longer, or fix what stops them",
     Code.CLIMB_NOT_SHOWN: _climb_not_shown,
     Code.NOTHING_CLIMBED: "the baseline is not shown to climb up to step {step} ({metrics:list}: 95 % lower "
     "bound {bound:.3g}); train longer, or declare `climbs: false` if nothing need be learned",

@@ -63,14 +63,11 @@ def _equivalent(
     if detected is None:
         joint_bound = f", {joint_bound}" if joint_bound else ""
         return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_clauses(warnings)}"
-    change = (
-        f"{detected['direction']} by {abs(detected['difference']):.3g}{unit} {agreeing_text(detected)} "
-        f"({_interval(alpha, detected['interval'])})"
-    )
+    change = f"{detected['direction']} by {abs(detected['difference']):.3g}{unit} {agreeing_text(detected)}"
     joint_bound = f" ({joint_bound})" if joint_bound else ""
     return (
-        f"{equivalent}, yet {change}, {sample}; any margin below {bound}{joint_bound} would not have "
-        f"passed{_clauses(warnings)}"
+        f"{equivalent} {sample}, yet {change} ({_interval(alpha, detected['interval'])}); any margin below "
+        f"{bound}{joint_bound} would not have passed{_clauses(warnings)}"
     )
 
 
@@ -81,8 +78,8 @@ def _differs(
     return (
         f"{metric}: differs by {difference:+.3g}{difference_unit(transform)}, more than "
         f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{_agreement(detected)} "
-        f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the true difference were within the margin, "
-        f"Holm-corrected){_clauses(warnings)}"
+        f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the margin held, Holm-corrected)"
+        f"{_clauses(warnings)}"
     )
 
 
@@ -292,8 +289,8 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_DETECTED: _detected,
     Code.CLAIM_UNDECIDED: _undecided,
     Code.CLAIM_NOT_TESTED: _not_tested,
-    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, and equivalence needs at "
-    "least two to estimate the spread; only step one, the guards and the divergence were checked",
+    Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
+    "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
     Code.LIMIT_HOLDS: _limit_holds,
     Code.LIMIT_BROKEN: _limit_broken,

@@ -98,7 +98,7 @@ LEDGERS: dict[Code, Message] = {
     Code.BUDGET_REFUSED: _budget_refused,
     Code.NO_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze SOURCE -o FILE "
     "--budget 0.05",
-    Code.LEDGER_HAS_RUNS: "{experiment}: {arm} is already entry {entry}; nothing was added",
+    Code.LEDGER_HAS_RUNS: "{experiment}: {arm} is already entry {entry}, so nothing was added",
     Code.LEDGER_OF_POST_HOC: "{experiment}: post hoc: {why}; a ledger takes only comparisons declared before "
     "the runs",
     Code.NO_TREATMENT_DECLARED: "{experiment}: declares no treatment; a ledger takes only experiments that "

@@ -109,15 +109,15 @@ MESSAGES: dict[Code, Message] = {
     Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
     Code.RESUMABLE: "{ending}; continue with --resume",
     Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; create it again with --resume",
-    Code.ATTEMPT_REMOVED: "{path}: was removed; attempt {attempt} stops",
-    Code.ATTEMPT_FENCED: "{path}: attempt {newest} now owns this run; attempt {attempt} stops",
+    Code.ATTEMPT_REMOVED: "{path}: was removed, so attempt {attempt} stops",
+    Code.ATTEMPT_FENCED: "{path}: attempt {newest} now owns this run, so attempt {attempt} stops",
     Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} is already launching this; wait for it, {pid:if stop it with: "
     "kill {pid}|stop it there}{may_take_over:if , or take over with --take-over}",
     Code.FILE_LOCKED: "{path}: another process is changing it; wait for it and try again",
     Code.FOLDER_LOCKED: "{folder}: another {command} is working there; wait for it, or give another --output",
     Code.LOCK_TAKEN_OVER: "took over the lock of {owner}{is_gone:if , which has ended|{as_asked:if  "
     "(--take-over)|, which no longer renews it}}",
-    Code.TAKEN_OVER: "{path}: {owner} has taken over; this launcher stops its runs",
+    Code.TAKEN_OVER: "{path}: {owner} has taken over, so this launcher stops its runs",
     Code.NO_TEMPORARY_FILES: "temporary files: {error}; free some space there, or set TMPDIR",
     Code.RANKS_NOT_STARTED: "node {node} cannot start its ranks: {error}",
     Code.TIME_LIMIT_REACHED: "limits.run_s: not finished after {limit_s:g} s",

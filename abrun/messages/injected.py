@@ -32,9 +32,8 @@ MESSAGES: dict[Code, Message] = {
     Code.LIMITED_METRIC: "{metric} is {value:.3g}, {limit}",
     Code.MOVED_METRIC: "{metric} changes by {difference:+.2g}, certified bound {bound}, margin {margin}",
     Code.FINAL_WEIGHTS_NOT_RECORDED: "the {arm} run of seed {seed} does not record its final weights",
-    Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} have no sketches of the same first and last "
-    "weights, as older versions of abrun or other trainers do not keep them; launch them again with this "
-    "version of abrun's own trainer",
+    Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} have no sketches of the same weights, which only "
+    "this version of abrun's own trainer keeps; launch them again",
     Code.WEIGHTS_DID_NOT_MOVE: "the baseline of seed {seed} ended with its initial weights, or with NaN or "
     "Inf",
     Code.FAULT_MISSED: _fault_missed,

@@ -41,8 +41,8 @@ MESSAGES: dict[Code, Message] = {
     Code.RESUME_OTHER_RECIPE: "{directory}: --resume: the run was launched with another recipe: "
     "{difference}; restore the recipe, or choose another --name",
     Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
-    "{warm_start}, but the other runs of its arm started from {recorded}, because this version of abrun "
-    "makes warm starts differently; resume with the version that launched them, or choose another --name",
+    "{warm_start}, but the other runs of its arm started from {recorded}; this version of abrun makes warm "
+    "starts differently; resume with the version that launched them, or choose another --name",
     Code.EXPORT_FOLDER_IN_USE: "{folder}: already exists and is not an empty folder; remove it, or choose "
     "another -o",
     Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
@@ -86,7 +86,7 @@ MESSAGES: dict[Code, Message] = {
     Code.ARM_VALIDATION_DIFFERS: "{recipe}: arms.{arm}.validation: differs from the baseline's, but all arms "
     "are validated alike; set validation outside of arms",
     Code.TOLERANCE_WITHOUT_STEP_ONE: "{recipe}: compare.step_one_tolerance: got {got}, {problem}; drop it",
-    Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or drop it, because nothing reads it",
+    Code.COMPARE_KEY_UNUSABLE: "{recipe}: compare.{key}: {problem}; or drop it",
     Code.RECIPE_CLAIM_TWICE: "{recipe}: compare.claims.{index}: repeats an earlier claim; drop it",
     Code.CLAIM_UNUSABLE: "{recipe}: compare.claims.{index}.{field}: {problem}",
     Code.BISECT_ORDER_REVERSED: "--bad: got {bad:repr}, which does not come after {good:repr} (--good); swap "

@@ -82,7 +82,7 @@ LEFT_OUT: dict[Code, Message] = {
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), repeated "
     "by {repeated_by}",
-    Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first}: {num_repeated} of {num_steps} steps "
-    "were logged twice; the last values count, and step one is not read",
+    Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first} ({num_repeated} of {num_steps} steps "
+    "were logged twice): the last values count, and step one is not read",
 }
 MESSAGES = {**NOT_TESTED, **LEFT_OUT}

@@ -104,9 +104,9 @@ POST_HOC: dict[Code, Message] = {
     Code.PAIRING_CHANGED: "the arms were compared unpaired, which was not declared at launch",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared at launch",
     Code.READ_SEVERAL_TIMES: _read_several_times,
-    Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }{num_comparisons} comparisons of these runs with different "
-    "claims or interim analyses: the error rate holds only for one declared in advance (simulated: out of 20 "
-    "windows, some window matches falsely in 0.08 to 0.29 of experiments)",
+    Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }these runs were compared {num_comparisons} times with "
+    "different claims or interim analyses: the error rate holds only for a comparison declared in advance "
+    "(in simulations with 20 windows, at least one matched falsely in 8 to 29 % of experiments)",
 }
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",
@@ -115,7 +115,7 @@ NOTES: dict[Code, Message] = {
     Code.PRECISION_DIFFERS: _precision_differs,
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
-    Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor; drift "
+    Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor, drift "
     "spent 0 of {budget:g}",
     Code.LEDGER: _ledger,
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",

@@ -109,7 +109,7 @@ def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
 
 MESSAGES: dict[Code, Message] = {
     Code.KEY_UNKNOWN: _unknown_key,
-    Code.KEY_RENAMED: "{source}: {field}: has a new name; write {name}",
+    Code.KEY_RENAMED: "{source}: {field}: was renamed; use {name}",
     Code.KEY_OF_OTHER_TYPE: _key_of_other_type,
     Code.VALUE_MISSING: _value_missing,
     Code.TYPE_MISSING: _missing_type,
@@ -120,7 +120,7 @@ MESSAGES: dict[Code, Message] = {
     Code.WRITE_INSTEAD: "write {value}",
     Code.WRITE_UNQUOTED: "write it without quotes",
     Code.WRITE_QUOTED: "put it in quotes",
-    Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit from each other ({cycle:join  > }); drop one",
+    Code.DEFAULTS_CYCLE: "{source}: defaults: recipes inherit in a cycle ({cycle:join  > }); drop one",
     Code.RECIPE_NOT_UTF8: "{source}: cannot be read as a recipe: not UTF-8 (at byte {byte}); save it as "
     "UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,

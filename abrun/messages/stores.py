@@ -34,8 +34,8 @@ MESSAGES: dict[Code, Message] = {
     Code.RUN_RECORD_INCOMPLETE: "{path}: lacks arm, seed, rerun or config; launch the run again",
     Code.SAMPLES_LINE_INVALID: "{path}, line {line}: not a row of samples ({field}: {problem}); remove the "
     "line, or run again",
-    Code.STATE_MISSING: "{file} no such file",
-    Code.STATE_LACKS_RANKS: "{file} files: got {files} for {ranks} ranks",
+    Code.STATE_MISSING: "{file}: no such file",
+    Code.STATE_LACKS_RANKS: "{file}: lists {files} files for {ranks} ranks",
     Code.RECORD_FIELD_INVALID: "{path}: {field}: {problem}; restore the file, or remove it",
     Code.RECORDS_LOST: "{path}: {problem}; continue with --resume, which records the lost steps again",
     Code.RUN_IS_EXPERIMENT: "{run}: is an experiment; name one of its runs: {names:list}{more}",

@@ -201,7 +201,7 @@ FIRST_STEP: dict[Code, Message] = {
     Code.FIRST_STEP_NOT_FINITE: "both arms record only NaN or Inf at their first step",
     Code.FIRST_STEP_NOT_RECORDED: _first_step_not_recorded,
     Code.PROMPTS_NOT_KNOWN: "{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at step "
-    "{step} (seed {seed}), but it is unknown whether the arms saw the same prompts{hashes:if  "
-    "(environment.json: prompts_sha256)}; --no-step-one leaves step one out",
+    "{step} (seed {seed}); it is unknown whether the arms saw the same prompts{hashes:if  (environment.json: "
+    "prompts_sha256)}; --no-step-one leaves step one out",
 }
 MESSAGES = {**VALIDITY, **FIRST_STEP}

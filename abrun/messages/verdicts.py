@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import agreement_text, difference_text
+from abrun.messages.numbers import agreement_text, interval_text
 from abrun.reasons import Code
 
 _OPEN_GUARDS = {
@@ -25,22 +25,23 @@ def _guard_open(guard: str, reason: str, result: str) -> str:
 def _described(arm, baseline, metric, levels, steps, runs, paired, difference, interval, detected) -> str:
     """The observed difference of the arms; `levels` and `runs` are the baseline's and the treatment's."""
     window = f"steps {steps[0]}-{steps[1]}"
-    levels_text = f"{levels[1]:.4g} against {levels[0]:.4g} in {baseline}, {window}"
     sample = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
     sample = "one run of each arm" if max(runs) == 1 else sample
     direction = "lower" if difference < 0 else "higher"
-    change = f"{metric} is {abs(difference):.3g} {direction} in {arm}"
+    change = (
+        f"{metric} is {abs(difference):.3g} {direction} in {arm}: {levels[1]:.4g} against {levels[0]:.4g} in "
+        f"{baseline}, {window}"
+    )
     if interval is None and difference == 0:
         return f"{metric} is the same in {arm} and {baseline}: {levels[1]:.4g}, {window}, {sample}"
     if interval is None:
-        return f"{change}: {levels_text}, {sample}"
-    interval_text = f"90 % CI: {difference_text(difference, interval)}"
+        return f"{change}, {sample}"
     if detected is None:
         return (
-            f"{metric}: no difference detected: {arm} is at {levels_text}; {sample} "
-            f"(difference, {interval_text})"
+            f"{metric}: no difference detected: {levels[1]:.4g} in {arm}, {levels[0]:.4g} in {baseline}, "
+            f"{window}, {sample} (difference {difference:+.3g}, 90 % CI {interval_text(interval)})"
         )
-    return f"{change}: {levels_text}; {agreement_text(detected)} ({interval_text})"
+    return f"{change}; {agreement_text(detected)} (90 % CI {interval_text(interval)})"
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
@@ -81,12 +82,11 @@ MESSAGES: dict[Code, Message] = {
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}); the deviation, {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "exceeds the tolerance of {tolerance:.2g} ({tolerance_from})",
+    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "above the tolerance of {tolerance:.2g} ({tolerance_from})",
     Code.STEP_ONE_OPEN: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}); the deviation, {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "exceeds the tolerance of {tolerance:.2g} ({tolerance_from}); rounding or a fault can cause this, so it "
-    "rules out a match",
+    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
+    "above the tolerance of {tolerance:.2g} ({tolerance_from}), because of rounding or a fault",
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",

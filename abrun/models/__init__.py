@@ -8,13 +8,13 @@ from abrun.models.families import (
     cache_name,
     experts_of,
     facts_of,
+    max_positions_of,
     persistent_buffers,
-    positions_of,
     routers_of,
     takes_weight_decay,
 )
-from abrun.models.in_place import Places, attention_in_place, has_all_tokens
-from abrun.models.parts import part_of, small_twin
+from abrun.models.in_place import InPlaceCache, attention_in_place, holds_all_tokens
+from abrun.models.parts import read_slice, small_twin
 from abrun.models.presets import EOS, PAD, UNKNOWN, CharacterTokenizer, character_tokenizer
 from abrun.models.text import Text, load_text
 from abrun.models.weights import config_of, load_network, open_network, published, save_network
@@ -27,7 +27,7 @@ __all__ = [
     "UNKNOWN",
     "CharacterTokenizer",
     "Facts",
-    "Places",
+    "InPlaceCache",
     "Text",
     "attends_to_all",
     "attention_in_place",
@@ -39,14 +39,14 @@ __all__ = [
     "content_of",
     "experts_of",
     "facts_of",
-    "has_all_tokens",
+    "holds_all_tokens",
     "load_network",
     "load_text",
+    "max_positions_of",
     "open_network",
-    "part_of",
     "persistent_buffers",
-    "positions_of",
     "published",
+    "read_slice",
     "routers_of",
     "save_network",
     "sketch_of",

@@ -1,4 +1,4 @@
-"""What must hold of a network before it is trained and sampled from, found out on a few tokens."""
+"""Self-checks of a network on a few tokens, before it is trained and sampled from."""
 
 import contextlib
 import re
@@ -12,40 +12,43 @@ from transformers.core_model_loading import WeightConverter
 
 from abrun.errors import RecipeError
 from abrun.models.families import Facts, cache_name, refused
-from abrun.models.in_place import Places, attention_in_place, may_be_in_place
+from abrun.models.in_place import InPlaceCache, attention_in_place, supports_in_place_attention
 
-NUM_TOKENS, NUM_COMMON = 8, 5  # of two rows; how many of them the rows have in common
-PROMPT_LENGTHS, NUM_STEPS = (5, 3), 3  # of the two rows, to decode from
-TOLERANCE = 1e-4  # of the largest logit: far above float32's rounding, far below dropout or another scale
+NUM_TOKENS, NUM_COMMON = 8, 5  # tokens of each of two rows; tokens of their common beginning
+PROMPT_LENGTHS, NUM_STEPS = (5, 3), 3  # prompt length of each row; decoding steps
+# Relative to the largest logit: far above float32 rounding, far below the effect of dropout or another scale.
+TOLERANCE = 1e-4
 NOISE = re.compile(r"drop|jitter")
-# The logits are compared as if the largest were this: where a soft cap bends, at random weights too.
+# Logits are scaled so that the largest has this value: a soft cap then matters even with random weights.
 LARGEST_LOGIT = 30.0
-REPEATS = 4  # of a forward pass that draws random numbers
+REPEATS = 4  # forward passes of a network that draws random numbers
 
 
 def check_network(network: nn.Module, facts: Facts) -> None:
-    """Turn off what is random in training, and compare what the trainer will compute with the network itself.
+    """Disable noise in training, and compare the trainer's logits with the network's own.
 
-    The trainer's logits, in training mode from the facts, must be those of the network's own forward pass as
-    it was published, in evaluation mode; and those of a token must not depend on later tokens.
-    Leaves weights, buffers, modes and the random-number generator as they were. Raises RecipeError.
+    The trainer computes logits in training mode, from `facts`. They must equal those of the network's forward
+    pass in evaluation mode, and a token's logits must not depend on later tokens. Leaves weights, buffers,
+    modes and the random-number generator unchanged. Raises RecipeError.
     """
-    if _publishes_several_as_one(network):
+    if _merges_weights_on_export(network):
         raise refused(network, "whose checkpoints hold several of its weights as one")
-    tokens = plain_tokens(network, facts)
-    with undisturbed(network), torch.no_grad():
-        expected, gain = _own_logits(network, facts, tokens)
+    tokens = draw_plain_tokens(network, facts)
+    with restored_afterwards(network), torch.no_grad():
+        expected, gain = _network_logits(network, facts, tokens)
         if not expected.isfinite().all():
             raise refused(network, "whose logits are not finite")
-        silence(network)
+        disable_noise(network)
         network.train()
         state = torch.get_rng_state()
-        found = _our_logits(network, facts, tokens, gain)
+        logits = _trainer_logits(network, facts, tokens, gain)
         drew = not torch.equal(state, torch.get_rng_state())
-        again = [_our_logits(network, facts, tokens, gain) for _ in range(REPEATS if drew else 0)]
-        if not agree(found, expected, *again):
+        repeated_logits = [
+            _trainer_logits(network, facts, tokens, gain) for _ in range(REPEATS if drew else 0)
+        ]
+        if not agree(logits, expected, *repeated_logits):
             network.eval()
-            evaluated = _our_logits(network, facts, tokens, gain)
+            evaluated = _trainer_logits(network, facts, tokens, gain)
             if agree(evaluated, expected):
                 raise refused(
                     network,
@@ -57,31 +60,35 @@ def check_network(network: nn.Module, facts: Facts) -> None:
                 f"whose own logits are not those of its last hidden states, its head, logit_scale "
                 f"{facts.logit_scale:g} and logit_softcap {facts.logit_softcap}",
             )
-    first, second = found[:, :NUM_COMMON]
-    if not agree(first, second):
+    logits_of_row_0, logits_of_row_1 = logits[:, :NUM_COMMON]
+    if not agree(logits_of_row_0, logits_of_row_1):
         raise refused(network, "where a token's logits depend on the tokens after it")
 
 
-def _publishes_several_as_one(network: Any) -> bool:
-    """Whether weights could not go out one after the other (`abrun.models.weights.published`)."""
+def _merges_weights_on_export(network: Any) -> bool:
+    """Return True if checkpoints hold several weights as one: these cannot be published one by one."""
     conversions = getattr(network, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(network, add_legacy=False)
-    return any(isinstance(one, WeightConverter) and len(one.target_patterns) > 1 for one in conversions)
+    return any(
+        isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1
+        for conversion in conversions
+    )
 
 
 def check_decoding(network: nn.Module, facts: Facts) -> bool:
-    """Compare decoding as the torch engine does it, from a cache after left-padded prompts, with one pass.
+    """Compare the torch engine's decoding, from a cache after left-padded prompts, with a single pass.
 
-    Leaves everything as it was. Returns whether a cache filled in place gives the same. Raises RecipeError.
+    Leaves the network unchanged. Returns True if a cache filled in place gives the same hidden states. Raises
+    RecipeError if decoding differs.
     """
-    tokens, reason = plain_tokens(network, facts), "its hidden states differ from those of one pass"
-    with undisturbed(network), torch.no_grad():
+    tokens, reason = draw_plain_tokens(network, facts), "its hidden states differ from those of one pass"
+    with restored_afterwards(network), torch.no_grad():
         network.eval()
-        whole = _called(network, facts.base, tokens).last_hidden_state
-        expected = [row[n - 1 : n - 1 + NUM_STEPS] for row, n in zip(whole, PROMPT_LENGTHS, strict=True)]
+        hidden = _forward(network, facts.base, tokens).last_hidden_state
+        expected = [row[n - 1 : n - 1 + NUM_STEPS] for row, n in zip(hidden, PROMPT_LENGTHS, strict=True)]
         try:
-            if agree(_decoded(facts.base, tokens), torch.stack(expected)):
+            if agree(_decode(facts.base, tokens), torch.stack(expected)):
                 return _decodes_in_place(network, facts, tokens, torch.stack(expected))
         except Exception as error:  # as in _called
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
@@ -92,17 +99,17 @@ def check_decoding(network: nn.Module, facts: Facts) -> bool:
 
 
 def _decodes_in_place(network: nn.Module, facts: Facts, tokens: Tensor, expected: Tensor) -> bool:
-    if not may_be_in_place(network):
+    if not supports_in_place_attention(network):
         return False
     with attention_in_place(network):
         try:
-            return agree(_decoded(facts.base, tokens, in_place=True), expected)
+            return agree(_decode(facts.base, tokens, in_place=True), expected)
         except Exception:  # as in _called: the family is decoded as it is published
             return False
 
 
-def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tensor:  # [2, NUM_STEPS, H]
-    """The last hidden state of prompts, padded left, and of the tokens after them."""
+def _decode(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tensor:  # [2, NUM_STEPS, H]
+    """Return the last hidden state of left-padded prompts and of the tokens after them."""
     width = max(PROMPT_LENGTHS)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in PROMPT_LENGTHS])
     inputs = torch.stack(
@@ -113,7 +120,7 @@ def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tens
     hidden = []
     for step in range(NUM_STEPS):
         if in_place and step:
-            cache = cache.grown(1) if step > 1 else Places(cache, mask[:, :-1].bool(), 1)
+            cache = cache.grown(1) if step > 1 else InPlaceCache(cache, mask[:, :-1].bool(), 1)
             cache.take()
         output = base(
             input_ids=inputs,
@@ -131,27 +138,27 @@ def _decoded(base: nn.Module, tokens: Tensor, *, in_place: bool = False) -> Tens
     return torch.stack(hidden, dim=1)
 
 
-def silence(network: Any) -> None:
+def disable_noise(network: Any) -> None:
     """Turn off dropout, layer drop and router jitter, in modules and in the configurations they read.
 
-    They would make the trainer's log-probs another distribution than the sampler's. What the configurations
-    said is kept in `network.silenced`, for an export.
+    With noise, the trainer's log-probs would follow another distribution than the sampler's. The previous
+    values of the configurations are kept in `network.silenced`, for an export.
     """
     configs = {}
     for module in network.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in _noises(module):
+        for name in _noise_fields(module):
             setattr(module, name, type(vars(module)[name])(0))
         configs |= {id(config): config for config in nested_configs(getattr(module, "config", None))}
     network.silenced = [
-        (config, name, vars(config)[name]) for config in configs.values() for name in _noises(config)
+        (config, name, vars(config)[name]) for config in configs.values() for name in _noise_fields(config)
     ]
     for config, name, value in network.silenced:
         setattr(config, name, type(value)(0))
 
 
-def _noises(owner: Any) -> list[str]:
+def _noise_fields(owner: Any) -> list[str]:
     return [
         name
         for name, value in vars(owner).items()
@@ -167,8 +174,8 @@ def nested_configs(config: Any) -> Iterator[Any]:
             yield from nested_configs(value)
 
 
-def plain_tokens(network: Any, facts: Facts, *, seed: int = 0) -> Tensor:  # [2, NUM_TOKENS] int64
-    """Return two rows that begin alike, of tokens that stand for themselves (not for an image)."""
+def draw_plain_tokens(network: Any, facts: Facts, *, seed: int = 0) -> Tensor:  # [2, NUM_TOKENS] int64
+    """Return two rows of plain text tokens (none stands for an image) with a common beginning."""
     special: set[int] = set()
     for config in nested_configs(network.config):
         for name, value in vars(config).items():
@@ -184,8 +191,8 @@ def plain_tokens(network: Any, facts: Facts, *, seed: int = 0) -> Tensor:  # [2,
     return tokens
 
 
-def _own_logits(network: nn.Module, facts: Facts, tokens: Tensor) -> tuple[Tensor, float]:
-    """The network's own logits in evaluation mode, and how much its head's output was amplified for them."""
+def _network_logits(network: nn.Module, facts: Facts, tokens: Tensor) -> tuple[Tensor, float]:
+    """Return the network's own logits in evaluation mode, and the gain applied to its head's output."""
     gains: list[float] = []
 
     def amplify(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -195,7 +202,7 @@ def _own_logits(network: nn.Module, facts: Facts, tokens: Tensor) -> tuple[Tenso
     network.eval()
     hook = facts.head.register_forward_hook(amplify)
     try:
-        logits = _called(network, network, tokens).logits
+        logits = _forward(network, network, tokens).logits
     finally:
         hook.remove()
     if not gains:
@@ -203,9 +210,9 @@ def _own_logits(network: nn.Module, facts: Facts, tokens: Tensor) -> tuple[Tenso
     return logits.float(), gains[0]
 
 
-def _our_logits(network: nn.Module, facts: Facts, tokens: Tensor, gain: float) -> Tensor:  # [2, S, V]
-    """What the log-prob kernels make of the last hidden states, in float32."""
-    output = _called(network, facts.base, tokens)
+def _trainer_logits(network: nn.Module, facts: Facts, tokens: Tensor, gain: float) -> Tensor:  # [2, S, V]
+    """Return the logits that the log-prob kernels compute from the last hidden states, in float32."""
+    output = _forward(network, facts.base, tokens)
     hidden = getattr(output, "last_hidden_state", None)
     if hidden is None:
         raise refused(network, "whose body has no last_hidden_state")
@@ -213,33 +220,33 @@ def _our_logits(network: nn.Module, facts: Facts, tokens: Tensor, gain: float) -
 
 
 def logits_of(facts: Facts, hidden: Tensor, gain: float = 1.0) -> Tensor:  # [..., H] -> [..., V] float32
-    """Return the logits of last hidden states; `gain` multiplies what the head gives."""
+    """Return the logits of last hidden states; `gain` multiplies the head's output."""
     logits = nn.functional.linear(hidden, facts.head.weight).float() * gain * facts.logit_scale
     if facts.logit_softcap is not None:
         logits = facts.logit_softcap * torch.tanh(logits / facts.logit_softcap)
     return logits
 
 
-def _called(network: nn.Module, module: nn.Module, tokens: Tensor) -> Any:
+def _forward(network: nn.Module, module: nn.Module, tokens: Tensor) -> Any:
     try:
         return module(input_ids=tokens, use_cache=False)
-    except Exception as error:  # some 200 foreign forward passes: what they raise on plain text is theirs
+    except Exception as error:  # any of some 200 third-party forward passes, which raise what they like
         reason = f"{type(error).__name__}: {error}"
         raise refused(network, f"which does not take plain text: {' '.join(reason.split())[:160]}") from error
 
 
-def agree(found: Tensor, *others: Tensor) -> bool:
-    """Return True if logits are the same up to rounding; a column more or less is another vocabulary."""
+def agree(logits: Tensor, *other_logits: Tensor) -> bool:
+    """Return True if logits are equal up to rounding; another number of columns is another vocabulary."""
     return all(
-        found.shape == other.shape
-        and float((found - other).abs().max()) <= TOLERANCE * float(other.abs().max())
-        for other in others
+        logits.shape == reference.shape
+        and float((logits - reference).abs().max()) <= TOLERANCE * float(reference.abs().max())
+        for reference in other_logits
     )
 
 
 @contextlib.contextmanager
-def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Put back what forward passes change: modes, buffers and the random-number generator."""
+def restored_afterwards(network: nn.Module) -> Iterator[None]:
+    """Restore afterwards what forward passes change: modes, buffers and the random-number generator."""
     modes = {module: module.training for module in network.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with torch.random.fork_rng(devices=[]):
@@ -248,5 +255,5 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, saved in buffers:
+                buffer.copy_(saved)

@@ -1,7 +1,7 @@
-"""What the trainer has to know of a model family, read from its configuration and its modules.
+"""Facts about a model family that the trainer needs, read from its configuration and its modules.
 
 A published model is more than weights: its logits may be scaled or soft-capped, its decoder may be one of
-several towers. Nothing here is tried out; `checks` compares it with what the network itself computes.
+several towers. This module only reads; `checks` compares the facts with what the network computes.
 """
 
 import functools
@@ -22,18 +22,18 @@ from abrun.recipe.families import (
     SHARES_LAYERS,
 )
 
-# Fields of a (text) configuration that the head's logits are multiplied with, or divided by.
+# Fields of a text configuration that multiply or divide the head's logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-# Where Granite divides by it.
+# Families that multiply by logits_scaling, although Granite divides by it.
 MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-# Names of parameters that are no matrices, whatever their shape: biases of all experts or heads, norms of
-# each head, and a state-space layer's decay and skip.
+# Parameters that are not matrices, whatever their shape: biases of all experts or heads, norms of each head,
+# and a state-space layer's decay and skip.
 NO_MATRIX = re.compile(r"(bias|[Nn]orm[^.]*\.(weight|scale)|(^|\.)(A_log|D))$")
 
-# Families whose routers choose once, among probabilities (softmax) of all experts.
+# Families whose routers take a single top-k of the softmax over all experts.
 SOFTMAX_ROUTERS = (
     "flex_olmo",
     "mellum",
@@ -52,14 +52,14 @@ class Facts:
     """The parts of a causal language model; its logits are softcap(logit_scale * hidden @ head.weight.T)."""
 
     base: nn.Module  # yields `last_hidden_state`
-    layers: nn.ModuleList  # of the decoder that the head stands on
+    layers: nn.ModuleList  # of the decoder below the head
     head: nn.Linear  # without a bias
     logit_scale: float
     logit_softcap: float | None  # softcap(z) = logit_softcap * tanh(z / logit_softcap)
 
 
 def facts_of(network: Any) -> Facts:
-    """The facts of a transformers network. Raises RecipeError where the trainer cannot handle its family."""
+    """Return the facts of a transformers network. Raises RecipeError for a family that cannot be trained."""
     if network.config.is_encoder_decoder:
         raise refused(network, ENCODER_DECODER)
     config = network.config.get_text_config(decoder=True)
@@ -76,14 +76,14 @@ def facts_of(network: Any) -> Facts:
 
 
 def refused(network: nn.Module, why: str) -> RecipeError:
-    """The error that says in one line why a network of this family cannot be trained."""
+    """Return the error, one line, for a network of a family that cannot be trained."""
     kind = type(network).__name__.removeprefix("FSDP")
     return RecipeError(f"model: got {kind}, {why}; use a causal language model of another family")
 
 
 def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint that are not parameters, such as a router's correction bias."""
-    # Not asked of `state_dict`, which wraps every parameter: this runs before every rollout.
+    """Yield the tensors of a checkpoint that are not parameters, such as a router's correction bias."""
+    # `state_dict` would wrap every parameter, which is too slow before every rollout.
     transient = {
         f"{path}.{name}".removeprefix(".")
         for path, module in network.named_modules()
@@ -93,60 +93,61 @@ def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def takes_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Return True for a parameter that AdamW decays: a matrix, and no bias or norm."""
+    """Return True for a parameter that AdamW decays: a matrix that is neither bias nor norm."""
     return parameter.ndim >= 2 and NO_MATRIX.search(name) is None
 
 
 def cache_name(network: nn.Module) -> str:
-    """What a network calls the keys and values of earlier tokens, among its arguments and its outputs."""
+    """Return the network's name for the key-value cache, an argument and an output of its forward pass."""
     return _cache_name(type(network))
 
 
 @functools.cache
 def _cache_name(kind: type[nn.Module]) -> str:
-    """transformers 5.24 has another name for it than before, and warns of the old one."""
+    """Look the name up: transformers 5.24 renamed it, and warns about the old name."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def attends_to_all(config: Any) -> bool:
-    """Return True if every layer's attention is full: each token to itself and to all before it."""
+    """Return True if every layer has full causal attention: no sliding window, no linear attention."""
     config = config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
-def positions_of(config: Any) -> int | None:
-    """How many tokens a sequence may have; None: no limit is known.
+def max_positions_of(config: Any) -> int | None:
+    """Return the largest number of tokens of a sequence; None if no limit is known.
 
-    LongRoPE (arXiv:2402.13753) rotates all tokens of a batch otherwise once one of its sequences is longer
-    than the original positions: beyond these a token's logits would depend on the tokens after it.
+    LongRoPE (arXiv:2402.13753) changes the rotation of a whole batch once one of its sequences exceeds the
+    original positions: beyond these, a token's logits would depend on later tokens.
     """
     config = config.get_text_config(decoder=True)
     rotations = getattr(config, "rope_parameters", None) or {}
-    of_layers = [each for each in rotations.values() if isinstance(each, dict)]
-    known = [
+    layer_rotations = [rotation for rotation in rotations.values() if isinstance(rotation, dict)]
+    limits = [
         getattr(config, "max_position_embeddings", None),
         *(
-            each.get("original_max_position_embeddings")
-            for each in (rotations, *of_layers)
-            if each.get("rope_type") == "longrope"
+            rotation.get("original_max_position_embeddings")
+            for rotation in (rotations, *layer_rotations)
+            if rotation.get("rope_type") == "longrope"
         ),
     ]
-    return min((positions for positions in known if isinstance(positions, int)), default=None)
+    return min((positions for positions in limits if isinstance(positions, int)), default=None)
 
 
 def experts_of(network: nn.Module) -> list[Any]:
-    """Each layer's experts, in order, where they are one module: each parameter is [num_experts, ...].
+    """Return each layer's experts, in order, if they are one module: each parameter is [num_experts, ...].
 
-    Called with hidden states [N, H], the experts that each goes to [N, K], and their weights [N, K].
+    The module is called with hidden states [N, H], the experts of each token [N, K], and their weights [N,
+    K].
     """
     return [module for name, module in network.named_modules() if _are_experts(name, module)]
 
 
 def routers_of(network: Any) -> list[Any]:
-    """The routers of `experts_of`, where they choose among probabilities of all experts; else none.
+    """Return the routers of `experts_of` if they choose by the probabilities of all experts; else none.
 
-    Called with hidden states, and `torch.topk` of the probabilities [T, E] inside is the choice.
+    A router is called with hidden states; it chooses by `torch.topk` of the probabilities [T, E].
     """
     if network.config.get_text_config(decoder=True).model_type not in SOFTMAX_ROUTERS:
         return []
@@ -154,17 +155,17 @@ def routers_of(network: Any) -> list[Any]:
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
-    count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     return (
         name.endswith(".experts")
         and len(inspect.signature(module.forward).parameters) == 3
-        and bool(own)
-        and all(len(parameter) == count for parameter in own)
+        and bool(parameters)
+        and all(len(parameter) == count for parameter in parameters)
     )
 
 
 def _base(network: Any) -> Any:
-    # Llama 4 and Mllama name a prefix that only their multimodal wrappers have.
+    # Llama 4 and Mllama declare a prefix that only their multimodal wrappers have.
     base = network.base_model if network.base_model is not network else getattr(network, "model", None)
     if base is None:
         raise refused(network, "whose head and body are one module")
@@ -181,17 +182,17 @@ def _head(network: Any) -> nn.Linear:
 
 
 def _layers(network: nn.Module, base: Any, config: Any) -> nn.ModuleList:
-    """The decoder's repeated blocks: not a vision tower's, and not lists of smaller parts beside them."""
+    """Return the decoder's repeated blocks, not those of a vision tower nor lists of smaller modules."""
     count = getattr(config, "num_hidden_layers", None)
     layers = max(
         _outermost_lists(base.get_decoder()),
-        key=lambda found: (len(found) == count, sum(p.numel() for p in found.parameters())),
+        key=lambda candidate: (len(candidate) == count, sum(p.numel() for p in candidate.parameters())),
         default=None,
     )
     if layers is None:
         raise refused(network, "which has no list of layers to shard")
-    each = [parameter for layer in layers for parameter in layer.parameters()]
-    if len(each) != len(set(each)):
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    if len(parameters) != len(set(parameters)):
         raise refused(network, SHARES_LAYERS)
     return layers
 

@@ -1,7 +1,7 @@
-"""Decoding from a key-value cache whose places are all there from the start, and are filled in place.
+"""Decoding from a key-value cache that is allocated once and filled in place.
 
-Every step then runs the same operators on the same memory, so that a CUDA graph can hold one, and nothing is
-copied as a sequence grows. Letters: B sequences, K places of a cache, D a head's size.
+Every step runs the same operators on the same memory, so that a CUDA graph can capture it, and nothing is
+copied as a sequence grows. Letters: B sequences, K slots of the cache, D head dimension.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from transformers.masking_utils import sdpa_mask
 from abrun.models.families import attends_to_all
 
 ATTENTION = "abrun_in_place"
-MULTIPLE = 16  # of places: what the attention kernels on GPUs take without a copy
+MULTIPLE = 16  # the number of slots is a multiple of this, which GPU attention kernels take without a copy
 
 
-class Places(Cache):
-    """The cache, and the mask that a step attends through. A row's next token takes place `cursor`."""
+class InPlaceCache(Cache):
+    """The cache, and the attention mask of a step. A row's next token goes into slot `cursor`."""
 
     def __init__(
         self,
-        cache: Cache,  # its layers are taken over one by one, so that only one is there twice
-        real: Tensor,  # [B, filled] bool: which of its tokens are no padding
-        room: int,  # for so many more
+        cache: Cache,  # its layers are moved one by one, so that only one is in memory twice
+        real: Tensor,  # [B, filled] bool: True for tokens that are not padding
+        room: int,  # number of tokens to come
     ) -> None:
-        assert isinstance(cache, Places) or has_all_tokens(cache)
+        assert isinstance(cache, InPlaceCache) or holds_all_tokens(cache)
         filled = real.shape[1]
         places = -(-(filled + room) // MULTIPLE) * MULTIPLE
         self.cursor = torch.tensor([filled], device=real.device)
@@ -38,26 +38,26 @@ class Places(Cache):
         while cache.layers:
             layers.append(_Layer(cache.layers.pop(0), filled, places, self.cursor))
         super().__init__(layers=layers)
-        # [B, 1, 1, K], to be added: transformers takes a mask of four dimensions as it is.
+        # [B, 1, 1, K], additive: transformers uses a mask of four dimensions unchanged.
         self.mask = torch.full(
             (len(real), 1, 1, places), float("-inf"), dtype=layers[0].keys.dtype, device=real.device
         )
         self.mask[:, 0, 0, :filled].masked_fill_(real, 0.0)
 
     def take(self) -> None:
-        """Let the tokens that come next see their own place. They fill it."""
+        """Unmask the slot of the next tokens, which they will fill."""
         self.mask.index_fill_(3, self.cursor, 0.0)
 
     def advance(self) -> None:
         self.cursor += 1
 
-    def grown(self, room: int) -> "Places":
-        """With places for `room` more; to be used instead."""
-        return Places(self, self.mask[:, 0, 0, : int(self.cursor)] == 0, room)
+    def grown(self, room: int) -> "InPlaceCache":
+        """Return a cache with slots for `room` more tokens, which replaces this one."""
+        return InPlaceCache(self, self.mask[:, 0, 0, : int(self.cursor)] == 0, room)
 
 
 class _Layer(DynamicLayer):
-    """Keys and values [B, key heads, K, D]; 0 where none are yet, as a masked value still is multiplied."""
+    """Keys and values [B, key heads, K, D]; empty slots are 0, since masked values are still multiplied."""
 
     def __init__(self, layer: Any, filled: int, places: int, cursor: Tensor) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ def _with_room(states: Tensor, filled: int, places: int) -> Tensor:
     return roomy
 
 
-def may_be_in_place(network: Any) -> bool:
-    """Whether a network's attention is one whose place `attention_in_place` can take."""
+def supports_in_place_attention(network: Any) -> bool:
+    """Return True if `attention_in_place` can replace the network's attention."""
     config = network.config
     return config._attn_implementation == "sdpa" and not config.sub_configs and attends_to_all(config)
 
 
-def has_all_tokens(cache: Any) -> bool:
-    """Whether each layer of a cache holds keys and values of all tokens, as `Places` takes them over."""
+def holds_all_tokens(cache: Any) -> bool:
+    """Return True if each layer of a cache holds keys and values of all tokens, as `InPlaceCache` needs."""
     return type(cache) is DynamicCache and all(
         type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
     )
@@ -95,13 +95,13 @@ def has_all_tokens(cache: Any) -> bool:
 
 @contextlib.contextmanager
 def attention_in_place(network: Any) -> Iterator[None]:
-    """Inside, the network's attention is stock, but for how a single token's heads share keys."""
-    before = network.config._attn_implementation
+    """Use `_attention` inside: the stock attention, except for how heads of a single token share keys."""
+    implementation = network.config._attn_implementation
     network.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:
-        network.set_attn_implementation(before)
+        network.set_attn_implementation(implementation)
 
 
 def _attention(
@@ -113,10 +113,10 @@ def _attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:  # [B, S, heads, D]
-    """transformers' own. Of one token, heads that share keys stand side by side as queries of them.
+    """Attend as transformers does; for a single token, treat heads that share keys as several queries.
 
-    The stock one repeats keys and values for each of these heads, in some versions: several times the memory
-    that a step of decoding has to read.
+    Some versions of the stock attention repeat keys and values for each of these heads, so that a decoding
+    step reads several times the memory.
     """
     (rows, heads, length, size), key_heads = query.shape, key.shape[1]
     if length > 1 or heads == key_heads or settings.get("position_bias") is not None:

@@ -1,4 +1,4 @@
-"""The presets' networks, with random weights, and the tokenizer that reads for all of them."""
+"""Configurations of the presets, which have random weights, and the tokenizer that all of them share."""
 
 import string
 from typing import Any
@@ -12,14 +12,14 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 class CharacterTokenizer(PreTrainedTokenizerFast):
-    """One token for each printable ASCII character.
+    """A tokenizer with one token for each printable ASCII character.
 
-    A class of its own only for its name in saved checkpoints.
+    It is a class of its own so that saved checkpoints name it.
     """
 
 
 def character_tokenizer() -> CharacterTokenizer:
-    """The tokenizer of every preset: it reads any plain text."""
+    """Return the tokenizer of every preset, which accepts any plain text."""
     characters = [c for c in string.printable if c.isprintable() or c == "\n"]
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -31,7 +31,7 @@ def character_tokenizer() -> CharacterTokenizer:
 
 
 def preset_config(model: Model) -> PreTrainedConfig:
-    """The configuration of a preset's network."""
+    """Return the configuration of a preset's network."""
     assert model.preset is not None
     tokenizer = character_tokenizer()
     ids: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}

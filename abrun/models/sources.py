@@ -1,4 +1,4 @@
-"""Where a model's files lie, and what is said when they do not load."""
+"""Locations of a model's files, and the errors for models that do not load."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from abrun.recipe.policy import Model
 
 
 def source_of(model: Model, weights: Path | None) -> str | None:
-    """A checkpoint folder or a hub name; None for a preset with random weights.
+    """Return a checkpoint folder or a hub name; None for a preset with random weights.
 
     `weights`, a checkpoint folder, replaces the recipe's own initial weights.
     """
@@ -26,12 +26,12 @@ def source_of(model: Model, weights: Path | None) -> str | None:
 
 @contextlib.contextmanager
 def loading(source: str) -> Iterator[None]:
-    """Raises RecipeError where what is loaded from `source` inside does not load."""
+    """Turn any exception raised inside into a RecipeError that names `source`."""
     try:
         yield
     except RecipeError:
         raise
-    except Exception as error:  # config.json decides which foreign code runs, and so what it raises
+    except Exception as error:  # config.json chooses the third-party code that runs, and so what it raises
         reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
         raise RecipeError(
             f"model.path: got {source!r}, which does not load: {reason}; "
@@ -40,7 +40,7 @@ def loading(source: str) -> Iterator[None]:
 
 
 def read_config(source: str) -> Any:
-    """Return a checkpoint's configuration. Raises RecipeError if it does not load, or is of no causal LM."""
+    """Return a checkpoint's configuration. Raises RecipeError if it does not load or is not a causal LM."""
     with loading(source):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -54,10 +54,10 @@ def read_config(source: str) -> Any:
 
 
 def weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a folder or of a name on the hub; none where it has no such files."""
-    whole = checkpoint_file(source, SAFE_WEIGHTS_NAME)
-    if whole is not None:
-        return [whole]
+    """Return the safetensors files of a folder or a hub name; empty if there are none."""
+    single_file = checkpoint_file(source, SAFE_WEIGHTS_NAME)
+    if single_file is not None:
+        return [single_file]
     index = checkpoint_file(source, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return []
@@ -66,7 +66,7 @@ def weight_files(source: str) -> list[Path]:
 
 
 def checkpoint_file(source: str, name: str) -> Path | None:
-    """Return where a file of a folder or of a name on the hub lies here; None where there is none."""
+    """Return the local path of a file of a folder or a hub name; None if it does not exist."""
     try:
         path = cached_file(source, name)
     except OSError:

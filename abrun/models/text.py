@@ -1,4 +1,4 @@
-"""Text to tokens and back, as a model was trained to read: known without building its network."""
+"""Conversion between text and tokens as the model was trained to read them, without building its network."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from abrun.errors import RecipeError
-from abrun.models.families import positions_of
+from abrun.models.families import max_positions_of
 from abrun.models.presets import CharacterTokenizer, character_tokenizer, preset_config
 from abrun.models.sources import loading, source_of
 from abrun.models.turns import Turn, find_turn
@@ -24,121 +24,126 @@ from abrun.recipe.policy import Model
 from abrun.recipe.refusals import shortened
 
 ENCODING, DECODING = ("__call__", "_encode_plus", "apply_chat_template"), ("decode", "_decode")
-AT_ONCE = 256  # texts, of each of whose tokens the library keeps some 100 bytes until the last is done
+TEXTS_PER_CALL = 256  # the library keeps some 100 bytes per token until the last text of a call is done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """The tokenizer of a model, its chat template, and the tokens that end and fill up."""
+    """A model's tokenizer and chat template, with its end and padding tokens."""
 
     tokenizer: PreTrainedTokenizerBase
-    system_prompt: str | None = None  # the first turn of every prompt
+    system_prompt: str | None = None  # first turn of every prompt
     end_ids: frozenset[int]  # tokens that end a completion
-    turn: Turn | None = None  # of the assistant, in the chat template
-    max_positions: int | None  # of a sequence's tokens; None: no limit is known
-    # Tokenizers fail where two threads ask them at once
-    _asks: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    turn: Turn | None = None  # the assistant's turn in the chat template
+    max_positions: int | None  # largest number of tokens of a sequence; None if unknown
+    # Tokenizers fail if two threads use them at the same time.
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def pad_id(self) -> int:
-        """Fills up batches; never attended to and never a target."""
+        """Return the padding token, which is never attended to and never a target."""
         pad: Any = self.tokenizer.pad_token_id
         return pad if pad is not None else min(self.end_ids, default=0)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts, as a user's turn where the tokenizer has a chat template; at least one each.
+        """Return the token ids of prompts, at least one each; with a chat template, as a user's turn.
 
-        Many at once, which takes all cores and leaves Python to other threads. Raises RecipeError where a
-        prompt has none: nothing would stand before the completion's first token.
+        Encodes many prompts at a time, which uses all cores and releases the GIL. Raises RecipeError for a
+        prompt without tokens, since a completion's first token would have no context.
         """
         if self.tokenizer.chat_template:
             system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-            found = self._asked(
+            encoded = self._encode(
                 self.tokenizer.apply_chat_template,
                 conversations,
                 add_generation_prompt=True,
                 return_dict=True,
             )
         else:
-            found = self._asked(self.tokenizer, prompts)
-        for prompt, token_ids in zip(prompts, found, strict=True):
+            encoded = self._encode(self.tokenizer, prompts)
+        for prompt, token_ids in zip(prompts, encoded, strict=True):
             if not token_ids:
                 raise RecipeError(
                     f"task: got the prompt {shortened(prompt)}, which has no tokens; remove or correct it"
                 )
-        return found
+        return encoded
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends a completion to learn from: the chat template's end of turn, or else eos."""
+        """Return the token that ends a completion to learn from: the template's end of turn, or else eos."""
         end = self.turn.end_id if self.turn and self.tokenizer.chat_template else None
         eos: Any = self.tokenizer.eos_token_id
         return eos if end is None else end
 
     def encode_completions(self, completions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of completions, each with the token that ends it; many at once, as of prompts.
+        """Return the token ids of completions, each with its end token.
 
-        After a prompt of `encode_prompts` they are what the chat template renders, up to its end of turn.
+        Appended to a prompt of `encode_prompts`, they are what the chat template renders up to its end of
+        turn.
         """
         ending = [] if self.end_id is None else [self.end_id]
         if self.turn and self.tokenizer.chat_template:
             encoded = self._encode_turns(self.turn, completions)
         else:
-            encoded = self._asked(self.tokenizer, completions, add_special_tokens=False)
+            encoded = self._encode(self.tokenizer, completions, add_special_tokens=False)
         return [[*token_ids, *ending] for token_ids in encoded]
 
     def _encode_turns(self, turn: Turn, completions: Sequence[str]) -> list[list[int]]:
-        with self._asks:
+        with self._lock:
             contents = [turn.content(self.tokenizer, completion) for completion in completions]
-        [opening] = self._asked(self.tokenizer, [turn.opening], add_special_tokens=False)
+        [opening] = self._encode(self.tokenizer, [turn.opening], add_special_tokens=False)
         texts = [turn.opening + content for content in contents]
-        encoded = self._asked(self.tokenizer, texts, add_special_tokens=False)
+        encoded = self._encode(self.tokenizer, texts, add_special_tokens=False)
         for row, content in enumerate(contents):
             if encoded[row][: len(opening)] == opening:
                 del encoded[row][: len(opening)]
-            else:  # a token reaches back into the prompt, as none of a sampled completion does
-                [encoded[row]] = self._asked(self.tokenizer, [content], add_special_tokens=False)
+            else:  # a token spans prompt and completion, which never happens in a sampled completion
+                [encoded[row]] = self._encode(self.tokenizer, [content], add_special_tokens=False)
         return encoded
 
     def decode(self, completions: Sequence[list[int]]) -> list[str]:
-        """The texts of completions, without special tokens; many at once, as prompts are encoded."""
+        """Return the texts of completions, without special tokens."""
         tokenizer: Any = self.tokenizer
-        with self._asks:
+        with self._lock:
             if completions and _is_stock(tokenizer, DECODING) and not tokenizer.clean_up_tokenization_spaces:
-                # transformers' own takes one after the other
+                # The decode method of transformers takes one completion at a time.
                 return tokenizer.backend_tokenizer.decode_batch(list(completions), skip_special_tokens=True)
-            return [str(tokenizer.decode(one, skip_special_tokens=True)) for one in completions]
+            return [str(tokenizer.decode(token_ids, skip_special_tokens=True)) for token_ids in completions]
 
-    def _asked(self, ask: Callable[..., Any], texts: Sequence[Any], **settings: Any) -> list[list[int]]:
-        """What a tokenizer makes of each text."""
-        found: list[list[int]] = []
+    def _encode(self, encode: Callable[..., Any], texts: Sequence[Any], **settings: Any) -> list[list[int]]:
+        """Return the token ids of each text, by `encode`, a method of the tokenizer."""
+        encoded: list[list[int]] = []
         if _is_stock(self.tokenizer, ENCODING):
-            for start in range(0, len(texts), AT_ONCE):
-                with self._asks:
-                    found += ask(list(texts[start : start + AT_ONCE]), **settings)["input_ids"]
-            return found
+            for start in range(0, len(texts), TEXTS_PER_CALL):
+                with self._lock:
+                    encoded += encode(list(texts[start : start + TEXTS_PER_CALL]), **settings)["input_ids"]
+            return encoded
         for text in texts:
-            with self._asks:
-                found.append(list(ask(text, **settings)["input_ids"]))
-        return found
+            with self._lock:
+                encoded.append(list(encode(text, **settings)["input_ids"]))
+        return encoded
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer as a Hugging Face checkpoint has it."""
+        """Write the tokenizer in the format of a Hugging Face checkpoint."""
         self.tokenizer.save_pretrained(directory)
 
 
 def _is_stock(tokenizer: Any, names: Sequence[str]) -> bool:
-    """Whether these are methods of transformers' own on Rust's: others may take but one text, or take one
-    otherwise, such as CodeLlama's, which fills in the middle."""
-    own = (getattr(getattr(tokenizer, name, None), "__func__", None) for name in names)
-    return all(of is getattr(PreTrainedTokenizerFast, name) for of, name in zip(own, names, strict=True))
+    """Return True if these methods are those of transformers' fast tokenizers.
+
+    Others may take a single text only, or read it differently, such as CodeLlama's fill-in-the-middle.
+    """
+    methods = (getattr(getattr(tokenizer, name, None), "__func__", None) for name in names)
+    return all(
+        method is getattr(PreTrainedTokenizerFast, name) for method, name in zip(methods, names, strict=True)
+    )
 
 
 def load_text(model: Model, *, weights: Path | None) -> Text:
-    """The text side of a recipe's model; `weights`, a checkpoint folder, stands for the recipe's own.
+    """Return the `Text` of a recipe's model; `weights`, a checkpoint folder, replaces the recipe's own.
 
-    Raises RecipeError where there is no such checkpoint.
+    Raises RecipeError if the checkpoint does not exist.
     """
     source = source_of(model, weights)
     if source is None:
@@ -168,12 +173,12 @@ def _text(
         system_prompt=system_prompt,
         end_ids=frozenset(i for i in ids if i is not None),
         turn=turn,
-        max_positions=positions_of(config),
+        max_positions=max_positions_of(config),
     )
 
 
 def _load_generation_config(source: str, config: Any) -> GenerationConfig:
-    """What a checkpoint says of generation; where it says nothing, what transformers takes in its place."""
+    """Return a checkpoint's generation config, or the default that transformers derives from its config."""
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:
@@ -181,10 +186,12 @@ def _load_generation_config(source: str, config: Any) -> GenerationConfig:
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    # AutoTokenizer would put Qwen2's own splitting of words around the vocabulary of a saved preset.
+    # AutoTokenizer would apply Qwen2's word splitting to the vocabulary of a saved preset.
     saved = get_tokenizer_config(source).get("tokenizer_class")
     kind = CharacterTokenizer if saved == CharacterTokenizer.__name__ else AutoTokenizer
     tokenizer = kind.from_pretrained(source)
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # what transformers makes of missing files
+    if not tokenizer("1", add_special_tokens=False)[
+        "input_ids"
+    ]:  # transformers returns such a tokenizer if files are missing
         raise ValueError("its tokenizer knows no tokens")
     return tokenizer

@@ -12,11 +12,11 @@ ANSWER = "abrun's answer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """How a chat template renders an assistant's turn that answers a question."""
+    """An assistant's turn that answers a question, as a chat template renders it."""
 
     opening: str  # the question with the generation prompt
     closing: str  # what follows the content, such as "<|im_end|>\\n"
-    end_id: int | None  # the first special token of `closing`; None: it has none
+    end_id: int | None  # first special token of `closing`; None if it has none
 
     def content(self, tokenizer: Any, completion: str) -> str:
         """Return a completion as the template writes it after the generation prompt, without `closing`.
@@ -37,7 +37,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, prompt: boo
 
 
 def find_turn(tokenizer: Any, end_ids: frozenset[int]) -> Turn | None:
-    """Return the turn of a tokenizer's chat template; None without one that takes an assistant's message.
+    """Return the turn of a tokenizer's chat template; None without a template for assistant messages.
 
     `end_ids`: tokens that end a completion although the tokenizer does not call them special.
     """

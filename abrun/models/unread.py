@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that a network has no place for: a vision tower, layers that predict later tokens.
+"""Tensors of a checkpoint that the trained network does not have, such as a vision tower.
 
-A network of text alone is trained without them, and an export has them all the same: they are copied from
-the checkpoint's files, which are mapped and not read, so that no memory holds them.
+A text-only network is trained without them, yet an export contains them: they are copied from the
+checkpoint's memory-mapped files, so that they never occupy memory.
 """
 
 import json
@@ -29,8 +29,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from abrun.models.sources import checkpoint_file, weight_files
 from abrun.regular_files import exists
 
-DTYPES = ("dtype", "torch_dtype")  # fields of a configuration
-# How a checkpoint with images or sound reads them, beside its tokenizer.
+DTYPES = ("dtype", "torch_dtype")  # names of a configuration's dtype field
+# Files that describe how a multimodal checkpoint reads images or sound.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 logger = logging.getLogger(__name__)
@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """What an export takes from the checkpoint that a network was loaded from."""
+    """Files and tensors that an export copies from the checkpoint that the network was loaded from."""
 
-    tensors: dict[str, Path]  # the file of each, by its name there
-    prefix: str  # what the checkpoint has before the names that the network publishes
-    config: Path | None  # config.json, where the network is of another class than the checkpoint
+    tensors: dict[str, Path]  # tensor name in the checkpoint -> its file
+    prefix: str  # which the checkpoint puts before the names that the network publishes
+    config: Path | None  # config.json, if the network is of another class than the checkpoint
     processors: tuple[Path, ...]
 
 
 def find_unread(network: Any, config: Any, source: str) -> Unread | None:
-    """Find what a loaded network left in its checkpoint, whose configuration is `config`.
+    """Find the tensors that a loaded network left in its checkpoint, whose configuration is `config`.
 
-    Logs one line and returns None where an export could not be that checkpoint again.
+    Logs one line and returns None if an export cannot reproduce that checkpoint.
     """
-    stored = dict(_stored(weight_files(source)))
+    stored = dict(_tensor_files(weight_files(source)))
     targets, state = _targets(network, stored), network.state_dict()
     unread = {name for name, target in targets.items() if target not in state}
     if getattr(config, "quantization_config", None) is not None:
@@ -62,8 +62,8 @@ def find_unread(network: Any, config: Any, source: str) -> Unread | None:
         return None
     is_composite, prefix = network.config.model_type != config.model_type, ""
     if is_composite:
-        names, prefixes = _published_names(network), ("", f"{network.base_model_prefix}.")
-        fitting = [each for each in prefixes if {each + name for name in names} <= stored.keys()]
+        names, prefixes = _exported_names(network), ("", f"{network.base_model_prefix}.")
+        fitting = [prefix for prefix in prefixes if {prefix + name for name in names} <= stored.keys()]
         if not fitting:
             _warn(source, unread, f"is of type {config.model_type}, and an export is not")
             return None
@@ -77,7 +77,7 @@ def find_unread(network: Any, config: Any, source: str) -> Unread | None:
 
 
 def complete_export(unread: Unread, directory: Path) -> None:
-    """Add to an export what the network has no place for, and the checkpoint's own configuration."""
+    """Add the unread tensors and files, and the checkpoint's own configuration, to an export."""
     for path in unread.processors:
         shutil.copyfile(path, directory / path.name)
     if unread.config is not None:
@@ -86,29 +86,29 @@ def complete_export(unread: Unread, directory: Path) -> None:
         _add_tensors(unread, directory)
 
 
-def _stored(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+def _tensor_files(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
     for path in paths:
         with safe_open(path, "pt") as file:
             yield from ((name, path) for name in file.keys())  # noqa: SIM118 (it is no mapping)
 
 
 def _targets(network: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return where transformers puts each tensor of a checkpoint: a name as the network's own."""
+    """Return the network's name for each tensor of a checkpoint, by transformers' conversion rules."""
     conversions = getattr(network, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(network)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     state, prefix, targets = network.state_dict(), network.base_model_prefix, dict[str, str]()
     for name in names:
         targets[name] = rename_source_key(name, renamings, converters, prefix, state)[0]
-        if targets[name] not in state:  # it may have its place without a change of name
+        if targets[name] not in state:  # some tensors keep their name
             plain = rename_source_key(name, [], [], prefix, state)[0]
             targets[name] = plain if plain in state else targets[name]
     return targets
 
 
-def _published_names(network: Any) -> set[str]:
+def _exported_names(network: Any) -> set[str]:
     hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in network.state_dict().items()}
     for name in getattr(network, "all_tied_weights_keys", {}):
         hollow.pop(name, None)
@@ -122,7 +122,7 @@ def _warn(source: str, unread: Iterable[str], why: str) -> None:
 
 
 def _restore_config(source: Path, target: Path) -> None:
-    """Write a checkpoint's own configuration over that of the network, with the dtype that was exported."""
+    """Replace the network's configuration with the checkpoint's, with the dtype that was exported."""
     exported, config = (json.loads(path.read_text()) for path in (target, source))
     dtype = exported.get("dtype", exported.get("torch_dtype"))
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -131,7 +131,7 @@ def _restore_config(source: Path, target: Path) -> None:
 
 
 def _add_tensors(unread: Unread, directory: Path) -> None:
-    """Write the tensors into an export's last file and into its index; others' names get their prefix."""
+    """Write the tensors into an export's last file and its index; all other names get the prefix."""
     index_path = directory / SAFE_WEIGHTS_INDEX_NAME
     index = json.loads(index_path.read_text()) if exists(index_path) else None
     files = sorted(set(index["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
@@ -159,6 +159,6 @@ def _read(places: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a safetensors file's tensors by name: mapped, so that no memory holds them."""
+    """Yield a safetensors file's tensors by name, memory-mapped."""
     with safe_open(path, "pt") as file:
         yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (it is no mapping)

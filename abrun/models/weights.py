@@ -1,4 +1,4 @@
-"""Networks: built or loaded before training, and written as a checkpoint after it."""
+"""Building, loading and saving networks."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from abrun.models.checks import check_decoding, check_network
 from abrun.models.families import facts_of, persistent_buffers
-from abrun.models.parts import check_twin, open_parts, random_parts
+from abrun.models.parts import check_twin, open_parts, open_random_parts
 from abrun.models.presets import preset_config
 from abrun.models.sources import loading, read_config, source_of
 from abrun.models.unread import complete_export, find_unread
@@ -20,15 +20,15 @@ from abrun.recipe.policy import Model
 
 
 def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool) -> nn.Module:
-    """As `load_network`; on the meta device, with a `checkpoint` to read from, where it can be read in parts.
+    """Return a recipe's network; on the meta device with a `checkpoint` if it can be read in slices.
 
-    With `decodes`, also raises RecipeError for a network that cannot be decoded from a cache, and notes in
-    `decodes_in_place` whether it can from one that is filled in place.
+    With `decodes`, raises RecipeError for a network that cannot decode from a cache, and sets the attribute
+    `decodes_in_place`: whether it can decode from a cache filled in place. Otherwise as `load_network`.
     """
     network: Any = None
     source = source_of(model, weights)
     if source is None:
-        network = random_parts(preset_config(model), seed)
+        network = open_random_parts(preset_config(model), seed)
     else:
         with loading(source):
             network = open_parts(source)
@@ -42,13 +42,13 @@ def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool
 
 
 def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:
-    """The network of a recipe's model, a transformers `...ForCausalLM`: float32, on the CPU, without dropout.
+    """Return the network of a recipe's model, a transformers `...ForCausalLM`: float32, CPU, no dropout.
 
     `weights`, a checkpoint folder, replaces the recipe's own initial weights. A preset without `weights` is
-    initialised randomly from `seed`, alike on every rank. Raises RecipeError where there is no such
-    checkpoint, and for a network that would not be trained as it is published (see `checks`).
+    initialised randomly from `seed`, equal on every rank. Raises RecipeError if the checkpoint does not
+    exist or the network fails a check (see `checks`).
     """
-    transformers_logging.disable_progress_bar()  # stdout.log is read by people
+    transformers_logging.disable_progress_bar()  # keeps stdout.log readable
     source = source_of(model, weights)
     if source is None:
         with torch.random.fork_rng(devices=[]):
@@ -61,20 +61,20 @@ def load_network(model: Model, *, weights: Path | None, seed: int) -> nn.Module:
 
 
 def published(network: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A network's `weights` (whole, by name) as its family's checkpoints hold them, one after the other.
+    """Yield a network's `weights` (whole tensors by name) one by one, as its family's checkpoints hold them.
 
-    A layer's experts, which are one tensor here, are a tensor each there.
+    A layer's experts, one tensor in the network, are one tensor each in a checkpoint.
     """
     nothing: dict[str, Tensor] = {}
-    if revert_weight_conversion(network, nothing) is nothing:  # nor is anything else to be converted
-        yield from weights  # asked for each, it would go through all modules each time
+    if revert_weight_conversion(network, nothing) is nothing:  # so nothing else needs conversion
+        yield from weights  # a call per tensor would walk all modules every time
         return
     for name, weight in weights:
         yield from revert_weight_conversion(network, {name: weight}).items()
 
 
 def config_of(model: Model) -> Any:
-    """The configuration of a recipe's model, as a Hugging Face checkpoint has it: a `PreTrainedConfig`."""
+    """Return the configuration of a recipe's model, a `PreTrainedConfig` as in a Hugging Face checkpoint."""
     source = source_of(model, None)
     config = preset_config(model) if source is None else read_config(source)
     if not config.architectures:
@@ -86,8 +86,8 @@ def config_of(model: Model) -> Any:
 def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write `weights` (whole, by name), buffers and configuration as a Hugging Face checkpoint (safetensors).
 
-    The configuration says of dropout what it said before training. A network that was loaded from a
-    checkpoint is written as that checkpoint, with the tensors that it has no place for (see unread).
+    The configuration has its original dropout. A network loaded from a checkpoint is written with the tensors
+    that it does not have itself (see `unread`).
     """
     writable: Any = network
     silenced = getattr(network, "silenced", ())
@@ -106,12 +106,12 @@ def save_network(network: nn.Module, directory: Path, weights: Iterable[tuple[st
 def _from_checkpoint(source: str) -> nn.Module:
     config = read_config(source)
     with loading(source):
-        # Without `config`, older transformers drop `dtype` for the text part of a multimodal checkpoint.
+        # Without `config`, older transformers ignore `dtype` for the text part of a multimodal checkpoint.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-        network, found = loaded
-        if found["missing_keys"]:  # transformers fills them with random numbers, and warns
-            raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys']))}")
+        network, loading_info = loaded
+        if loading_info["missing_keys"]:  # transformers would only warn, and use random numbers
+            raise ValueError(f"its weights lack {', '.join(sorted(loading_info['missing_keys']))}")
         network.unread = find_unread(network, config, source)
     return network

@@ -99,7 +99,8 @@ class Claim(Section):
         if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
             raise FieldError(
                 f"got {claim_kinds[0]}: {getattr(self, claim_kinds[0])} for {FINAL_WEIGHTS}; "
-                "allowed: exact: true, or below: a distance above 0, in units of how far the baseline moved, such as 0.05"
+                "allowed: exact: true, or below: a distance above 0, in units of how far the baseline "
+                "moved, such as 0.05"
             )
         if self.metric == MEMORY_PEAK and claim_kinds[0] not in ("below", "above"):
             raise FieldError(

@@ -18,7 +18,7 @@ from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
-from abrun.stats.series import NO_SERIES, Array, Series, Steps, shared_steps
+from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +64,9 @@ class RecordedRun(Recording):
         by_axis: dict[bytes, list[Steps]] = {}
         for series in self.metrics.values():
             by_axis.setdefault(series.steps.tobytes(), []).append(series.steps)
-        largest = max(by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[NO_SERIES.steps])
+        largest = max(
+            by_axis.values(), key=lambda axis: (len(axis), len(axis[0])), default=[EMPTY_SERIES.steps]
+        )
         return largest[0]
 
     def imports(self, package: str) -> bool:
@@ -74,7 +76,7 @@ class RecordedRun(Recording):
 
     def series(self, metric: str) -> Series:
         """Empty where the metric was never recorded."""
-        return self.metrics.get(metric, NO_SERIES)
+        return self.metrics.get(metric, EMPTY_SERIES)
 
     def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
         """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
@@ -290,7 +292,7 @@ def no_shared_step(runs: Sequence[RecordedRun]) -> Reason | None:
     """Return that no step is in all of the runs; None where one is, or a run has none at all."""
     steps = [run.steps for run in runs]
     grids = {its.tobytes(): its for its in steps}.values()  # most often one
-    if not (grids and all(map(len, grids))) or len(shared_steps(*grids)):
+    if not (grids and all(map(len, grids))) or len(intersect_steps(*grids)):
         return None
     runs_of: dict[tuple[int, int, int], list[str]] = {}
     for run, its in zip(runs, steps, strict=True):
@@ -307,8 +309,8 @@ def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
     """The shared steps [S] of a metric and its values [R, S]: inner join, never interpolated."""
     series = [run.series(metric) for run in runs]
     if not series:
-        return NO_SERIES.steps, np.empty((0, 0))
-    shared = shared_steps(*(one.steps for one in series))
+        return EMPTY_SERIES.steps, np.empty((0, 0))
+    shared = intersect_steps(*(one.steps for one in series))
     rows = [one.values_at(shared) for one in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 

@@ -12,7 +12,7 @@ from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import Experiment
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
 from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
-from abrun.verdict.description import claim_on
+from abrun.verdict.description import build_claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _first_failing_run_path(facts: NextStepFacts) -> str:
 
 def _with_suggested_claim(facts: NextStepFacts) -> Experiment:
     assert facts.claimable
-    return with_claims(facts.experiment, [claim_on(facts.claimable)])
+    return with_claims(facts.experiment, [build_claim(facts.claimable)])
 
 
 def _plan_command(experiment: Experiment) -> str:

@@ -30,8 +30,8 @@ from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FORMATS, choose_report_folder, render_terminal, writable_formats, write_report
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
-from abrun.verdict.margins import frozen_claims
-from abrun.verdict.verdict_file import VerdictFile, as_json, read_verdict, tested, verdict_file
+from abrun.verdict.margins import freeze_claims
+from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, read_verdict, tested_arms
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -188,8 +188,8 @@ def compare(
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
     post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
-    content = verdict_file(experiment, arms, post_hoc_reason, earlier_claim_tests(output))
-    readings = [claim_test_of(experiment, arm.arm) for arm in tested(arms)]
+    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier_claim_tests(output))
+    readings = [claim_test_of(experiment, arm.arm) for arm in tested_arms(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
@@ -229,7 +229,7 @@ def freeze_arm(
     `begin_ledger` makes the ledger that the file gets from those claims. Returns the reference that it
     replaces. Raises ComparisonError where the arm is not there, or lacks what a reference needs.
     """
-    claims = frozen_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
+    claims = freeze_claims(experiment, arm) if len(experiment.arm(arm)) > 1 else None
     ledger = begin_ledger(claims) if begin_ledger and claims else None
     return freeze(experiment, arm, path, claims, ledger)
 

@@ -18,9 +18,9 @@ from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.step_one import StepOne, share_of_scale
+from abrun.verdict.step_one import StepOne, deviation_text
 from abrun.verdict.validity import Coverage
-from abrun.verdict.verdict_file import VerdictFile, of_arm
+from abrun.verdict.verdict_file import VerdictFile, select_arm
 
 MAX_LEVELS = 2  # of an arm's claims; the page has all
 
@@ -31,7 +31,7 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
         if label_prefix:
             yield arm, section.verdict
-        arm_content = of_arm(content, arm)
+        arm_content = select_arm(content, arm)
         yield from ((f"{label_prefix}levels", level.text) for level in claim_levels(arm_content)[:MAX_LEVELS])
         if section.treatment_diff:
             yield f"{label_prefix}treatment", _treatment_text(section.treatment_diff)
@@ -135,7 +135,7 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
 def _largest_deviation_text(checks: Sequence[StepOne]) -> str:
     """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
     check = max(checks, key=lambda check: check.deviation / check.tolerance)
-    share = share_of_scale(check.deviation, check.scale, check.scale_from)
+    share = deviation_text(check.deviation, check.scale, check.scale_from)
     return f"{check.metric}: by {share}, where {check.tolerance:.2g} is allowed ({check.tolerance_from})"
 
 

@@ -15,10 +15,10 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.recorded.samples import samples_in
-from abrun.verdict.description import Description, claim_on, claimable
+from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import ClaimResult
-from abrun.verdict.sensitivity import no_signal
+from abrun.verdict.sensitivity import check_signal
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.verdict_file import VerdictFile, values_of
 
@@ -197,11 +197,11 @@ class NextStepFacts:
         if self.content.claims:
             return None
         sides = self.experiment.sides(self.experiment.treatments[0]).finished
-        return no_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
+        return check_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
     def claimable(self) -> Description | None:
-        return claimable(self.experiment)
+        return find_claimable_metric(self.experiment)
 
     @cached_property
     def margin(self) -> Reason:
@@ -251,7 +251,7 @@ class NextStepFacts:
         """Claims in the place of those that these runs cannot show, however many seeds there are."""
         if not self.has_untestable_claims:
             return []
-        return self.testable_claims or ([claim_on(self.claimable)] if self.claimable else [])
+        return self.testable_claims or ([build_claim(self.claimable)] if self.claimable else [])
 
     @property
     def other_margin(self) -> Reason | None:

@@ -15,11 +15,11 @@ from scipy import special
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
 from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
-from abrun.stats.equivalence import difference
+from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
-from abrun.verdict.guards import largest, peak_memory, shared_memory_metrics, shared_peak_counter
-from abrun.verdict.summaries import comparable, reduced
+from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metrics, shared_peak_counter
+from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
 MAX_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
@@ -184,7 +184,8 @@ def _make_difference(
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
     baselines, treatments = (
-        comparable(arm_values, transform) for arm_values in (values[:num_baselines], values[num_baselines:])
+        transform_with_gaps(arm_values, transform)
+        for arm_values in (values[:num_baselines], values[num_baselines:])
     )
     finite = np.isfinite(baselines).all(axis=0) & np.isfinite(treatments).all(axis=0)
     drawn = _thin_out(list(zip(pairs, treatments - baselines, strict=True))) if sides.paired else []
@@ -221,7 +222,7 @@ def _rerun_lines(pairs: Sequence[Pair], metric: str, transform: Transform) -> It
         for rerun in pair.reruns:
             shared_steps, values = stack([pair.baseline, rerun], metric)
             if rerun.finished and len(shared_steps):
-                first_run, second_run = comparable(values, transform)
+                first_run, second_run = transform_with_gaps(values, transform)
                 yield _make_line(rerun, shared_steps, second_run - first_run)
 
 
@@ -231,14 +232,14 @@ def _make_windows(
     windows = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
     for window in windows:
         baseline_values, treatment_values = (
-            reduced(baselines[:, window], metric),
-            reduced(treatments[:, window], metric),
+            reduce_window(baselines[:, window], metric),
+            reduce_window(treatments[:, window], metric),
         )
         differences = treatment_values - baseline_values if paired_by_seed else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None
             if min(len(baseline_values), len(treatment_values)) > 1:
-                mean, error, degrees_of_freedom = difference(
+                mean, error, degrees_of_freedom = estimate_difference(
                     baseline_values, treatment_values, paired=paired_by_seed
                 )
                 reach = float(special.stdtrit(degrees_of_freedom, 1 - 0.025 / len(windows))) * error
@@ -283,7 +284,7 @@ def memory_peaks(experiment: Experiment) -> Peaks | None:
     if counter is None:
         return None
     metrics = shared_memory_metrics(runs, counter)
-    rows = [[peak_memory(run, counter), *(largest(run, metric) for metric in metrics)] for run in runs]
+    rows = [[peak_memory(run, counter), *(largest_value(run, metric) for metric in metrics)] for run in runs]
     peaks, arms = np.array(rows), np.array([run.name.arm for run in runs])
     unit, divisor = display_unit(counter, _largest_finite(peaks))
     phases = [(phase_of(metric, counter) or "").replace("_", " ") for metric in metrics]

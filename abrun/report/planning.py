@@ -20,7 +20,7 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import judge_equivalence
-from abrun.verdict.margins import resolved_margin
+from abrun.verdict.margins import resolve_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
 SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
@@ -34,7 +34,7 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     grid = experiment.steps_of(claim.metric)
     results = [
-        judge_equivalence(arm, experiment.sides(arm), claim, resolved_margin(claim, None), grid)
+        judge_equivalence(arm, experiment.sides(arm), claim, resolve_margin(claim, None), grid)
         for arm in experiment.treatments
     ]
     measured_results = [result for result in results if result.estimate.sd_difference is not None]

@@ -221,7 +221,7 @@ def loss_weights(
     num_sequences: float,
     max_completion_tokens: int,
 ) -> Tensor:
-    """Return the weight [B, S] of each token in the global loss, the sum of `weighted` losses; 0 if masked.
+    """Return the weight [B, S] of each token in the global loss, the sum of `weighted_losses`; 0 if masked.
 
     `num_tokens` and `num_sequences` count the global batch. The weights are:
 
@@ -273,6 +273,6 @@ def _divisor(
     return num_sequences
 
 
-def weighted(losses: Tensor, weights: Tensor) -> Tensor:  # [...], [...] -> [...] float64
+def weighted_losses(losses: Tensor, weights: Tensor) -> Tensor:  # [...], [...] -> [...] float64
     """Return the contribution of each token to the global loss."""
     return torch.where(weights > 0, losses, 0.0) * weights

@@ -37,7 +37,7 @@ def keep_min_p(logits: Tensor, min_p: float) -> Tensor:  # [..., V]
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(min_p), float("-inf"))
 
 
-def keep(logits: Tensor, filters: Filters) -> Tensor:  # [..., V]
+def filter_logits(logits: Tensor, filters: Filters) -> Tensor:  # [..., V]
     """Apply min_p, top_k and top_p in this order: logits of dropped tokens become -inf."""
     if filters.min_p > 0:
         logits = keep_min_p(logits, filters.min_p)
@@ -56,7 +56,7 @@ def sample(
     The caller supplies one uniform number for each token. A sample therefore depends only on its own random
     stream, not on the rest of the batch or on the rank.
     """
-    logprobs = keep(logits.float(), filters).log_softmax(dim=-1)
+    logprobs = filter_logits(logits.float(), filters).log_softmax(dim=-1)
     # Find the block, then the token within it: one cumulative sum over the vocabulary is far slower on a GPU.
     blocks = pad(logprobs.exp(), (0, -logprobs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     weights = blocks.sum(dim=-1, dtype=torch.float64)
@@ -87,13 +87,13 @@ def sample_greedily(logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V]
     return logits.argmax(dim=-1), torch.zeros(len(logits), device=logits.device)
 
 
-def packed(is_kept: Tensor) -> Tensor:  # [..., V] bool -> [..., W]
+def pack_bits(is_kept: Tensor) -> Tensor:  # [..., V] bool -> [..., W]
     bit_positions = torch.arange(8, device=is_kept.device, dtype=torch.uint8)
     bits = pad(is_kept, (0, -is_kept.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
     return (bits << bit_positions).sum(dim=-1, dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, size: int) -> Tensor:  # [..., W] -> [..., V] bool
+def unpack_bits(bits: Tensor, size: int) -> Tensor:  # [..., W] -> [..., V] bool
     bit_positions = torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits[..., None] >> bit_positions & 1).flatten(-2)[..., :size].bool()
 
@@ -114,9 +114,9 @@ def filtered_logprobs(
     counted = target != ignore_index
     target_index = torch.where(counted, target, 0)[..., None]
     if support is None:
-        is_kept = keep(logits.detach(), filters) > float("-inf")
+        is_kept = filter_logits(logits.detach(), filters) > float("-inf")
     else:
-        is_kept = unpacked(support, logits.shape[-1])
+        is_kept = unpack_bits(support, logits.shape[-1])
     is_kept = is_kept.scatter(-1, target_index, True)
     logprobs = torch.where(is_kept, logits, float("-inf")).log_softmax(dim=-1)
     finite = torch.where(is_kept, logprobs, 0.0)

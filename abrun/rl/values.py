@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.advantages import STD_EPSILON
-from abrun.rl.losses import clamp, masked_mean, weighted
+from abrun.rl.losses import clamp, masked_mean, weighted_losses
 from abrun.rl.metrics import MetricParts
 
 # Ranks.all_reduce_sum_data: sums each argument over the global batch
@@ -133,7 +133,7 @@ def token_statistics(
     )
 
 
-def whitened(
+def whiten(
     advantages: Tensor,  # [B, S]
     token_mask: Tensor,  # [B, S] bool
     *,
@@ -169,7 +169,7 @@ def reward_to_go_advantages(
         per_token, torch.zeros_like(per_token), token_mask, gamma=1.0, gae_lambda=1.0
     )
     statistics = token_statistics(to_go, token_mask, all_reduce_sum)
-    return whitened(
+    return whiten(
         to_go,
         token_mask,
         mean=statistics.mean if baseline == "batch_mean" else 0.0,
@@ -223,7 +223,7 @@ def value_loss_metrics(
     clip_fraction is a mean over the tokens in the global batches of all updates.
     """
     sums = {
-        "train/critic/loss": weighted(losses.loss.detach(), loss_weights).sum() / num_updates,
+        "train/critic/loss": weighted_losses(losses.loss.detach(), loss_weights).sum() / num_updates,
         "train/critic/clip_fraction": masked_mean(losses.clipped.double(), token_mask, num_tokens),
     }
     return MetricParts(sums=sums, maxima={}, minima={})

@@ -1,4 +1,4 @@
-"""Rollout engines: prompts in, completions and the log-probs of their tokens out."""
+"""Rollout engines: they sample completions for prompts and return the log-probs of the tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,51 +15,51 @@ from abrun.rollout.draws import Draws
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one prompt."""
+    """One sampled completion of a prompt."""
 
-    token_ids: list[int]  # with the end token, where there is one
-    logprobs: list[float]  # of each token, under the distribution it was drawn from
-    # [tokens, W] uint8, on the CPU: what `exact_support` records of each draw; see abrun.rl.sampling
+    token_ids: list[int]  # includes the end token, if there is one
+    logprobs: list[float]  # one for each token, under the distribution it was drawn from
+    # [tokens, W] uint8, on the CPU: the support of each draw, with `exact_support`; see abrun.rl.sampling
     support: Tensor | None = field(default=None, compare=False, repr=False)
-    truncated: bool  # stopped by max_new_tokens, not by an end token; it counts like any other everywhere
+    truncated: bool  # stopped by max_new_tokens, not by an end token
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the policy's weights. One serves a run's training and its validation."""
+    """Interface of rollout engines. Training and validation of a run share one engine."""
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        """One completion a prompt; prompt i is the global batch's row `draws.rows[i]`.
+        """Return one completion for each prompt; prompt i is row `draws.rows[i]` of the global batch.
 
-        `temperature` stands in for the recipe's; at 0 every token is the most likely one. What is sampled so
-        is not trained on, and has no support.
+        `temperature` overrides the recipe; 0 is greedy decoding. Completions with an override are not for
+        training and have no support.
         """
         ...
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take the policy's weights, whole and one by one under their Hugging Face names. Collective.
+        """Load the policy's weights: an iterator of full tensors with their Hugging Face names. Collective.
 
-        Whoever has no use for one must not run through it: each costs a collective.
+        Do not iterate without need: each tensor costs a collective.
         """
         ...
 
     def sleep(self) -> int:
-        """Give the device's memory to training; returns the bytes of it that torch's allocator counts on."""
+        """Free device memory for training; return the freed bytes that torch's allocator still counts."""
         ...
 
     def wake(self) -> bool:
-        """Take it back, before weights are synced and completions sampled.
+        """Reclaim the memory freed by `sleep`. Call it before `sync` and `generate`.
 
-        True where the weights were given away too, and have to be synced, moved or not.
+        Returns True if the weights were freed too: they must be synced even if the policy has not changed.
         """
         ...
 
     def close(self) -> None:
-        """End what the engine has started."""
+        """End the processes and process groups of the engine."""
         ...
 
 
 def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
-    """The engine that a run's recipe names. Raises RecipeError where it cannot sample from this policy."""
+    """Return the engine of a recipe. Raises RecipeError if it cannot sample from this policy."""
     return load_implementation(ENGINES[config.rollout.engine])(config, backend, text)

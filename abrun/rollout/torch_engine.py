@@ -1,8 +1,9 @@
-"""The embedded engine: the policy's own modules with a key-value cache.
+"""Rollout engine that decodes with the policy's own modules and a key-value cache.
 
-Weights are shared, so there is nothing to sync, and no memory of its own to give away. Where a family's
-attention allows it, the cache is filled in place, and on a GPU a step is a CUDA graph: recorded anew in every
-call, as the weights of the next one lie elsewhere. Letters: B sequences, T tokens a completion may have.
+It shares the policy's weights, so it has nothing to sync and no memory to free. If the attention of the model
+family allows it, the cache is filled in place, and on a GPU each decoding step is a CUDA graph. The graph is
+captured anew in every call, because gathered weights may be at other addresses. Dimensions: B sequences,
+T = max_new_tokens.
 """
 
 import contextlib
@@ -13,17 +14,17 @@ import torch
 from torch import Tensor
 
 from abrun.backends import Backend, Decoder
-from abrun.models import Places, Text, has_all_tokens
+from abrun.models import InPlaceCache, Text, holds_all_tokens
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.rl.sampling import filtered_logprobs, keep, packed, sample, sample_greedily
+from abrun.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
 from abrun.rollout import Completion
+from abrun.rollout.cuda_graphs import GraphReplayer, Step, run_unrecorded
 from abrun.rollout.draws import Draws
-from abrun.rollout.replay import Replays, Step, as_it_is
 
-FIRST_ROOM = 512  # tokens that a cache has places for at first; it doubles, as completions need it
-STEPS_BETWEEN_LOOKS = 16  # of a GPU at whether any sequence still runs: each look waits for it
+INITIAL_PLACES = 512  # initial capacity of a cache in tokens; it doubles when completions need more
+STEPS_BETWEEN_CHECKS = 16  # on a GPU: checking whether all sequences have ended synchronizes with the device
 
 
 def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> "TorchEngine":
@@ -40,8 +41,8 @@ class TorchEngine:
         self._end_ids = torch.tensor(sorted(text.end_ids), device=self._device)
         self._pad_id = text.pad_id
         on_gpu = self._device.type == "cuda"
-        self._replays = Replays(self._device) if on_gpu else None
-        self._steps_between_looks = STEPS_BETWEEN_LOOKS if on_gpu else 1
+        self._replayer = GraphReplayer(self._device) if on_gpu else None
+        self._steps_between_checks = STEPS_BETWEEN_CHECKS if on_gpu else 1
 
     @torch.no_grad()
     def generate(
@@ -50,16 +51,18 @@ class TorchEngine:
         with_support = temperature is None and self._rollout.records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
-        own = self._backend.ranks.context_slice(len(prompts))
-        prompts, uniforms = prompts[own], uniforms[own]
+        local_rows = self._backend.ranks.context_slice(len(prompts))
+        prompts, uniforms = prompts[local_rows], uniforms[local_rows]
         size = self._rollout.batch_size or max(len(prompts), 1)
         completions: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
-                part = slice(start, start + size)
-                settings = self._settings(prompts[part], temperature)
-                rows = _Rows(uniforms[part].to(self._device), **settings, with_support=with_support)
-                completions.extend(self._generate(decoder, prompts[part], rows))
+                rows_slice = slice(start, start + size)
+                settings = self._sequence_settings(prompts[rows_slice], temperature)
+                sequences = _DecodingBatch(
+                    uniforms[rows_slice].to(self._device), **settings, with_support=with_support
+                )
+                completions.extend(self._generate(decoder, prompts[rows_slice], sequences))
         return self._backend.ranks.all_gather_context(completions)
 
     @torch.no_grad()
@@ -67,47 +70,53 @@ class TorchEngine:
         self,
         prompts: list[list[int]],
         completions: list[list[int]],
-        support: list[Tensor] | None = None,  # [tokens, W] of each: what filters kept; None: what they keep
+        support: list[Tensor] | None = None,  # [tokens, W] for each completion; None: apply the filters
     ) -> list[list[float]]:
-        """Log-probs of completions that are given: as if they were drawn, by the same steps.
+        """Return the log-probs of given completions, computed by the same decoding steps as in `generate`.
 
-        Each ends with an end token, or has `max_new_tokens`. On one rank.
+        Each completion must end with an end token or have `max_new_tokens` tokens. One rank only.
         """
-        most, temperature = self._rollout.max_new_tokens, self._rollout.temperature
-        filled = [tokens + [self._pad_id] * (most - len(tokens)) for tokens in completions]
-        given = torch.tensor(filled, device=self._device)
-        kept = None if support is None else self._filled(support, most)
+        max_new_tokens, temperature = self._rollout.max_new_tokens, self._rollout.temperature
+        padded = [tokens + [self._pad_id] * (max_new_tokens - len(tokens)) for tokens in completions]
+        forced_tokens = torch.tensor(padded, device=self._device)
+        padded_support = None if support is None else self._pad_support(support, max_new_tokens)
         size = self._rollout.batch_size or max(len(prompts), 1)
         scored: list[Completion] = []
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
-                part = slice(start, start + size)
-                settings = self._settings(prompts[part], temperature)
-                rows = _Given(given[part], None if kept is None else kept[part], **settings)
-                scored.extend(self._generate(decoder, prompts[part], rows))
-        return [each.logprobs for each in scored]
+                rows_slice = slice(start, start + size)
+                settings = self._sequence_settings(prompts[rows_slice], temperature)
+                sequences = _ForcedBatch(
+                    forced_tokens[rows_slice],
+                    None if padded_support is None else padded_support[rows_slice],
+                    **settings,
+                )
+                scored.extend(self._generate(decoder, prompts[rows_slice], sequences))
+        return [completion.logprobs for completion in scored]
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Nothing: the weights are the policy's."""
+        """Do nothing: the engine shares the policy's weights."""
 
     def sleep(self) -> int:
-        """Nothing: cache and graphs end with each call."""
+        """Do nothing: cache and graphs are freed after each call."""
         return 0
 
     def wake(self) -> bool:
-        """Nothing."""
+        """Do nothing."""
         return False
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def _filled(self, support: list[Tensor], most: int) -> Tensor:  # [tokens, W] each -> [B, most, W]
-        filled = torch.zeros(len(support), most, support[0].shape[1], dtype=torch.uint8)
-        for row, kept in enumerate(support):
-            filled[row, : len(kept)] = kept
-        return filled.to(self._device)
+    def _pad_support(
+        self, support: list[Tensor], max_new_tokens: int
+    ) -> Tensor:  # [tokens, W] each -> [B, most, W]
+        padded = torch.zeros(len(support), max_new_tokens, support[0].shape[1], dtype=torch.uint8)
+        for row, token_support in enumerate(support):
+            padded[row, : len(token_support)] = token_support
+        return padded.to(self._device)
 
-    def _settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
+    def _sequence_settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
         return {
             "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
             "end_ids": self._end_ids,
@@ -116,57 +125,67 @@ class TorchEngine:
             "temperature": temperature,
         }
 
-    def _generate(self, decoder: Decoder, prompts: list[list[int]], rows: "_Rows") -> list[Completion]:
+    def _generate(
+        self, decoder: Decoder, prompts: list[list[int]], sequences: "_DecodingBatch"
+    ) -> list[Completion]:
         progress.report()
         token_ids, attention_mask = self._left_padded(prompts)
         position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         logits, cache = decoder(token_ids, attention_mask, position_ids, None)
-        rows.draw(logits)
-        if decoder.in_place and has_all_tokens(cache):
-            self._decode_in_place(decoder, rows, cache, attention_mask.bool())
+        sequences.draw(logits)
+        if decoder.in_place and holds_all_tokens(cache):
+            self._decode_in_place(decoder, sequences, cache, attention_mask.bool())
         else:
-            self._decode_growing(decoder, rows, cache, attention_mask)
-        return rows.completions()
+            self._decode_growing(decoder, sequences, cache, attention_mask)
+        return sequences.completions()
 
-    def _decode_growing(self, decoder: Decoder, rows: "_Rows", cache: Any, attention_mask: Tensor) -> None:
-        """With whatever cache the family has."""
+    def _decode_growing(
+        self, decoder: Decoder, sequences: "_DecodingBatch", cache: Any, attention_mask: Tensor
+    ) -> None:
+        """Decode with the cache that the model family provides, which grows with every token."""
         for step in range(1, self._rollout.max_new_tokens):
             progress.report()
-            if self._is_time_to_look(step) and rows.all_ended():
+            if self._should_check_ends(step) and sequences.all_ended():
                 return
             attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
-            logits, cache = decoder(rows.token_ids, attention_mask, rows.position_ids, cache)
-            rows.draw(logits)
+            logits, cache = decoder(sequences.token_ids, attention_mask, sequences.position_ids, cache)
+            sequences.draw(logits)
 
-    def _decode_in_place(self, decoder: Decoder, rows: "_Rows", cache: Any, real: Tensor) -> None:
-        """With places for so many tokens at a time, and more where they are needed."""
-        num_drawn, most = 1, self._rollout.max_new_tokens
-        while num_drawn < most and not rows.all_ended():
-            room = min(max(num_drawn, FIRST_ROOM), most - num_drawn)
-            cache = cache.grown(room) if isinstance(cache, Places) else Places(cache, real, room)
-            with self._stepping(decoder, rows, cache) as step:
-                for _ in range(room):
+    def _decode_in_place(
+        self, decoder: Decoder, sequences: "_DecodingBatch", cache: Any, is_token: Tensor
+    ) -> None:
+        """Decode with a preallocated cache, which is enlarged when completions need more places."""
+        num_drawn, max_new_tokens = 1, self._rollout.max_new_tokens
+        while num_drawn < max_new_tokens and not sequences.all_ended():
+            num_places = min(max(num_drawn, INITIAL_PLACES), max_new_tokens - num_drawn)
+            cache = (
+                cache.grown(num_places)
+                if isinstance(cache, InPlaceCache)
+                else InPlaceCache(cache, is_token, num_places)
+            )
+            with self._make_step(decoder, sequences, cache) as step:
+                for _ in range(num_places):
                     progress.report()
                     step()
                     num_drawn += 1
-                    if self._is_time_to_look(num_drawn) and rows.all_ended():
+                    if self._should_check_ends(num_drawn) and sequences.all_ended():
                         return
 
-    def _stepping(
-        self, decoder: Decoder, rows: "_Rows", places: Places
+    def _make_step(
+        self, decoder: Decoder, sequences: "_DecodingBatch", places: InPlaceCache
     ) -> contextlib.AbstractContextManager[Step]:
         def step() -> None:
             places.take()
-            logits, _ = decoder(rows.token_ids, places.mask, rows.position_ids, places)
-            rows.draw(logits)
+            logits, _ = decoder(sequences.token_ids, places.mask, sequences.position_ids, places)
+            sequences.draw(logits)
             places.advance()
 
-        if self._replays is None or decoder.collective:
-            return as_it_is(step)
-        return self._replays(step)
+        if self._replayer is None or decoder.collective:
+            return run_unrecorded(step)
+        return self._replayer(step)
 
-    def _is_time_to_look(self, num_drawn: int) -> bool:
-        return num_drawn % self._steps_between_looks == 0
+    def _should_check_ends(self, num_drawn: int) -> bool:
+        return num_drawn % self._steps_between_checks == 0
 
     def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         longest = max(len(prompt) for prompt in prompts)
@@ -177,14 +196,14 @@ class TorchEngine:
         return torch.tensor(token_ids, device=device), torch.tensor(attention_mask, device=device)
 
 
-class _Rows:
-    """Sequences as they are drawn, in memory that stays where it is."""
+class _DecodingBatch:
+    """The sequences of a batch during sampling, in tensors with fixed addresses."""
 
     def __init__(
         self,
         uniforms: Tensor,  # [B, T]
         *,
-        num_tokens: Tensor,  # [B] of the prompts
+        num_tokens: Tensor,  # [B], tokens of each prompt
         end_ids: Tensor,
         pad_id: int,
         filters: Filters,
@@ -194,8 +213,8 @@ class _Rows:
         self._uniforms, self._end_ids, self._pad_id = uniforms, end_ids, pad_id
         self._filters, self._temperature = filters, temperature
         device = uniforms.device
-        self.token_ids = num_tokens.new_zeros(len(uniforms), 1)  # the last ones drawn
-        self.position_ids = num_tokens[:, None] - 1  # theirs
+        self.token_ids = num_tokens.new_zeros(len(uniforms), 1)  # the most recent token of each sequence
+        self.position_ids = num_tokens[:, None] - 1  # their positions
         self._num_drawn = torch.zeros(1, dtype=torch.int64, device=device)
         self._running = torch.ones(len(uniforms), dtype=torch.bool, device=device)
         self._lengths = torch.zeros_like(num_tokens)
@@ -204,8 +223,8 @@ class _Rows:
         self._with_support = with_support
         self._support: Tensor | None = None
 
-    def draw(self, logits: Tensor) -> None:  # [B, V], the network's
-        """A token of each sequence; of those that have ended, padding."""
+    def draw(self, logits: Tensor) -> None:  # [B, V], unscaled
+        """Draw the next token of each sequence; padding for those that have ended."""
         token, logprob = self._choose(logits)
         token = torch.where(self._running, token, self._pad_id)
         self._sampled.index_copy_(1, self._num_drawn, token[:, None])
@@ -220,50 +239,50 @@ class _Rows:
         return not self._running.any()
 
     def completions(self) -> list[Completion]:
-        of_each = (self._sampled, self._logprobs, self._running, self._lengths)
+        tensors = (self._sampled, self._logprobs, self._running, self._lengths)
         support = [None] * len(self._sampled) if self._support is None else self._support.cpu()
-        rows = zip(*(tensor.tolist() for tensor in of_each), support, strict=True)
+        rows = zip(*(tensor.tolist() for tensor in tensors), support, strict=True)
         return [
             Completion(
                 token_ids=tokens[:length],
                 logprobs=logprobs[:length],
-                support=None if kept is None else kept[:length].clone(),
+                support=None if token_support is None else token_support[:length].clone(),
                 truncated=unfinished,
             )
-            for tokens, logprobs, unfinished, length, kept in rows
+            for tokens, logprobs, unfinished, length, token_support in rows
         ]
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._temperature == 0:
             return sample_greedily(logits)
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
-        logits = keep((logits / self._temperature).float(), self._filters)
+        logits = filter_logits((logits / self._temperature).float(), self._filters)
         if self._with_support:
-            self._record(packed(logits > float("-inf")))
+            self._record_support(pack_bits(logits > float("-inf")))
         return sample(logits, uniform)
 
-    def _record(self, kept: Tensor) -> None:  # [B, W]
-        if self._support is None:  # with the first draw, which is before any step that is replayed
-            self._support = kept.new_zeros(*self._sampled.shape, kept.shape[1])
-        self._support.index_copy_(1, self._num_drawn, kept[:, None])
+    def _record_support(self, support: Tensor) -> None:  # [B, W]
+        if self._support is None:  # allocated at the first draw, which is before any graph capture
+            self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
+        self._support.index_copy_(1, self._num_drawn, support[:, None])
 
 
-class _Given(_Rows):
-    """Sequences whose tokens are known, drawn as if by chance."""
+class _ForcedBatch(_DecodingBatch):
+    """Sequences with given tokens, which are scored as if they were drawn."""
 
     def __init__(
         self,
-        given: Tensor,  # [B, T]
-        kept: Tensor | None,  # [B, T, W]
+        forced_tokens: Tensor,  # [B, T]
+        support: Tensor | None,  # [B, T, W]
         **settings: Any,
     ) -> None:
-        super().__init__(given, **settings)
-        self._given, self._kept = given, kept
+        super().__init__(forced_tokens, **settings)
+        self._given, self._kept = forced_tokens, support
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         token = self._given.index_select(1, self._num_drawn)[:, 0]
-        kept = None if self._kept is None else self._kept.index_select(1, self._num_drawn)[:, 0]
+        support = None if self._kept is None else self._kept.index_select(1, self._num_drawn)[:, 0]
         logprobs, _ = filtered_logprobs(
-            logits / self._temperature, token, filters=self._filters, ignore_index=-1, support=kept
+            logits / self._temperature, token, filters=self._filters, ignore_index=-1, support=support
         )
         return token, logprobs

@@ -1,9 +1,9 @@
-"""Equivalence testing: when arms may be called the same.
+"""Equivalence tests: TOST, the minimum-effect test, limits, and Holm's correction.
 
-Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or over
+Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or on
 unpaired arms (Welch), and the minimum-effect test of a difference beyond the margin. Pure functions on
-arrays: planning uses them before the runs, the verdict after. Margins in sigmas: `abrun.stats.sigma_margin`.
-Sample sizes: `abrun.stats.power`.
+arrays: planning calls them before the runs, the verdict after. Margins in sigmas are in
+`abrun.stats.sigma_margin`, sample sizes in `abrun.stats.power`.
 """
 
 import math
@@ -15,156 +15,176 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special  # scipy.stats would take a second to import
 
 ALPHA = 0.05
-MIN_FOR_MISMATCH = 3  # pairs, or runs of each arm: two that agree by chance are no evidence
+# Pairs, or runs of each arm: two can agree by chance, which is no evidence.
+MIN_FOR_MISMATCH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tost:
-    """What paired differences, or two independent samples, say about equivalence within a margin."""
+class TostResult:
+    """Result of an equivalence test on paired differences or on two independent samples."""
 
     mean_difference: float
-    sd_difference: float  # n - 1 in the denominator; unpaired: of one run of each arm
+    sd_difference: float  # sample sd of one pair; unpaired: of the difference of one run of each arm
     standard_error: float  # of the mean difference
-    freedom: float  # of its t distribution
-    interval: tuple[float, float]  # Student's t, level 1 - 2 * alpha: inside the margin iff TOST passes
+    dof: float  # degrees of freedom of its t distribution
+    interval: tuple[float, float]  # t confidence interval, level 1 - 2 alpha; in the margin iff TOST passes
     p_tost: float  # the larger one-sided p
     p_difference: float  # two-sided paired t-test of no difference
-    # Minimum-effect test (Murphy and Myors 1999): of a difference no larger than the margin. Both tails
-    # count: by one alone, a margin far below the standard error would be exceeded twice as often as alpha.
+    # Minimum-effect test (Murphy and Myors 1999); the null is a difference no larger than the margin. Both
+    # tails count: with one tail, a margin far below the standard error would be exceeded at twice alpha.
     p_beyond: float
     certified_bound: float  # the smallest absolute margin that would have passed
-    certified_margin: float  # the same in the margin's own unit: a share, where there is a yardstick
-    pair_correlation: float | None  # None where an arm does not vary over seeds, or is unpaired
+    certified_margin: float  # the same in the margin's unit: a share of the yardstick if there is one
+    pair_correlation: float | None  # None if unpaired, or if an arm does not vary over seeds
     equivalent: bool
 
 
-# P of so small a mean of `sign` * difference - margin * yardstick, if the true one is 0: tail(sign, margin)
-Tail = Callable[[int, float], float]
+# tail(sign, margin): P(a mean of sign * difference - margin * yardstick this small), if the true mean is 0
+TailProbability = Callable[[int, float], float]
 
 
 def equivalence_test(
-    baseline: ArrayLike,  # [M] one summary a run
-    treatment: ArrayLike,  # [N] paired: of the same seeds, in the same order
+    baseline: ArrayLike,  # [M] one summary per run
+    treatment: ArrayLike,  # [N] if paired, the same seeds in the same order
     margin: float,
     alpha: float = ALPHA,
-    yardstick: ArrayLike | None = None,  # [M], of the baseline's runs
+    yardstick: ArrayLike | None = None,  # [M] for the baseline's runs
     resolution: float = 0.0,
     *,
     paired: bool = True,
-) -> Tost:
-    """TOST of |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) where one is given.
+) -> TostResult:
+    """Run TOST for |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) with a yardstick.
 
-    Paired by seed, or of independent arms with unequal variances (Welch 1947, Satterthwaite 1946). A margin
-    that is itself measured stays exact: treatment against baseline ± margin * yardstick, run by run of the
-    baseline, are two t-tests (Sasabuchi 1988). `resolution`: the step in which summaries move, see
-    `least_error`. At 0, arms without any spread (bit-identical, or an exact shift) are decided by value: the
-    interval is a point and every p is 0 or 1. Raises ValueError for fewer than two pairs, or runs of an
-    arm, non-finite values or margin <= 0.
+    Arms are paired by seed, or independent with unequal variances (Welch 1947, Satterthwaite 1946). With a
+    yardstick the margin is itself estimated. The test stays exact because it compares the treatment with
+    baseline ± margin * yardstick, run by run, in two t-tests (Sasabuchi 1988). `resolution` is the step in
+    which summaries move, see `min_standard_error`. At 0, arms without any spread (bit-identical, or an exact
+    shift) are decided by value: the interval is a point and every p is 0 or 1. Raises ValueError for fewer
+    than two pairs, or fewer than two runs of an arm, for non-finite values, and for margin <= 0.
     """
-    left, right = two_samples(baseline, treatment, margin, paired=paired)
-    unit = np.ones(len(left)) if yardstick is None else np.asarray(yardstick, float)
+    baseline_values, treatment_values = check_samples(baseline, treatment, margin, paired=paired)
+    margin_unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
 
     def tail(sign: int, share: float) -> float:
-        """P of so small a mean of sign * difference - share * yardstick if the true one is 0."""
-        apart = (
-            (share * unit, sign * (right - left)) if paired else (sign * left + share * unit, sign * right)
+        """Return P(a mean of sign * difference - share * yardstick this small), if the true mean is 0."""
+        samples = (
+            (share * margin_unit, sign * (treatment_values - baseline_values))
+            if paired
+            else (sign * baseline_values + share * margin_unit, sign * treatment_values)
         )
-        mean, error, freedom = difference(*apart, resolution, paired=paired)
-        return p_above(-mean, error, freedom)
+        mean, error, dof = estimate_difference(*samples, resolution, paired=paired)
+        return p_above(-mean, error, dof)
 
-    mean, error, freedom = difference(left, right, resolution, paired=paired)
-    sd = mean_and_sd(right - left)[1] if paired else math.hypot(mean_and_sd(left)[1], mean_and_sd(right)[1])
-    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
+    mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
+    sd = (
+        mean_and_sd(treatment_values - baseline_values)[1]
+        if paired
+        else math.hypot(mean_and_sd(baseline_values)[1], mean_and_sd(treatment_values)[1])
+    )
+    half_width = float(special.stdtrit(dof, 1 - alpha)) * error
     p_tost = max(tail(1, margin), tail(-1, margin))
-    inward = -1 if mean >= 0 else 1
-    bound = max(abs(mean - reach), abs(mean + reach))
-    return Tost(
+    sign_towards_zero = -1 if mean >= 0 else 1
+    certified_bound = max(abs(mean - half_width), abs(mean + half_width))
+    return TostResult(
         mean_difference=mean,
         sd_difference=sd,
         standard_error=error,
-        freedom=freedom,
-        interval=(mean - reach, mean + reach),
+        dof=dof,
+        interval=(mean - half_width, mean + half_width),
         p_tost=p_tost,
-        p_difference=min(1.0, 2 * tail(inward, 0.0)),
-        p_beyond=min(1.0, tail(inward, -margin) + tail(inward, margin)),
-        certified_bound=bound,
-        certified_margin=bound if yardstick is None else _certified(tail, alpha),
-        pair_correlation=_correlation(left, right) if paired else None,
+        p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
+        p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
+        certified_bound=certified_bound,
+        certified_margin=certified_bound if yardstick is None else _certified_share(tail, alpha),
+        pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
     )
 
 
-def two_samples(
+def check_samples(
     baseline: ArrayLike, treatment: ArrayLike, margin: float, *, paired: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return both samples as arrays. Raises ValueError for what cannot be tested."""
-    left, right = np.asarray(baseline, float), np.asarray(treatment, float)
-    alike = left.shape == right.shape or not paired
-    if left.ndim != 1 or right.ndim != 1 or not alike or min(len(left), len(right)) < 2:
-        raise ValueError(f"got shapes {left.shape} and {right.shape}; two equally long vectors of at least 2")
-    if not (np.isfinite(left).all() and np.isfinite(right).all() and margin > 0):
-        raise ValueError(f"got margin {margin} and non-finite values, or a margin that is not positive")
-    return left, right
+    """Return both samples as arrays. Raises ValueError if they cannot be tested."""
+    baseline_values, treatment_values = np.asarray(baseline, float), np.asarray(treatment, float)
+    sizes_match = baseline_values.shape == treatment_values.shape or not paired
+    if (
+        baseline_values.ndim != 1
+        or treatment_values.ndim != 1
+        or not sizes_match
+        or min(len(baseline_values), len(treatment_values)) < 2
+    ):
+        raise ValueError(
+            "expected two vectors of equal length, at least 2 (unpaired: any lengths from 2); "
+            f"got shapes {baseline_values.shape} and {treatment_values.shape}"
+        )
+    if not (np.isfinite(baseline_values).all() and np.isfinite(treatment_values).all() and margin > 0):
+        raise ValueError(f"expected finite values and a positive margin; got margin {margin}")
+    return baseline_values, treatment_values
 
 
-def difference(
-    left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0, *, paired: bool
+def estimate_difference(
+    baseline: NDArray[np.float64], treatment: NDArray[np.float64], resolution: float = 0.0, *, paired: bool
 ) -> tuple[float, float, float]:
-    """Return the mean of right - left, its standard error and degrees of freedom: paired, or Welch's."""
+    """Return the mean of treatment - baseline, its standard error and degrees of freedom."""
     if not paired:
-        return welch(left, right, resolution)
-    mean, error, freedom = mean_of(right - left)
-    return mean, max(error, least_error(resolution, len(left))), freedom
+        return estimate_welch_difference(baseline, treatment, resolution)
+    mean, error, dof = estimate_mean(treatment - baseline)
+    return mean, max(error, min_standard_error(resolution, len(baseline))), dof
 
 
-def mean_of(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return a sample's mean, its standard error and degrees of freedom; of at least two values."""
+def estimate_mean(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the mean of at least two values, its standard error and degrees of freedom."""
     mean, sd = mean_and_sd(values)
     return mean, sd / math.sqrt(len(values)), len(values) - 1.0
 
 
-def p_above(mean: float, error: float, freedom: float, limit: float = 0.0) -> float:
-    """Return the p-value of so large a mean if the true one is `limit`; by value where there is no error."""
-    return float(special.stdtr(freedom, (limit - mean) / error)) if error else float(mean <= limit)
+def p_above(mean: float, error: float, dof: float, limit: float = 0.0) -> float:
+    """Return the one-sided p-value of a mean above `limit`; 0 or 1 if the standard error is 0."""
+    return float(special.stdtr(dof, (limit - mean) / error)) if error else float(mean <= limit)
 
 
-def least_error(resolution: float, num: int) -> float:
-    """The least standard error of the mean of `num` values that move in steps of `resolution`.
+def min_standard_error(resolution: float, num_values: int) -> float:
+    """Return the smallest standard error of the mean of `num_values` values that move in steps of
+    `resolution`.
 
-    An accuracy over 16 prompts is often the same in all of three pairs, whose sd of 0 says nothing: where
-    none of n pairs differs, one in 1 / (1 - 0.05**(1/n)) still may, at 95 % (exact binomial), by a step at
-    least. The t-interval reaches that far.
+    An accuracy over 16 prompts is often identical in all of three pairs, and an sd of 0 would claim too
+    much. If none of n pairs differs, up to 1 in 1 / (1 - 0.05**(1/n)) may still differ by one step (exact
+    binomial, 95 %). The returned error makes the t-interval reach that far.
     """
-    return resolution * (1 - ALPHA ** (1 / num)) / float(special.stdtrit(num - 1, 1 - ALPHA))
+    return resolution * (1 - ALPHA ** (1 / num_values)) / float(special.stdtrit(num_values - 1, 1 - ALPHA))
 
 
-def welch(
-    left: NDArray[np.float64], right: NDArray[np.float64], resolution: float = 0.0
+def estimate_welch_difference(
+    baseline: NDArray[np.float64], treatment: NDArray[np.float64], resolution: float = 0.0
 ) -> tuple[float, float, float]:
-    """Mean of right - left, its standard error, and the degrees of freedom, of independent samples.
+    """Return the mean of treatment - baseline, its standard error and degrees of freedom for independent
+    arms.
 
-    Satterthwaite's freedom is estimated too, and too high where the larger arm happens to vary more than the
-    smaller one. It is capped at twice that of the smaller arm: a level of 0.05 is one of 0.057 at most for
-    three runs of an arm and more, and 0.068 for two (simulated).
+    Satterthwaite's degrees of freedom are estimated as well, and too high if the larger arm happens to
+    vary more than the smaller one. They are capped at twice those of the smaller arm. A test at 0.05 then
+    errs in at most 0.057 with three or more runs of an arm, and 0.068 with two (simulated).
     """
-    mean = mean_and_sd(right)[0] - mean_and_sd(left)[0]
-    shares = np.array([sd_in_steps(of, resolution) ** 2 / len(of) for of in (left, right)])
-    error = math.sqrt(shares.sum())
-    cap = 2.0 * (min(len(left), len(right)) - 1)
+    mean = mean_and_sd(treatment)[0] - mean_and_sd(baseline)[0]
+    variances = np.array(
+        [sd_with_resolution(sample, resolution) ** 2 / len(sample) for sample in (baseline, treatment)]
+    )
+    error = math.sqrt(variances.sum())
+    max_dof = 2.0 * (min(len(baseline), len(treatment)) - 1)
     if error == 0:
-        return mean, 0.0, cap
-    weights = shares / shares.sum()  # squares of tiny variances would underflow
-    freedom = 1 / (weights[0] ** 2 / (len(left) - 1) + weights[1] ** 2 / (len(right) - 1))
-    return mean, error, min(float(freedom), cap)
+        return mean, 0.0, max_dof
+    # Normalised first: squares of tiny variances would underflow.
+    weights = variances / variances.sum()
+    dof = 1 / (weights[0] ** 2 / (len(baseline) - 1) + weights[1] ** 2 / (len(treatment) - 1))
+    return mean, error, min(float(dof), max_dof)
 
 
-def sd_in_steps(values: NDArray[np.float64], resolution: float) -> float:
-    """The sd of values that move in steps of `resolution`, at least what `least_error` makes of it."""
-    return max(mean_and_sd(values)[1], least_error(resolution, len(values)) * math.sqrt(len(values)))
+def sd_with_resolution(values: NDArray[np.float64], resolution: float) -> float:
+    """Return the sample sd, but at least the sd that `min_standard_error` implies."""
+    return max(mean_and_sd(values)[1], min_standard_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
-def _certified(tail: Tail, alpha: float) -> float:
-    """The smallest share of the yardstick that would have passed, by bisection; inf where none does."""
+def _certified_share(tail: TailProbability, alpha: float) -> float:
+    """Return the smallest share of the yardstick that would have passed, by bisection; inf if none does."""
 
     def passes(share: float) -> bool:
         return max(tail(1, share), tail(-1, share)) < alpha
@@ -181,13 +201,13 @@ def _certified(tail: Tail, alpha: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """What independent values say about whether their mean lies below a limit."""
+class LimitTestResult:
+    """Result of comparing the mean of independent values with a limit."""
 
     mean: float
     interval: tuple[float, float]  # level 1 - 2 * alpha
-    p_below: float  # small: it lies below
-    p_above: float  # small: it lies above
+    p_below: float  # small if the mean is below the limit
+    p_above: float  # small if the mean is above the limit
 
 
 def limit_test(
@@ -196,60 +216,64 @@ def limit_test(
     alpha: float = ALPHA,
     resolution: float = 0.0,
     baseline: ArrayLike | None = None,  # [M]
-) -> Limit:
-    """One-sided t-tests of a mean against a limit; `resolution` as of `equivalence_test`.
+) -> LimitTestResult:
+    """Run one-sided t-tests of a mean against a limit; `resolution` is that of `equivalence_test`.
 
-    With a `baseline`, of the difference of two independent samples of at least two each.
+    With a `baseline`, tests the difference of two independent samples of at least two values each.
     """
     sample = np.asarray(values, float)
     if baseline is None:
-        mean, error, freedom = difference(np.zeros(len(sample)), sample, resolution, paired=True)
+        mean, error, dof = estimate_difference(np.zeros(len(sample)), sample, resolution, paired=True)
     else:
-        mean, error, freedom = difference(np.asarray(baseline, float), sample, resolution, paired=False)
-    reach = float(special.stdtrit(freedom, 1 - alpha)) * error
-    return Limit(
+        mean, error, dof = estimate_difference(np.asarray(baseline, float), sample, resolution, paired=False)
+    half_width = float(special.stdtrit(dof, 1 - alpha)) * error
+    return LimitTestResult(
         mean=mean,
-        interval=(mean - reach, mean + reach),
-        p_below=p_above(-mean, error, freedom, -limit),
-        p_above=p_above(mean, error, freedom, limit),
+        interval=(mean - half_width, mean + half_width),
+        p_below=p_above(-mean, error, dof, -limit),
+        p_above=p_above(mean, error, dof, limit),
     )
 
 
 def holm(p_values: ArrayLike) -> list[float]:
-    """Holm's step-down p-values (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1."""
-    p = np.asarray(p_values, float)
-    order = np.argsort(p, kind="stable")
-    raised = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    corrected = np.empty_like(p)
-    corrected[order] = np.minimum(raised, 1.0)
+    """Return Holm's step-down adjusted p-values (1979): the i-th smallest of m times m - i + 1, monotone, <=
+    1.
+    """
+    raw = np.asarray(p_values, float)
+    order = np.argsort(raw, kind="stable")
+    adjusted = np.maximum.accumulate(raw[order] * np.arange(len(raw), 0, -1))
+    corrected = np.empty_like(raw)
+    corrected[order] = np.minimum(adjusted, 1.0)
     return corrected.tolist()
 
 
 def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and sample sd; equal values give exactly themselves and 0, which summing would round away."""
+    """Return the mean and sample sd. Equal values give exactly that value and 0, without rounding errors."""
     if np.ptp(values) == 0:
         return float(values[0]), 0.0
     return float(values.mean()), float(values.std(ddof=1))
 
 
 def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
-    """Student's t interval of a mean. (Bootstrap percentiles cover 84 %, not 95 %, at n = 5.)"""
+    """Return Student's t confidence interval of a mean. (Bootstrap percentiles cover 84 %, not 95 %, at n =
+    5.)
+    """
     sample = np.asarray(values, float)
     mean, sd = mean_and_sd(sample)
-    reach = float(special.stdtrit(len(sample) - 1, 0.5 + confidence / 2)) * sd / math.sqrt(len(sample))
-    return mean - reach, mean + reach
+    half_width = float(special.stdtrit(len(sample) - 1, 0.5 + confidence / 2)) * sd / math.sqrt(len(sample))
+    return mean - half_width, mean + half_width
 
 
 def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float) -> tuple[float, float]:
-    """Interval of the difference of the means of unpaired arms of two values and more (Welch 1947)."""
-    mean, error, freedom = welch(np.asarray(baseline, float), np.asarray(treatment, float))
-    reach = float(special.stdtrit(freedom, 0.5 + confidence / 2)) * error
-    return mean - reach, mean + reach
+    """Return Welch's (1947) confidence interval of the difference of means; each arm needs two values."""
+    mean, error, dof = estimate_welch_difference(np.asarray(baseline, float), np.asarray(treatment, float))
+    half_width = float(special.stdtrit(dof, 0.5 + confidence / 2)) * error
+    return mean - half_width, mean + half_width
 
 
-def _correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float | None:
-    if np.ptp(left) == 0 or np.ptp(right) == 0:
+def _correlate(baseline: NDArray[np.float64], treatment: NDArray[np.float64]) -> float | None:
+    if np.ptp(baseline) == 0 or np.ptp(treatment) == 0:
         return None
-    if np.array_equal(left, right):
+    if np.array_equal(baseline, treatment):
         return 1.0
-    return float(np.clip(np.corrcoef(left, right)[0, 1], -1, 1))
+    return float(np.clip(np.corrcoef(baseline, treatment)[0, 1], -1, 1))

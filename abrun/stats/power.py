@@ -9,33 +9,35 @@ from scipy import special
 
 from abrun.stats.equivalence import ALPHA
 
-MOST_PAIRS = 1000  # beyond this nobody runs them: "more than" is answer enough
-_DRAWS = 8192  # of an experiment: an expected number of pairs is met to half a per cent
+MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
+_NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
 def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
-    """Chi-square interval of a standard deviation estimated from `num_pairs` normal differences."""
-    freedom = num_pairs - 1
-    tails = special.chdtri(freedom, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
-    low, high = sd * np.sqrt(freedom / tails)
+    """Return the chi-square interval of an sd that was estimated from `num_pairs` normal differences."""
+    dof = num_pairs - 1
+    quantiles = special.chdtri(dof, np.array([0.5 - confidence / 2, 0.5 + confidence / 2]))
+    low, high = sd * np.sqrt(dof / quantiles)
     return float(low), float(high)
 
 
 def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
-    """One-sided upper bound of a standard deviation estimated from `num_pairs` normal differences."""
+    """Return the one-sided upper bound of a standard deviation estimated from `num_pairs` normal
+    differences.
+    """
     return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 
 
 def sd_of_difference(sigma: float, correlation: float) -> float:
-    """Sd of a paired difference between arms that each vary by `sigma` over seeds."""
+    """Return the sd of a paired difference between arms that each vary by `sigma` over seeds."""
     return sigma * math.sqrt(2 * (1 - correlation))
 
 
-def freedom_per_run(sds: Sequence[float]) -> float:
-    """Return Welch's degrees of freedom for each run but one of an arm, where both arms have as many runs."""
-    both = math.hypot(*sds)
-    weights = [(sd / both) ** 2 if both else 0.5 for sd in sds]
+def welch_dof_per_run(sds: Sequence[float]) -> float:
+    """Return Welch's degrees of freedom per run beyond the first, for arms with equally many runs."""
+    sd_difference = math.hypot(*sds)
+    weights = [(sd / sd_difference) ** 2 if sd_difference else 0.5 for sd in sds]
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
 
 
@@ -45,63 +47,70 @@ def power_at(
     num_pairs: int,
     alpha: float = ALPHA,
     true_difference: float = 0.0,
-    freedom: float = 1.0,
+    dof_per_pair: float = 1.0,
 ) -> float:
-    """P(TOST passes) for normal differences, exact: see `tost_power`.
+    """Return P(TOST passes) for normal differences, exact: see `tost_power`.
 
-    Of independent arms `sd_difference` is that of one run of each, `num_pairs` the runs of each, and
-    `freedom` their `freedom_per_run`.
+    For independent arms, `sd_difference` is the sd of the difference of one run of each arm, `num_pairs` the
+    number of runs of each arm, and `dof_per_pair` their `welch_dof_per_run`.
     """
     if num_pairs < 2:
         return 0.0
     error = sd_difference / math.sqrt(num_pairs)
-    return tost_power(margin, error, freedom * (num_pairs - 1), alpha, true_difference)
+    return tost_power(margin, error, dof_per_pair * (num_pairs - 1), alpha, true_difference)
 
 
 def tost_power(
     margin: float,
     standard_error: float,
-    freedom: float,
+    dof: float,
     alpha: float = ALPHA,
     true_difference: float = 0.0,
 ) -> float:
-    """P(TOST passes) of a normal mean difference with that standard error; of Welch's to its approximation.
+    """Return P(TOST passes) for a normal mean difference with this standard error (approximate for Welch).
 
     TOST passes iff |mean| < margin - t * s / sqrt(n). Mean and s are independent, so the power is the normal
-    probability of that event integrated over the chi distribution of s. The usual normal approximation
-    promises too much at the 3 to 10 pairs an experiment has.
+    probability of that event, integrated over the chi distribution of s. The usual normal approximation is
+    too optimistic at the 3 to 10 pairs of a typical experiment.
     """
     if standard_error == 0:
         return float(abs(true_difference) < margin)
-    reach, shift = margin / standard_error, true_difference / standard_error
-    critical = special.stdtrit(freedom, 1 - alpha)
-    # u = s / sd; beyond reach / critical the interval is wider than the margin zone and cannot fit.
-    low = math.sqrt(2 * special.gammaincinv(freedom / 2, 1e-15) / freedom)
-    high = min(reach / critical, math.sqrt(2 * special.gammainccinv(freedom / 2, 1e-15) / freedom))
+    scaled_margin, scaled_difference = margin / standard_error, true_difference / standard_error
+    critical = special.stdtrit(dof, 1 - alpha)
+    # u = s / sd. Above scaled_margin / critical the interval is wider than the margin zone and cannot fit.
+    low = math.sqrt(2 * special.gammaincinv(dof / 2, 1e-15) / dof)
+    high = min(scaled_margin / critical, math.sqrt(2 * special.gammainccinv(dof / 2, 1e-15) / dof))
     if high <= low:
         return 0.0
     u = low + (high - low) * (_NODES + 1) / 2
-    room = reach - critical * u
-    passes = special.ndtr(room - shift) - special.ndtr(-room - shift)
-    half = freedom / 2
-    log_density = (
-        math.log(2) + half * math.log(half) - math.lgamma(half) + special.xlogy(freedom - 1, u) - half * u**2
+    max_mean = scaled_margin - critical * u
+    pass_probability = special.ndtr(max_mean - scaled_difference) - special.ndtr(
+        -max_mean - scaled_difference
     )
-    integral = (high - low) / 2 * np.sum(_WEIGHTS * passes * np.exp(log_density))
+    half = dof / 2
+    log_density = (
+        math.log(2) + half * math.log(half) - math.lgamma(half) + special.xlogy(dof - 1, u) - half * u**2
+    )
+    integral = (high - low) / 2 * np.sum(_WEIGHTS * pass_probability * np.exp(log_density))
     return float(np.clip(integral, 0.0, 1.0))
 
 
-def matches_at(
+def simulate_tost_passes(
     margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
 ) -> NDArray[np.bool_]:
-    """Whether paired TOST passes at each of `counts` pairs [C, N], over simulated pairs of equal arms."""
+    """Return, as booleans [C, N], if paired TOST passes at each of `counts` pairs in N simulated experiments.
+
+    Arms are equal. `levels` [C] is the alpha at each count.
+    """
     rng = np.random.default_rng(0)
-    differences = sd_difference * rng.standard_normal((_DRAWS, counts[-1]))
+    differences = sd_difference * rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
     passes = []
     for count, alpha in zip(counts, levels, strict=True):
-        first = differences[:, :count]
-        reach = float(special.stdtrit(count - 1, 1 - alpha)) * first.std(axis=1, ddof=1) / math.sqrt(count)
-        passes.append(np.abs(first.mean(axis=1)) + reach < margin)
+        sample = differences[:, :count]
+        half_width = (
+            float(special.stdtrit(count - 1, 1 - alpha)) * sample.std(axis=1, ddof=1) / math.sqrt(count)
+        )
+        passes.append(np.abs(sample.mean(axis=1)) + half_width < margin)
     return np.array(passes)
 
 
@@ -110,40 +119,46 @@ def pairs_needed(
     sd_difference: float,
     target: float = 0.8,
     alpha: float = ALPHA,
-    most: int = MOST_PAIRS,
+    max_pairs: int = MAX_PAIRS,
     true_difference: float = 0.0,
-    freedom: float = 1.0,
+    dof_per_pair: float = 1.0,
 ) -> int | None:
-    """The fewest pairs, or runs of each independent arm, with power `target`; parameters as of `power_at`.
+    """Return the smallest number of pairs, or of runs of each arm, with power `target`; see `power_at`.
 
-    None beyond `most`, and where the difference is no smaller than the margin.
+    Returns None above `max_pairs`, and if the difference is not smaller than the margin.
     """
     if abs(true_difference) >= margin:
         return None
-    return fewest(
-        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, freedom), target, most
+    return find_min_pairs(
+        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair),
+        target,
+        max_pairs,
     )
 
 
 def pairs_needed_range(
-    margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, freedom: float = 1.0
+    margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
 ) -> tuple[int | None, int | None]:
-    """`pairs_needed` over the 90 % interval of an sd that was estimated from `num_pairs` differences."""
+    """Return `pairs_needed` at both ends of the 90 % interval of an sd estimated from `num_pairs`
+    differences.
+    """
     low, high = sd_interval(sd_difference, num_pairs)
     return (
-        pairs_needed(margin, low, alpha=alpha, freedom=freedom),
-        pairs_needed(margin, high, alpha=alpha, freedom=freedom),
+        pairs_needed(margin, low, alpha=alpha, dof_per_pair=dof_per_pair),
+        pairs_needed(margin, high, alpha=alpha, dof_per_pair=dof_per_pair),
     )
 
 
-def fewest(power_with: Callable[[int], float], target: float, most: int = MOST_PAIRS) -> int | None:
-    """The fewest pairs with power `target`; None beyond `most`."""
+def find_min_pairs(
+    power_of_pairs: Callable[[int], float], target: float, max_pairs: int = MAX_PAIRS
+) -> int | None:
+    """Return the smallest number of pairs with power `target`; None above `max_pairs`."""
     low, high = 1, 2
-    while power_with(high) < target:
-        if high >= most:
+    while power_of_pairs(high) < target:
+        if high >= max_pairs:
             return None
-        low, high = high, min(2 * high, most)
+        low, high = high, min(2 * high, max_pairs)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power_with(middle) >= target else (middle, high)
+        low, high = (low, middle) if power_of_pairs(middle) >= target else (middle, high)
     return high

@@ -1,9 +1,9 @@
 """Group-sequential levels: one for each interim analysis, so that all of them keep one error rate.
 
 A group-sequential design with equal nominal levels (Pocock 1977, doi:10.1093/biomet/64.2.191), or levels in
-proportion to the share of the pairs. Both are calibrated on the joint law of Student's t at the declared
-numbers of pairs: at the edge of the margin that law depends on nothing else, and spending functions for
-normal statistics err at so few pairs. Pulls in scipy.
+proportion to the share of the pairs. Both are calibrated on the joint distribution of Student's t at the
+declared numbers of pairs. At the edge of the margin that distribution depends on nothing else, whereas
+alpha-spending functions for normal statistics are inaccurate at so few pairs. Imports scipy.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,8 +17,8 @@ from scipy import special
 from abrun.stats.equivalence import ALPHA
 
 Spending = Literal["equal", "rising"]  # how interim analyses share the level
-_DRAWS = 200_000  # of an experiment: the level of .05 is met to .0005
-_MAX_PAIRS = 60  # of repeated readings, and readings, that are simulated
+_NUM_EXPERIMENTS = 200_000  # simulated; a level of 0.05 is accurate to 0.0005
+_MAX_PAIRS = 60  # simulated for repeated readings; also the maximum number of readings
 
 
 def interim_level(counts: Sequence[int], level: float = ALPHA) -> float:
@@ -34,43 +34,48 @@ def interim_levels(counts: Sequence[int], level: float = ALPHA, spending: Spendi
     if len(counts) < 2:
         return [level] * len(counts)
     shares = tuple(count / counts[-1] if spending == "rising" else 1.0 for count in counts)
-    if level * _DRAWS > 20:
-        last = float(np.quantile(_smallest_p(tuple(counts), shares), level))
-    else:  # too few draws so far out in the tail to calibrate by: Bonferroni
-        last = level / sum(shares)
-    return [last * share for share in shares]
+    if level * _NUM_EXPERIMENTS > 20:
+        final_level = float(np.quantile(_simulate_min_p(tuple(counts), shares), level))
+    else:  # Bonferroni: there are too few draws this far out in the tail
+        final_level = level / sum(shares)
+    return [final_level * share for share in shares]
 
 
-def level_of_readings(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
-    """The one-sided level of tests at full level on several sets of pairs, of which the best is taken."""
-    # In the order of the readings: the same draws whatever the pairs are called
+def simulate_familywise_error(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
+    """Return the probability that at least one of several tests, each at `level`, rejects by chance.
+
+    Each reading is a set of pairs. Rates are simulated for normal differences.
+    """
+    # Pairs are numbered in the order of the readings, so the draws do not depend on their names.
     names = dict.fromkeys(name for reading in readings for name in sorted(reading))
     pairs = {name: row for row, name in enumerate(islice(names, _MAX_PAIRS))}
-    z = np.random.default_rng(0).standard_normal((len(pairs), _DRAWS // 5))
-    significant = np.zeros(z.shape[1], bool)
+    normals = np.random.default_rng(0).standard_normal((len(pairs), _NUM_EXPERIMENTS // 5))
+    significant = np.zeros(normals.shape[1], bool)
     for reading in islice(readings, _MAX_PAIRS):
         rows = sorted(pairs[name] for name in reading if name in pairs)
         if len(rows) > 1:
-            sample = z[rows]
+            sample = normals[rows]
             error = sample.std(axis=0, ddof=1) / np.sqrt(len(rows))
             significant |= sample.mean(axis=0) > special.stdtrit(len(rows) - 1, 1 - level) * error
     return float(significant.mean())
 
 
 @cache
-def _smallest_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
-    """Sorted over simulated experiments without an effect: the smallest p / share of their analyses."""
+def _simulate_min_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
+    """Return the sorted minimum of p / share over interim analyses, one per simulated experiment without
+    effect.
+    """
     rng = np.random.default_rng(0)
-    total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
-    smallest, before = np.ones(_DRAWS), 0
+    total, squares = np.zeros(_NUM_EXPERIMENTS), np.zeros(_NUM_EXPERIMENTS)
+    min_p, previous_count = np.ones(_NUM_EXPERIMENTS), 0
     for count, share in zip(counts, shares, strict=True):
-        added, before = count - before, count
-        z = rng.standard_normal(_DRAWS)
+        added, previous_count = count - previous_count, count
+        z = rng.standard_normal(_NUM_EXPERIMENTS)
         total += np.sqrt(added) * z
-        squares += z**2 + (rng.chisquare(added - 1, _DRAWS) if added > 1 else 0.0)
+        squares += z**2 + (rng.chisquare(added - 1, _NUM_EXPERIMENTS) if added > 1 else 0.0)
         if count == 1:
-            continue  # no t statistic yet: only facts decide there, such as `exact: true`
+            continue  # one pair has no t statistic: only facts such as `exact: true` can decide
         variance = (squares - total**2 / count) / (count - 1)
         t = total / np.sqrt(count * np.maximum(variance, 1e-300))
-        smallest = np.minimum(smallest, special.stdtr(count - 1, -t) / share)
-    return np.sort(smallest)
+        min_p = np.minimum(min_p, special.stdtr(count - 1, -t) / share)
+    return np.sort(min_p)

@@ -1,4 +1,4 @@
-"""Metrics as arrays: what every source of runs is read into. Imports nothing of abrun but its errors."""
+"""Metrics as arrays: the type that every log is read into. Imports nothing of abrun but its errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,21 @@ from abrun.errors import ComparisonError
 
 Steps = NDArray[np.int64]
 Array = NDArray[np.float64]
-LARGEST = float(np.finfo(np.float32).max)  # statistics take fourth powers, which stay finite up to here
+# Statistics take fourth powers, which stay finite up to this value.
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
     """One metric of one run, at the steps where it was recorded.
 
-    A NaN among the values was recorded as NaN; a step at which nothing was recorded is not among the steps.
-    A value beyond the range of float32 counts as infinite: the run has diverged, whatever its log can hold.
+    A NaN among the values was recorded as NaN. A step without a recorded value is not among the steps. A
+    value beyond the range of float32 counts as infinite: the run has diverged, even if its log can hold it.
     """
 
     steps: Steps  # [S] strictly ascending
     values: Array  # [S]
-    recounted: int = 0  # steps that were counted more than once, by a counter that begins anew
+    recounted: int = 0  # steps repeated by a counter that restarted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", beyond_float32_as_infinite(self.values))
@@ -32,65 +33,67 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def at(self, step: int) -> float | None:
-        """The value at a step, None where there is none."""
+    def value_at(self, step: int) -> float | None:
+        """Return the value at a step; None if it was not recorded."""
         index = int(np.searchsorted(self.steps, step))
-        found = index < len(self.steps) and self.steps[index] == step
-        return float(self.values[index]) if found else None
+        is_recorded = index < len(self.steps) and self.steps[index] == step
+        return float(self.values[index]) if is_recorded else None
 
     def values_at(self, steps: Steps) -> Array:
-        """Return the values at steps that are all recorded."""
+        """Return the values at `steps`, all of which must be recorded."""
         return self.values if len(steps) == len(self) else self.values[np.searchsorted(self.steps, steps)]
 
 
 def beyond_float32_as_infinite(values: Array) -> Array:
-    """Return the values themselves where float32 can hold them, else a copy with infinities."""
-    if len(values) and max(np.fmax.reduce(values), -np.fmin.reduce(values)) > LARGEST:
-        return np.where(np.abs(values) > LARGEST, np.copysign(np.inf, values), values)
+    """Return the values with those beyond float32's range as infinities; the same array if there are none."""
+    if len(values) and max(np.fmax.reduce(values), -np.fmin.reduce(values)) > MAX_FLOAT32:
+        return np.where(np.abs(values) > MAX_FLOAT32, np.copysign(np.inf, values), values)
     return values
 
 
-NO_SERIES = Series(np.empty(0, np.int64), np.empty(0))
+EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 
 
-def by_step(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tuple[Series, int]:
-    """A series from points in the order they were written, and how many were replaced by a later one.
+def build_series(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tuple[Series, int]:
+    """Build a series from points in the order they were written, and count those that a later one replaced.
 
-    Where a step comes twice (a resumed run, say) the last value counts.
+    If a step occurs twice, such as after a resume, the last value counts.
     """
     all_steps, all_values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     if len(all_steps) < 2 or (np.diff(all_steps) > 0).all():
         return Series(all_steps, all_values), 0
     order = np.argsort(all_steps, kind="stable")
-    last = np.append(np.diff(all_steps[order]) > 0, True)
-    kept = order[last]
-    return Series(all_steps[kept], all_values[kept], recounted_steps(all_steps)), len(all_steps) - len(kept)
+    is_last = np.append(np.diff(all_steps[order]) > 0, True)
+    kept_rows = order[is_last]
+    return Series(all_steps[kept_rows], all_values[kept_rows], count_recounted_steps(all_steps)), len(
+        all_steps
+    ) - len(kept_rows)
 
 
-def recounted_steps(steps: Steps) -> int:
-    """Count the steps that a counter gave again after it went back to its first step, or before it.
+def count_recounted_steps(steps: Steps) -> int:
+    """Count the steps that a counter repeated after it restarted at its first step or earlier.
 
-    A job that goes on from a checkpoint repeats some of its last steps, which begins no count anew.
+    A job that resumes from a checkpoint repeats some of its last steps; that is not a restart.
     """
     lowest = np.minimum.accumulate(steps)
-    begins = np.flatnonzero((np.diff(steps) < 0) & (steps[1:] <= lowest[:-1])) + 1
-    if not len(begins):
+    restarts = np.flatnonzero((np.diff(steps) < 0) & (steps[1:] <= lowest[:-1])) + 1
+    if not len(restarts):
         return 0
-    passes = np.split(steps, begins)
-    distinct = sum(len(np.unique(one)) for one in passes)
-    return distinct - len(np.unique(steps))
+    passes = np.split(steps, restarts)
+    num_distinct = sum(len(np.unique(pass_steps)) for pass_steps in passes)
+    return num_distinct - len(np.unique(steps))
 
 
-def shared_steps(first: Steps, *others: Steps) -> Steps:
+def intersect_steps(grid: Steps, *grids: Steps) -> Steps:
     """Return the steps that all of some ascending grids hold."""
-    for steps in others:
-        if not np.array_equal(steps, first):
-            first = np.intersect1d(first, steps, assume_unique=True)
-    return first
+    for other_grid in grids:
+        if not np.array_equal(other_grid, grid):
+            grid = np.intersect1d(grid, other_grid, assume_unique=True)
+    return grid
 
 
-def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
-    """A series a key of (step, row) pairs, and how many points a later one replaced; None is no value."""
+def series_from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
+    """Build a series for each key of (step, row) pairs, and count replaced points; None is skipped."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for step, row in rows:
         for key, value in row.items():
@@ -98,30 +101,34 @@ def from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, 
                 steps, values = points.setdefault(key, ([], []))
                 steps.append(step)
                 values.append(value)
-    series = {key: by_step(*one) for key, one in points.items()}
-    return {key: one for key, (one, _) in series.items()}, sum(replaced for _, replaced in series.values())
+    built = {key: build_series(*point_lists) for key, point_lists in points.items()}
+    return {key: series for key, (series, _) in built.items()}, sum(
+        replaced for _, replaced in built.values()
+    )
 
 
-def on_shared_steps(window: str, bounds: tuple[int, int] | None, shared: Steps) -> tuple[int, int] | None:
-    """The bounds of a window in percent, or of 'all', drawn in to the steps in it that all runs share."""
+def clip_to_shared_steps(
+    window: str, bounds: tuple[int, int] | None, shared: Steps
+) -> tuple[int, int] | None:
+    """Return the bounds of a window in percent, or of 'all', narrowed to the steps that all runs share."""
     if bounds is None or not len(shared) or window.startswith("steps"):
         return bounds
     return int(shared[0]), int(shared[-1])
 
 
 def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:
-    """First and last step of a window on a grid. Raises ComparisonError where the grid does not hold it."""
-    first, last = int(steps[0]), int(steps[-1])
+    """Return the first and last step of a window on a grid. Raises ComparisonError if the grid lacks them."""
+    first_step, last_step = int(steps[0]), int(steps[-1])
     if window == "all":
-        return first, last
+        return first_step, last_step
     if window.startswith("last"):
         percent = int(window.removeprefix("last ").removesuffix("%"))
-        num_steps = -(-percent * len(steps) // 100)  # rounded up, in whole numbers: at least one step
-        return int(steps[-num_steps]), last
-    start, end = (int(part) for part in window.removeprefix("steps ").split("-"))
-    if start < first or end > last:
+        num_steps = -(-percent * len(steps) // 100)  # integer division, rounded up: at least one step
+        return int(steps[-num_steps]), last_step
+    start, end = (int(bound) for bound in window.removeprefix("steps ").split("-"))
+    if start < first_step or end > last_step:
         raise ComparisonError(
-            f"{metric}: window: got {window!r}, the runs hold steps {first}-{last}; "
+            f"{metric}: window {window!r} exceeds the recorded steps {first_step}-{last_step}; "
             f"use a window inside them, such as 'last 20%'"
         )
     return start, end

@@ -17,7 +17,7 @@ class Example:
     source: str = field(default="", compare=False)  # file and line, for messages
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """A verifier, and a stream of examples that is a pure function of seed and position."""
 
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
@@ -41,7 +41,7 @@ class Task(Protocol):
         ...
 
 
-def make_task(config: TaskConfig) -> Task:
+def make_task(config: TaskConfig) -> TrainingTask:
     """Return the task of a recipe. Raises RecipeError if its file is missing or has an invalid line."""
     if isinstance(config, Arithmetic):
         from abrun.tasks.arithmetic import arithmetic
@@ -60,7 +60,7 @@ def make_task(config: TaskConfig) -> Task:
     return make_problem_file(config)
 
 
-def hold_out(config: TaskConfig, validation: Validation) -> tuple[Task, list[Example]]:
+def hold_out(config: TaskConfig, validation: Validation) -> tuple[TrainingTask, list[Example]]:
     """Split the task into training task and validation examples, the same for every arm and seed.
 
     Training excludes all copies of a validation prompt, such as duplicate lines.

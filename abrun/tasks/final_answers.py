@@ -77,15 +77,15 @@ class Number:
 
 def last_number(text: str) -> Number | None:
     """Return the last number of the text; None if it is part of a longer expression."""
-    plain = _plain(text)
+    plain = _normalize(text)
     matches = list(NUMBER.finditer(plain))
-    return _number(matches[-1]) if matches and not _is_in_longer_expression(matches[-1]) else None
+    return _to_number(matches[-1]) if matches and not _is_in_longer_expression(matches[-1]) else None
 
 
 def number(text: str) -> Number | None:
     """Parse a text that is one number, apart from currency, percent sign, unit in \\text{} and full stop."""
-    match = NUMBER.fullmatch(WORDS.sub("", _plain(text)).strip().rstrip(" .%$\\°€£¥"))
-    return _number(match) if match else None
+    match = NUMBER.fullmatch(WORDS.sub("", _normalize(text)).strip().rstrip(" .%$\\°€£¥"))
+    return _to_number(match) if match else None
 
 
 def last_box(text: str) -> str | None:
@@ -124,7 +124,7 @@ def _is_in_longer_expression(match: re.Match[str]) -> bool:
     )
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     """Rewrite minus signs, thousands, degrees, powers and fractions in plain ASCII."""
 
     def rewrite_fraction(match: re.Match[str]) -> str:
@@ -142,7 +142,7 @@ def _plain(text: str) -> str:
     return FRACTION.sub(rewrite_fraction, DEGREES.sub("", text))
 
 
-def _number(match: re.Match[str]) -> Number:
+def _to_number(match: re.Match[str]) -> Number:
     value = Decimal((match["sign"] or "") + match["first"].replace(",", ""))
     if not match["joined"]:
         return Number(value)

@@ -14,7 +14,7 @@ DRAWS_A_PROMPT = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """An endless stream of examples; see abrun.tasks.Task."""
+    """An endless stream of examples; see abrun.tasks.TrainingTask."""
 
     name: str  # of the stream
     draw: Callable[[random.Random], Example]

@@ -29,7 +29,7 @@ FileConfig = Gsm8k | Jsonl | CompletionsTask | PreferencesTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemFile:
-    """A finite set of examples, reshuffled in every epoch; see abrun.tasks.Task."""
+    """A finite set of examples, reshuffled in every epoch; see abrun.tasks.TrainingTask."""
 
     path: str
     field: str  # the recipe field that names the file
@@ -39,7 +39,7 @@ class ProblemFile:
     def examples(self, seed: int, start: int, count: int) -> list[Example]:
         size = len(self.problems)
         orders = {
-            epoch: _order(seed, epoch, size)
+            epoch: _shuffle_order(seed, epoch, size)
             for epoch in range(start // size, (start + count - 1) // size + 1)
         }
         return [self.problems[orders[i // size][i % size]] for i in range(start, start + count)]
@@ -77,7 +77,7 @@ def make_problem_file(config: FileConfig) -> ProblemFile:
 
 def read_problems(config: FileConfig, path: str, field: str) -> ProblemFile:
     """Read a file in the format of `config`; `field` is the recipe field that names it, for messages."""
-    problems = _problems(config, _content(path, field, None), path, field)
+    problems = _parse_problems(config, _read_bytes(path, field, None), path, field)
     return ProblemFile(path=path, field=field, problems=problems)
 
 
@@ -86,29 +86,32 @@ def check_problems(config: FileConfig, path: str, field: str) -> ProblemFile | N
 
     Only the first lines of a file longer than MAX_CHECKED_BYTES are checked.
     """
-    content = _content(path, field, MAX_CHECKED_BYTES)
+    content = _read_bytes(path, field, MAX_CHECKED_BYTES)
     if len(content) < MAX_CHECKED_BYTES:
-        return ProblemFile(path=path, field=field, problems=_problems(config, content, path, field))
+        return ProblemFile(path=path, field=field, problems=_parse_problems(config, content, path, field))
     lines = content[: content.rfind(b"\n") + 1]
     if lines.strip():
-        _problems(config, lines, path, field)
+        _parse_problems(config, lines, path, field)
     return None
 
 
-def _problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
+def _parse_problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
     match config:
         case Gsm8k():
-            fields, read = ("question", "answer"), partial(_gsm8k, _reference_check(config))
+            fields, read = ("question", "answer"), partial(_gsm8k_example, _reference_check(config))
         case Jsonl():
             fields, read = (
                 (config.prompt_field, config.answer_field),
-                partial(_answered, _reference_check(config)),
+                partial(_answer_example, _reference_check(config)),
             )
         case CompletionsTask():
-            fields, read = (config.prompt_field, config.completion_field), _completed
+            fields, read = (config.prompt_field, config.completion_field), _completion_example
         case PreferencesTask():
-            fields, read = (config.prompt_field, config.chosen_field, config.rejected_field), _preferred
-    return _parsed(content, path, field, fields, read)
+            fields, read = (
+                (config.prompt_field, config.chosen_field, config.rejected_field),
+                _preference_example,
+            )
+    return _parse_lines(content, path, field, fields, read)
 
 
 def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
@@ -126,32 +129,32 @@ def _check_number(answer: str) -> None:
         )
 
 
-def _gsm8k(check: Callable[[str], None], question: str, answer: str) -> Example:
+def _gsm8k_example(check: Callable[[str], None], question: str, answer: str) -> Example:
     """Parse the GSM8K format: the last line of an answer is `#### <number>`."""
     reasoning, mark, final = answer.rpartition("####")
     if not mark:
         raise ValueError("answer without a line '#### <number>'")
     final = final.strip().replace(",", "")
-    solved = _answered(check, question, final)
+    solved = _answer_example(check, question, final)
     return replace(solved, completion=f"{reasoning.strip()}\n#### {final}")
 
 
-def _answered(check: Callable[[str], None], prompt: str, answer: str) -> Example:
+def _answer_example(check: Callable[[str], None], prompt: str, answer: str) -> Example:
     check(answer)
     return Example(prompt=prompt, completion=answer, answer=answer)
 
 
-def _completed(prompt: str, completion: str) -> Example:
+def _completion_example(prompt: str, completion: str) -> Example:
     return Example(prompt=prompt, completion=completion)
 
 
-def _preferred(prompt: str, chosen: str, rejected: str) -> Example:
+def _preference_example(prompt: str, chosen: str, rejected: str) -> Example:
     if chosen == rejected:
         raise ValueError("the chosen and the rejected completion are the same text")
     return Example(prompt=prompt, completion=chosen, rejected=rejected)
 
 
-def _content(path: str, field: str, max_bytes: int | None) -> bytes:
+def _read_bytes(path: str, field: str, max_bytes: int | None) -> bytes:
     try:
         with open_regular(Path(path).expanduser()) as file:
             return file.read() if max_bytes is None else file.read(max_bytes)
@@ -164,7 +167,7 @@ def _unreadable(path: str, field: str, error: Exception) -> RecipeError:
     return RecipeError(Code.PROBLEMS_UNREADABLE(field=field, path=path, problem=str(reason)))
 
 
-def _parsed(
+def _parse_lines(
     content: bytes,
     path: str,
     field: str,
@@ -201,7 +204,7 @@ def _parsed(
     return problems
 
 
-def _order(seed: int, epoch: int, size: int) -> list[int]:
+def _shuffle_order(seed: int, epoch: int, size: int) -> list[int]:
     order = list(range(size))
     random.Random(f"order-{seed}-{epoch}").shuffle(order)
     return order

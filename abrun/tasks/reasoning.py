@@ -75,7 +75,7 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
     scorer, _ = draw_problem(0)
     if config.answer == "text" and EVALUATES_ANSWER.search(inspect.getsource(type(scorer).score_answer)):
         raise RecipeError(Code.REASONING_SCORER_RUNS_CODE(task=config.name))
-    _check(config.name, draw, scorer)
+    _check_reproducible(config.name, draw, scorer)
 
     def judge(example: Example, completion: str) -> float:
         assert isinstance(example, Reasoning)
@@ -89,7 +89,7 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
     return Generated(name=f"reasoning_gym-{config.name}", draw=draw, judge=judge)
 
 
-def _check(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> None:
+def _check_reproducible(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> None:
     for seed in range(2):
         example, repeated_example = draw(random.Random(seed)), draw(random.Random(seed))
         if example != repeated_example:

@@ -14,7 +14,7 @@ from abrun.tasks.expressions import final_answer
 from abrun.tasks.final_answers import last_box, last_number, number
 from abrun.tasks.values import is_equal, is_number
 
-LARGEST = 3.4028234663852886e38  # rewards are float32
+MAX_REWARD = 3.4028234663852886e38  # rewards are float32
 
 
 def final_number(example: Example, completion: str) -> float:
@@ -62,16 +62,16 @@ def load_verifier(name: str) -> Callable[[Example, str], float]:
     function. The verifier raises RecipeError if the user's function raises or returns anything but a finite
     number, because training on a reward of 0 instead would hide the bug.
     """
-    function = _imported(name)
+    function = _import_function(name)
 
     def judge(example: Example, completion: str) -> float:
         try:
             reward = function(example.prompt, completion, example.answer)
         except Exception as error:  # a user's code may raise anything
             raise RecipeError(
-                Code.VERIFIER_RAISED(verifier=name, error=_line(error), prompt=example.source)
+                Code.VERIFIER_RAISED(verifier=name, error=_one_line(error), prompt=example.source)
             ) from error
-        if not isinstance(reward, Real) or not _fits(reward):
+        if not isinstance(reward, Real) or not _is_float32(reward):
             raise RecipeError(
                 Code.VERIFIER_RETURNED(verifier=name, returned=repr(reward)[:60], prompt=example.source)
             )
@@ -80,7 +80,7 @@ def load_verifier(name: str) -> Callable[[Example, str], float]:
     return judge
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _import_function(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -88,7 +88,7 @@ def _imported(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's code may raise anything
         raise RecipeError(
-            Code.VERIFIER_IMPORT_FAILED(verifier=name, module=module_name, error=_line(error))
+            Code.VERIFIER_IMPORT_FAILED(verifier=name, module=module_name, error=_one_line(error))
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -101,10 +101,10 @@ def _imported(name: str) -> Callable[..., Any]:
     return function
 
 
-def _fits(reward_value: Any) -> bool:
+def _is_float32(reward_value: Any) -> bool:
     # NaN compares false, and a huge int is compared without conversion to float
-    return bool(-LARGEST <= reward_value <= LARGEST)
+    return bool(-MAX_REWARD <= reward_value <= MAX_REWARD)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,4 +1,4 @@
-"""`python -m abrun.train RUN_DIR`: one rank of one run, started by its agent, torchrun or hand."""
+"""`python -m abrun.train RUN_DIR`: one rank of a run, started by its agent, by torchrun or by hand."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from abrun.processes import progress
 from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
 from abrun.train import startup
-from abrun.train.failures import record_failure
+from abrun.train.failures import record_exception, record_failure
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
-# As libraries say it that raise no OutOfMemoryError: CUDA's runtime, NCCL, cuBLAS
+# Errors of CUDA's runtime, NCCL and cuBLAS, which do not raise OutOfMemoryError
 GPU_MEMORY = r"(CUDA|Cuda) (error|failure).{0,20}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-MOST_QUOTED = 250
-OTHERS_SHARE = 0.25  # of a GPU, which is more than the contexts and buffers that the allocator does not count
+MAX_QUOTED = 250
+MIN_OTHERS_SHARE = 0.25  # of a GPU; CUDA contexts and uncounted buffers take less
 
 
 def main() -> int:
@@ -28,13 +28,17 @@ def main() -> int:
     driver = startup.begin()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(_train)(Path(sys.argv[1]), driver) or 0
+    try:
+        return record(_train)(Path(sys.argv[1]), driver) or 0
+    except Exception as error:
+        record_exception(error)
+        raise
 
 
 def _train(directory: Path, driver: threading.Thread) -> int:
     import torch.distributed as dist
 
-    from abrun.backends.ranks import COLLECTIVE_TIMEOUT, join_ranks, lost_ranks
+    from abrun.backends.ranks import COLLECTIVE_TIMEOUT, explain_lost_ranks, join_ranks
     from abrun.errors import AbrunError, LaunchError
     from abrun.runs.rundir import RunDir
     from abrun.runs.writer import RunWriter
@@ -45,16 +49,16 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     writer: RunWriter | None = None
     try:
         record = run.record()
-        if os.environ.get("RANK", "0") == "0":  # before the ranks find together, which may fail
+        if os.environ.get("RANK", "0") == "0":  # before the rendezvous, which may fail
             writer = run.begin_attempt()
         limits = record.config.get("limits") or {}
         timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=limits.get("stalled_s") or 0.0))
         try:
             train(run, record, writer, join_ranks(record.config["cluster"], timeout))
         except (RuntimeError, MemoryError) as error:
-            reason = ran_out(error)
+            reason = out_of_memory_reason(error)
             if reason is None and isinstance(error, RuntimeError):
-                reason = lost_ranks(error, timeout)
+                reason = explain_lost_ranks(error, timeout)
             if reason is None:
                 raise
             raise LaunchError(reason) from error
@@ -66,44 +70,47 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     except AbrunError as error:
         if writer:
             writer.fail(error.reason, exit_code=FAILED)
-        record_failure(error)  # for the agent, who asks what failed first
+        record_failure(error)  # the agent reads it
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     dist.destroy_process_group()
     return 0
 
 
-def ran_out(error: Exception) -> Reason | None:
-    """Say that an error tells of memory that was wanting, the GPU's or the machine's; None: it does not."""
+def out_of_memory_reason(error: Exception) -> Reason | None:
+    """Return a reason if an error means that GPU or host memory ran out; otherwise None."""
     from torch import OutOfMemoryError
 
-    said = " ".join(str(error).split())
-    on_gpu = isinstance(error, OutOfMemoryError) or bool(re.search(GPU_MEMORY, said))
-    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in said:
+    message = " ".join(str(error).split())
+    on_gpu = isinstance(error, OutOfMemoryError) or bool(re.search(GPU_MEMORY, message))
+    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in message:
         return None
     return Code.MEMORY_RAN_OUT(
         on_gpu=on_gpu,
         doing=progress.current_activity(),
-        others=_held_by_others() if on_gpu else None,
-        error=said[:MOST_QUOTED] or type(error).__name__,
+        others=_memory_of_other_processes() if on_gpu else None,
+        error=message[:MAX_QUOTED] or type(error).__name__,
     )
 
 
-def _held_by_others() -> dict[str, int] | None:
-    """Who holds how much of this rank's GPU where others hold much; None: they do not, or CUDA is silent."""
+def _memory_of_other_processes() -> dict[str, int] | None:
+    """Return the memory of this rank's GPU by owner if other processes hold much of it.
+
+    None if they do not, or if CUDA cannot tell.
+    """
     import torch
 
-    if not torch.cuda.is_initialized():  # a budget on CPU cores
+    if not torch.cuda.is_initialized():  # a memory limit on CPU
         return None
     try:
-        free, total = torch.cuda.mem_get_info()
-        own = torch.cuda.memory_reserved()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        reserved_bytes = torch.cuda.memory_reserved()
     except RuntimeError:
         return None
-    others = total - free - own
-    if others < OTHERS_SHARE * total:
+    other_bytes = total_bytes - free_bytes - reserved_bytes
+    if other_bytes < MIN_OTHERS_SHARE * total_bytes:
         return None
-    return {"other_bytes": others, "total_bytes": total, "own_bytes": own}
+    return {"other_bytes": other_bytes, "total_bytes": total_bytes, "own_bytes": reserved_bytes}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`python -m abrun.train.agent MODULE DIRECTORY`: the ranks of a run on this node, watched to their end.
+"""`python -m abrun.train.agent MODULE DIRECTORY`: start and supervise the ranks of a run on this node.
 
-Starts them with torchrun's variables, ends as the first failed rank did, says so in the run directory, and
-leaves nothing behind. A rank that gives no sign of life is named and ends the run. It imports no torch, which
-would take seconds before a rank starts.
+The agent starts the ranks with torchrun's environment variables, exits with the status of the first rank that
+failed, records the failure in the run directory, and leaves no process behind. Ranks without a heartbeat are
+named and end the run. It does not import torch, which would delay the ranks by seconds.
 """
 
 import argparse
@@ -59,55 +59,55 @@ from abrun.runs.rundir import RunDir
 from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 4096  # of connections; the kernel allows that many
+BACKLOG = 4096  # pending connections; the default limit of the kernel
 SCRATCH = "abrun-ranks-"
-NEW_S = 60.0
-LOOK_S = 1.0  # from one look for a new attempt, or at what other nodes say, to the next
+MIN_SCRATCH_AGE_S = 60.0
+CHECK_S = 1.0  # between checks for a new attempt, and between reads of other nodes' notes
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
-# Starts a rank by what it runs (words behind `python -m`), its environment, and the open files it inherits.
-# Called while this process is one thread.
+# Starts a rank from its arguments (after `python -m`), its environment and the file descriptors it inherits.
+# Called while this process has only one thread.
 StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
 def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
-    """A process of its own, in a session: whoever signals the agent's group asks the agent alone (_Watch)."""
+    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
     command = [sys.executable, "-u", *MODULE_OPTIONS, *words]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def main(start_rank: StartRank = start_rank_anew) -> int:
-    """The exit code."""
-    asked = asked_for()
-    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(asked.directory)
+    """Run the agent; return its exit code."""
+    options = parse_options()
+    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
     os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
     adopt_orphans()
-    run = RunDir(asked.directory)
+    run = RunDir(options.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
         catch_stop_signals() as requests,
-        capture_output(run.log, int(asked.log_mib * 2**20), mask.hide_bytes) as pass_on,
+        capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes) as pass_on,
     ):
-        known = run.last_attempt
+        previous_attempt = run.last_attempt
         try:
-            with _scratch(_ranks_here(asked)) as (scratch, lines):
-                notes = _Notes(run, known, asked.node, asked.nodes)
-                status, reason = _watched(asked, start_rank, requests, scratch, lines, notes, pass_on)
+            with _scratch(_local_ranks(options)) as (scratch, lines):
+                notes = _NodeNotes(run, previous_attempt, options.node, options.nodes)
+                status, reason = _run_and_watch(options, start_rank, requests, scratch, lines, notes, pass_on)
         except LaunchError as error:
             status, reason = FAILED, error.reason
-        _conclude(run, asked.node, known, status, reason, requests.first_signal)
+        _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
     return exit_like(status)
 
 
-def asked_for() -> argparse.Namespace:
-    """What the command line asks for."""
+def parse_options() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
-    parser.add_argument("module", help="what each rank runs, with DIRECTORY as its argument")
+    parser.add_argument("module", help="module that each rank runs, with DIRECTORY as its argument")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node", type=int, default=0, help="which of them this is")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="of the first node, where there are several")
+    parser.add_argument("--node", type=int, default=0, help="index of this node")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="address of the first node, with several nodes")
     parser.add_argument("--run-s", type=float, default=math.inf)
     parser.add_argument("--stalled-s", type=float, default=math.inf)
     parser.add_argument("--grace-s", type=float, default=GRACE_S)
@@ -115,45 +115,44 @@ def asked_for() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _ranks_here(asked: argparse.Namespace) -> range:
-    """The ranks of this node among those of all."""
-    return range(asked.node * asked.ranks, (asked.node + 1) * asked.ranks)
+def _local_ranks(options: argparse.Namespace) -> range:
+    """Return the global numbers of the ranks on this node."""
+    return range(options.node * options.ranks, (options.node + 1) * options.ranks)
 
 
-def _watched(
-    asked: argparse.Namespace,
+def _run_and_watch(
+    options: argparse.Namespace,
     start_rank: StartRank,
     requests: StopRequests,
     scratch: Path,
     lines: Mapping[int, int],
-    notes: "_Notes",
+    notes: "_NodeNotes",
     pass_on: Callable[[], None],
 ) -> tuple[int, Reason | None]:
-    """The exit status of the ranks, and what was wrong."""
+    """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
-    watch = _Watch(requests, asked, scratch, lines, notes)
+    watch = _Watchdog(requests, options, scratch, lines, notes)
 
     def begin() -> None:
         pass_on()
         watch.start()
 
     try:
-        status, reason = _run_ranks(asked, start_rank, scratch, begin)
+        status, reason = _run_ranks(options, start_rank, scratch, begin)
     finally:
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(asked.directory))
+        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(options.directory))
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
 @contextlib.contextmanager
 def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
-    """A folder for what agent and ranks tell each other, and the ranks' lines in it, opened.
+    """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened.
 
-    Those that killed agents have left are removed.
-
-    It is locked as long as it is in use, which systemd-tmpfiles respects, too.
+    The folder is locked while in use, which systemd-tmpfiles respects. Unlocked folders of killed agents are
+    removed.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -165,16 +164,16 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
             lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
-        for other in folder.parent.glob(f"{SCRATCH}*"):
+        for folder_left in folder.parent.glob(f"{SCRATCH}*"):
             with contextlib.suppress(OSError):
-                _remove_unused(other)
+                _remove_unused(folder_left)
         yield folder, lines
 
 
 def _remove_unused(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
-        if time.time() - folder.stat().st_mtime > NEW_S:  # else it may not be locked yet
+        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # a newer folder may not be locked yet
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -182,52 +181,52 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _run_ranks(
-    asked: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
+    options: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
 ) -> tuple[int, Reason | None]:
-    """The exit status of the first rank that failed, as `subprocess` gives it, and why it did; or 0.
+    """Return exit status (as `subprocess` gives it) and reason of the first rank that failed, or 0 and None.
 
-    `begin` is called once they have been started.
+    `begin` is called after the ranks have been started.
     """
-    oom_kills_before, log_start = count_oom_kills(), RunDir(asked.directory).log_size()
+    oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
     try:
-        with _started_ranks(asked, start_rank, scratch) as processes:
+        with _start_ranks(options, start_rank, scratch) as processes:
             begin()
             failure = first_failure(processes, scratch)
-    except (OSError, OverflowError, ValueError) as error:  # the latter two of a port that is none
-        raise LaunchError(Code.RANKS_NOT_STARTED(node=asked.node, error=str(error))) from None
+    except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
+        raise LaunchError(Code.RANKS_NOT_STARTED(node=options.node, error=str(error))) from None
     if failure is None:
         return 0, None
     reason = Code.RANK_FAILED(
         rank=failure.rank,
-        num_ranks=asked.nodes * asked.ranks,
-        host=socket.gethostname() if asked.meet else None,
-        cause=cause_of(failure, RunDir(asked.directory).read_log(log_start), oom_kills_before),
+        num_ranks=options.nodes * options.ranks,
+        host=socket.gethostname() if options.meet else None,
+        cause=cause_of(failure, RunDir(options.directory).read_log(log_start), oom_kills_before),
     )
     return failure.status, reason
 
 
 @contextlib.contextmanager
-def _started_ranks(
-    asked: argparse.Namespace, start_rank: StartRank, scratch: Path
+def _start_ranks(
+    options: argparse.Namespace, start_rank: StartRank, scratch: Path
 ) -> Iterator[dict[int, Child]]:
-    """This node's ranks, as processes. The first of all inherits the socket where they meet.
+    """Yield the rank processes of this node. Rank 0 inherits the socket of the rendezvous.
 
-    It stays open here, too: where the first rank dies before it serves, the others wait to be ended, and
-    torch does not print what a connection that was reset means.
+    The agent keeps the socket open as well: if rank 0 dies before it serves, the other ranks wait until they
+    are killed, instead of failing with a misleading "connection reset" from torch.
     """
-    host, _, port = (asked.meet or f"{LOOPBACK}:0").rpartition(":")
-    ranks, inherited = _ranks_here(asked), dict[int, int]()
+    host, _, port = (options.meet or f"{LOOPBACK}:0").rpartition(":")
+    ranks, inherited = _local_ranks(options), dict[int, int]()
     with contextlib.ExitStack() as stack:
         if 0 in ranks:
-            listening = stack.enter_context(_listen(int(port), everywhere=bool(asked.meet)))
+            listening = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = listening.getsockname()[1], listening.fileno()
         yield {
             rank: start_rank(
-                [asked.module, str(asked.directory)],
+                [options.module, str(options.directory)],
                 {
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
-                    **_variables(asked, rank, host.strip("[]"), port, inherited.get(rank)),
+                    **_rank_environment(options, rank, host.strip("[]"), port, inherited.get(rank)),
                     ERROR_FILE: str(error_file(scratch, rank)),
                 },
                 [inherited[rank]] if rank in inherited else [],
@@ -236,17 +235,17 @@ def _started_ranks(
         }
 
 
-def _variables(
-    asked: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
+def _rank_environment(
+    options: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
 ) -> dict[str, str]:
-    """Of a rank, as torchrun has them, where a store that is served already is called its agent's."""
-    found = {
+    """Return the variables of a rank as torchrun sets them; the inherited socket is its "agent store"."""
+    variables = {
         "RANK": rank,
-        "WORLD_SIZE": asked.nodes * asked.ranks,
-        "LOCAL_RANK": rank % asked.ranks,
-        "LOCAL_WORLD_SIZE": asked.ranks,
-        "GROUP_RANK": asked.node,
-        "GROUP_WORLD_SIZE": asked.nodes,
+        "WORLD_SIZE": options.nodes * options.ranks,
+        "LOCAL_RANK": rank % options.ranks,
+        "LOCAL_WORLD_SIZE": options.ranks,
+        "GROUP_RANK": options.node,
+        "GROUP_WORLD_SIZE": options.nodes,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "abrun",
@@ -254,35 +253,35 @@ def _variables(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         **({} if listening is None else {progress.LISTENING_FD_VARIABLE: listening}),
     }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
-def _listen(port: int, *, everywhere: bool) -> socket.socket:
-    """A socket that the ranks of a large run reach before the first of them has done its imports."""
-    if not everywhere:
+def _listen(port: int, *, all_interfaces: bool) -> socket.socket:
+    """Open the rendezvous socket, so that other ranks can connect before rank 0 has finished its imports."""
+    if not all_interfaces:
         return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
     with contextlib.suppress(OSError, ValueError):  # a machine without IPv6
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def _conclude(
-    run: RunDir, node: int, known: int, status: int, reason: Reason | None, asked: int | None
+def _record_ending(
+    run: RunDir, node: int, previous_attempt: int, status: int, reason: Reason | None, stop_signal: int | None
 ) -> None:
-    """How the ranks ended, in the words of an attempt that has begun and died without any.
+    """Record the ending for an attempt that began and left no result.
 
-    One that took too long notes itself that it was interrupted. A node that is not the first only prints it,
-    and notes it for the launcher.
+    A run that exceeded its time limit records itself that it was interrupted. Nodes other than the first only
+    print the reason and write it for the launcher.
     """
-    if reason and asked is None:
+    if reason and stop_signal is None:
         print(f"error: {sentence(reason)}", file=sys.stderr)
-        write_ending(run, f"node-{node:04d}", known, reason)
+        write_ending(run, f"node-{node:04d}", previous_attempt, reason)
     if node > 0:
         return
     try:
-        writer = run.resume_abandoned_attempt(known, interrupted=status == TIMED_OUT)
-        if writer and asked:
-            writer.interrupt(exit_code=shell_exit_code(status), signal=asked)
+        writer = run.resume_abandoned_attempt(previous_attempt, interrupted=status == TIMED_OUT)
+        if writer and stop_signal:
+            writer.interrupt(exit_code=shell_exit_code(status), signal=stop_signal)
         elif writer and reason:
             ending = Code.SEE_LOG(ending=reason, log=run.log) if is_unexplained(reason) else reason
             writer.fail(ending, exit_code=shell_exit_code(status))
@@ -290,81 +289,89 @@ def _conclude(
         print(f"error: {error}", file=sys.stderr)
 
 
-class _Notes:
-    """What each node says of its ranks in the run directory: for its status, and for the other nodes."""
+class _NodeNotes:
+    """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
-    def __init__(self, run: RunDir, known: int, node: int, num_nodes: int) -> None:
-        self._run, self._known, self._node, self._num_nodes = run, known, node, num_nodes
+    def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
+        self._run, self._previous_attempt, self._node, self._num_nodes = (
+            run,
+            previous_attempt,
+            node,
+            num_nodes,
+        )
         self._attempt = 0
         self._written_s = -math.inf
-        self._where: list[SilentRank] | None = None
-        self._looked_s = -math.inf
-        self._others: dict[
+        self._silent_ranks: list[SilentRank] | None = None
+        self._last_read_s = -math.inf
+        self._notes_by_node: dict[
             int, tuple[NodeStatus, float]
-        ] = {}  # with when this one saw that, by its own clock
+        ] = {}  # with the time of reading, by this node's clock
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
-        """To be asked often; `ranks` says where they are, None while they give signs."""
-        now = time.time()  # which jumps where a machine has slept: the note is old, then
-        changed = (self._where is None) != (ranks is None)
+        """Write this node's note if it is due; call this often.
+
+        `ranks` returns the silent ranks and where they are; None while heartbeats arrive.
+        """
+        now = time.time()  # wall clock: after a suspend of the machine, the note is due at once
+        changed = (self._silent_ranks is None) != (ranks is None)
         if abs(now - self._written_s) < NODE_REPORT_EVERY_S and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
-        if self._attempt <= self._known:
+        if self._attempt <= self._previous_attempt:
             self._attempt = 0
-            self._written_s -= NODE_REPORT_EVERY_S - LOOK_S
+            self._written_s -= NODE_REPORT_EVERY_S - CHECK_S
             return
         if changed:
-            self._where = ranks() if ranks else None
+            self._silent_ranks = ranks() if ranks else None
         note = NodeStatus(
             attempt=self._attempt,
             node=self._node,
             host=socket.gethostname(),
             time_s=time.time(),
             silent_s=silent_s,
-            silent_since_s=None if self._where is None else time.time() - silent_s,
-            ranks=tuple(self._where or ()),
+            silent_since_s=None if self._silent_ranks is None else time.time() - silent_s,
+            ranks=tuple(self._silent_ranks or ()),
         )
-        with contextlib.suppress(StoreError):  # a full disk is no reason to end ranks
+        with contextlib.suppress(StoreError):  # a full disk must not end the ranks
             self._run.write_node(note)
 
-    def others(self) -> list[NodeStatus]:
-        """What the nodes say that still do, but for this one: clocks need not agree."""
+    def other_nodes(self) -> list[NodeStatus]:
+        """Return the recent notes of other nodes; their age is measured by this node's clock."""
         now = time.monotonic()
-        if self._num_nodes > 1 and now - self._looked_s > LOOK_S:
-            self._looked_s = now
+        if self._num_nodes > 1 and now - self._last_read_s > CHECK_S:
+            self._last_read_s = now
             for note in self._run.nodes(self._attempt):
-                seen, _ = self._others.get(note.node, (None, now))
-                if note.node != self._node and note != seen:
-                    self._others[note.node] = note, now
-        return [note for note, seen_s in self._others.values() if now - seen_s <= NODE_LOST_AFTER_S]
+                last_note, _ = self._notes_by_node.get(note.node, (None, now))
+                if note.node != self._node and note != last_note:
+                    self._notes_by_node[note.node] = note, now
+        return [note for note, seen_s in self._notes_by_node.values() if now - seen_s <= NODE_LOST_AFTER_S]
 
 
-class _Watch(threading.Thread):
-    """Passes requests to stop on to the ranks, and ends ranks that hang or take too long.
+class _Watchdog(threading.Thread):
+    """Forwards requests to stop to the ranks, and kills ranks that hang or exceed the time limit.
 
-    Whose silence is unusual says so before.
+    It reports unusually long silence before it acts.
     """
 
     def __init__(
         self,
         requests: StopRequests,
-        asked: argparse.Namespace,
+        options: argparse.Namespace,
         scratch: Path,
         lines: Mapping[int, int],
-        notes: _Notes,
+        notes: _NodeNotes,
     ) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: Reason | None = None
         self._requests = requests
-        self._limits = asked
+        self._limits = options
         self._scratch, self._lines = scratch, lines
         self._notes = notes
         self._began_s = time.monotonic()
         self._awake = PauseDetector()
-        self._told = set[int]()
+        self._signalled_pids = set[int]()
         self._kill_at_s = math.inf
 
     def run(self) -> None:
@@ -374,46 +381,51 @@ class _Watch(threading.Thread):
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first_signal is not None:
                 self._ask_to_stop(now)
-            hanging = self._hanging(now, signs)
+            hanging = self._check_for_hang(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.is_forced:
                 kill_all(lambda: find_descendants(os.getpid()))
 
     def _ask_to_stop(self, now: float) -> None:
-        """SIGTERM once to every rank, whenever it appears: time for a checkpoint."""
+        """Send SIGTERM once to every rank, including later ones, so that they save a checkpoint."""
         self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in find_children(os.getpid()) - self._told:
+        for pid in find_children(os.getpid()) - self._signalled_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-            self._told.add(pid)
+            self._signalled_pids.add(pid)
 
-    def _hanging(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
-        """Where the ranks are that have all been silent for too long, those first that wait for no other.
+    def _check_for_hang(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
+        """Return the reason to end the run if all ranks have been silent for too long, else None.
 
-        Of a run on several nodes those of the others, too: while one of them works, these wait for it.
+        The reason lists the silent ranks, those that do not wait for others first. With several nodes, the
+        ranks of all nodes count: while one of them works, the others wait for it.
         """
-        begun = len(signs) == self._limits.ranks
-        if begun:
+        all_begun = len(signs) == self._limits.ranks
+        if all_begun:
             reap_orphans({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.running_since_s())
-        patience_s = max(sign.hang_timeout_s for sign in signs.values()) if begun else math.inf
+        patience_s = max(sign.hang_timeout_s for sign in signs.values()) if all_begun else math.inf
         limit_s = self._limits.stalled_s
-        unusual = silent_s > min(patience_s, limit_s)
-        self._notes.write(silent_s, (lambda: self._where(signs)) if unusual else None)
+        is_unusual = silent_s > min(patience_s, limit_s)
+        self._notes.write(silent_s, (lambda: self._locate_ranks(signs)) if is_unusual else None)
         if silent_s <= limit_s:
             return None
-        others = self._notes.others()
-        if any(note.silent_s <= limit_s for note in others):
+        other_nodes = self._notes.other_nodes()
+        if any(note.silent_s <= limit_s for note in other_nodes):
             return None
-        found: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._where(signs)]
-        found += [(rank, note.host) for note in others for rank in note.ranks]
-        found.sort(key=lambda each: each[0].waits)
-        silence = silent_ranks_reason(silent_s, found, 0 if begun else self._limits.ranks - len(signs))
+        silent_ranks: list[tuple[SilentRank, str | None]] = [
+            (rank, None) for rank in self._locate_ranks(signs)
+        ]
+        silent_ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
+        silent_ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
+        silence = silent_ranks_reason(
+            silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs)
+        )
         return Code.STALL_LIMIT_REACHED(silence=silence)
 
-    def _where(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
-        """Where ranks are, those first that wait for no other."""
+    def _locate_ranks(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
+        """Return what each rank is doing, ranks that do not wait for others first."""
         places = progress.locate_ranks(self._scratch, signs)
         waits = {rank: signs[rank].is_waiting or is_in_torch(place) for rank, place in places.items()}
         return [
@@ -423,7 +435,7 @@ class _Watch(threading.Thread):
 
 
 def is_in_torch(place: progress.CodeLocation) -> bool:
-    """Return True if a rank is in the installed torch, as one is that waits for the others."""
+    """Return True if a place is inside the installed torch, as in a rank that waits for a collective."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations or [] if torch else []
     return any(Path(place.file).is_relative_to(folder) for folder in folders)

@@ -1,8 +1,8 @@
-"""A run that begins where a checkpoint of another one stopped, in whichever layout, by either backend.
+"""Start of a run from a checkpoint of another run, in any parallel layout and with either backend.
 
-The files of the checkpoint's ranks say which pieces of whole tensors they hold; each rank of this run reads
-what its own pieces need, and nothing else. Learning rates, sampling and data are functions of the step,
-which goes on.
+The files in the checkpoint record which slices of full tensors they contain. Each rank of the new run reads
+only what its own shards need. The step count continues, and with it learning rates, sampling and data, which
+are functions of the step.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from abrun.backends.pieces import Held, Piece, held_in
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import Piece, ShardSpec, specs_from_metadata
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.runs.files import find_damage, fingerprint
@@ -29,12 +29,12 @@ from abrun.train.checkpoint import Stateful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a run began: as its `environment.json` says, and the same in both runs of a pair."""
+class StartCheckpoint:
+    """The checkpoint from which a run began, as in `environment.json`; both runs of a pair share it."""
 
     run: str
     step: int
-    sha256: str  # of the checkpoint's state.json, which has the checksums of all else
+    sha256: str  # of the checkpoint's state.json, which has the checksums of all other files
 
     def recorded(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,143 +42,155 @@ class Origin:
 
 def start_from(
     folder: str, trained: Stateful, ranks: Ranks, num_steps: int, field: str = "checkpoint.start_from"
-) -> Origin:
-    """Give `trained` the weights and the optimizer state of a checkpoint. Collective.
+) -> StartCheckpoint:
+    """Load weights and optimizer state of a checkpoint into `trained`. Collective.
 
-    Raises RecipeError, on every rank alike, where there is none, or one that does not fit.
+    Raises RecipeError on all ranks if the checkpoint is missing or does not fit.
     """
-    path, wrong, found = Path(folder).expanduser(), None, None
-    wanted = trained.pieces()
+    path, problem, tensors = Path(folder).expanduser(), None, None
+    wanted_shards = trained.shard_specs()
     shapes = ranks.all_gather_world(
-        {name: piece.shape for held in wanted.values() for name, piece in held.pieces}
+        {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
     )
     try:
-        state, origin = _opened(path, ranks, num_steps)
+        state, origin = _open_checkpoint(path, ranks, num_steps)
         with contextlib.ExitStack() as opened:
-            saved = _Saved([opened.enter_context(safe_open(path / name, "pt")) for name in state.files])
+            saved = _SavedTensors(
+                [opened.enter_context(safe_open(path / name, "pt")) for name in state.files]
+            )
             _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
-            found = _tensors_of(saved, wanted, trained.local_state())
+            tensors = _read_tensors(saved, wanted_shards, trained.local_state())
     except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        wrong = " ".join(str(error).split()) or type(error).__name__
-    words = next((each for each in ranks.all_gather_world(wrong) if each), None)
-    if words:
-        raise RecipeError(Code.START_DOES_NOT_FIT(field=field, folder=folder, problem=words))
-    assert found is not None
-    trained.load_local_state(found)
+        problem = " ".join(str(error).split()) or type(error).__name__
+    first_problem = next(
+        (rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem), None
+    )
+    if first_problem:
+        raise RecipeError(Code.START_DOES_NOT_FIT(field=field, folder=folder, problem=first_problem))
+    assert tensors is not None
+    trained.load_local_state(tensors)
     return origin
 
 
-def _opened(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, Origin]:
-    """Its files, of which this rank has checked some, are as they were written."""
+def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, StartCheckpoint]:
+    """Read the state of a checkpoint and verify this rank's share of its files. Raises StoreError."""
     state = read_saved_state(path)
     if state.step >= num_steps:
-        raise StoreError(f"it is of step {state.step}, and steps is {num_steps}")
+        raise StoreError(f"the checkpoint is at step {state.step}, but steps is {num_steps}")
     for name in list(state.files)[ranks.rank :: ranks.size]:
-        wrong = find_damage(path / name, state.files[name])
-        if wrong:
-            raise StoreError(f"{name} {wrong}")
+        problem = find_damage(path / name, state.files[name])
+        if problem:
+            raise StoreError(f"{name} {problem}")
     digest = fingerprint(path / SAVED_STATE)["sha256"]
-    return state, Origin(run=state.run, step=state.step, sha256=digest)
+    return state, StartCheckpoint(run=state.run, step=state.step, sha256=digest)
 
 
-def _tensors_of(saved: "_Saved", wanted: Mapping[str, Held], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `load_local_state` takes. Raises ValueError."""
+def _read_tensors(
+    saved: "_SavedTensors", wanted_shards: Mapping[str, ShardSpec], current: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors for `load_local_state`. Raises ValueError."""
     return {
-        name: saved.read_held(held, own[name].dtype if name in own else None)
-        for name, held in wanted.items()
+        name: saved.read_held(held, current[name].dtype if name in current else None)
+        for name, held in wanted_shards.items()
         if held.pieces[0][0] in saved  # a parameter that never had a gradient has no optimizer state
     }
 
 
-class _Saved:
-    """The tensors of all ranks' files, as pieces of whole ones."""
+class _SavedTensors:
+    """The full tensors of a checkpoint, readable by slices from the files of all ranks."""
 
     def __init__(self, files: list[Any]) -> None:
-        # By the whole's name and where the piece is: of ranks that have the same, one is as good as another.
-        self._places: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
-        joined: dict[str, _Joined] = {}
-        latest: dict[str, list[Tensor]] = {}
+        # Keyed by full name and slices: if several ranks have the same shard, any of them will do.
+        self._sources: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
+        assembled: dict[str, _AssembledTensor] = {}
+        last_split: dict[str, list[Tensor]] = {}
         for file in files:
-            for name, held in held_in(file.metadata()).items():
-                if not held.is_piece:
-                    one = joined.setdefault(repr(held.pieces), _Joined(held, latest))
-                    one.spans[held.span] = partial(file.get_tensor, name)
-                for index, (whole, piece) in enumerate(held.pieces):
-                    read = partial(_part_of_file, file, name)
-                    if not held.is_piece:
-                        read = partial(joined[repr(held.pieces)].read, index)
-                    self._places.setdefault(whole, {}).setdefault(repr(piece.slices), (piece, read))
+            for name, held in specs_from_metadata(file.metadata()).items():
+                if not held.is_single_piece:
+                    assembled_tensor = assembled.setdefault(
+                        repr(held.pieces), _AssembledTensor(held, last_split)
+                    )
+                    assembled_tensor.spans[held.flat_range] = partial(file.get_tensor, name)
+                for index, (full_name, shard) in enumerate(held.pieces):
+                    read = partial(_read_slice, file, name)
+                    if not held.is_single_piece:
+                        read = partial(assembled[repr(held.pieces)].read, index)
+                    self._sources.setdefault(full_name, {}).setdefault(repr(shard.slices), (shard, read))
 
-    def __contains__(self, whole: str) -> bool:
-        return whole in self._places
+    def __contains__(self, full_name: str) -> bool:
+        return full_name in self._sources
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: next(iter(there.values()))[0].shape for name, there in self._places.items()}
+        return {name: next(iter(sources.values()))[0].shape for name, sources in self._sources.items()}
 
-    def read_held(self, held: Held, dtype: torch.dtype | None) -> Tensor:
-        """`dtype`: which it has to be in; None: as saved."""
-        exact = None if held.rounded else dtype
-        found = held.joined([self._read(name, piece, exact) for name, piece in held.pieces])
-        return found if dtype is None else found.to(dtype)
+    def read_held(self, held: ShardSpec, dtype: torch.dtype | None) -> Tensor:
+        """Read a local tensor as `dtype`; None keeps the saved dtype. Raises ValueError on another dtype."""
+        required_dtype = None if held.is_rounded_copy else dtype
+        tensor = held.assemble([self._read(name, shard, required_dtype) for name, shard in held.pieces])
+        return tensor if dtype is None else tensor.to(dtype)
 
-    def _read(self, name: str, wanted: Piece, dtype: torch.dtype | None) -> Tensor:
-        """One piece, put together."""
-        own: Tensor | None = None
+    def _read(self, name: str, wanted_shard: Piece, dtype: torch.dtype | None) -> Tensor:
+        """Read one shard, assembled from all saved shards that overlap with it."""
+        tensor: Tensor | None = None
         num_read = 0
-        for piece, read in self._places[name].values():
-            part = piece.common(wanted)
-            if part is None:
+        for shard, read in self._sources[name].values():
+            overlap = shard.intersect(wanted_shard)
+            if overlap is None:
                 continue
-            there = read(piece.inside(part))
-            if dtype is not None and there.dtype != dtype:
-                raise ValueError(f"{name} is {there.dtype}, and {dtype} in this run")
-            own = torch.zeros(wanted.size, dtype=there.dtype) if own is None else own
-            own[wanted.inside(part)] = there
-            num_read += there.numel()
-        if own is None:
-            own = torch.zeros(wanted.size, dtype=dtype or torch.float32)
-        if num_read != own.numel():
-            raise ValueError(f"{name} is not whole")
-        return own
+            values = read(shard.relative_to(overlap))
+            if dtype is not None and values.dtype != dtype:
+                raise ValueError(f"{name} is {values.dtype}, but {dtype} in this run")
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=values.dtype) if tensor is None else tensor
+            tensor[wanted_shard.relative_to(overlap)] = values
+            num_read += values.numel()
+        if tensor is None:
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=dtype or torch.float32)
+        if num_read != tensor.numel():
+            raise ValueError(f"{name} is incomplete")
+        return tensor
 
 
-class _Joined:
-    """A tensor of several pieces, or of whose elements each of some files has a span.
+class _AssembledTensor:
+    """A saved tensor that holds several shards, or of which each file holds a span of elements.
 
-    `latest` is shared by all of them: what one was split into last. Its pieces are mostly asked for together.
+    `last_split` is shared by all instances and caches the most recent split, because shards of one tensor are
+    mostly read in succession.
     """
 
-    def __init__(self, held: Held, latest: dict[str, list[Tensor]]) -> None:
-        self._held, self._latest = held, latest
+    def __init__(self, held: ShardSpec, last_split: dict[str, list[Tensor]]) -> None:
+        self._held, self._last_split = held, last_split
         self.spans: dict[tuple[int, int] | None, Callable[[], Tensor]] = {}
 
-    def read(self, index: int, part: tuple[slice, ...]) -> Tensor:
+    def read(self, index: int, slices: tuple[slice, ...]) -> Tensor:
         key = repr(self._held.pieces)
-        if key not in self._latest:
-            self._latest.clear()
-            self._latest[key] = self._held.split(self._whole())
-        return self._latest[key][index][part]
+        if key not in self._last_split:
+            self._last_split.clear()
+            self._last_split[key] = self._held.split(self._assemble())
+        return self._last_split[key][index][slices]
 
-    def _whole(self) -> Tensor:
+    def _assemble(self) -> Tensor:
         if None in self.spans:
             return self.spans[None]()
         flat = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
         if len(flat) != math.prod(self._held.shape):
-            raise ValueError(f"{self._held.pieces[0][0]} is not whole")
+            raise ValueError(f"{self._held.pieces[0][0]} is incomplete")
         return flat.view(self._held.shape)
 
 
-def _part_of_file(file: Any, name: str, part: tuple[slice, ...]) -> Tensor:
-    return file.get_slice(name)[part] if part else file.get_tensor(name)
+def _read_slice(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    return file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
 
 def _check_fit(saved: Mapping[str, tuple[int, ...]], run: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError where the two are of other models, or another algorithm's parts."""
-    there, here = ({name for name in names if "weights/" in name} for names in (saved, run))
-    for names, words in ((there - here, "which this run lacks"), (here - there, "which it lacks")):
+    """Raise ValueError if checkpoint and run have different weights or shapes."""
+    saved_names, run_names = ({name for name in names if "weights/" in name} for names in (saved, run))
+    for names, place in (
+        (saved_names - run_names, "missing in this run"),
+        (run_names - saved_names, "missing in the checkpoint"),
+    ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"this run and it train other weights: {min(names)}{more}, {words}")
+            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"its weights differ from this run's: {min(names)}{rest} {place}")
     for name, shape in run.items():
         if name in saved and saved[name] != shape:
-            raise ValueError(f"{name} has the shape {list(saved[name])}, and {list(shape)} in this run")
+            raise ValueError(f"{name} has the shape {list(saved[name])}, but {list(shape)} in this run")

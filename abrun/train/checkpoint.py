@@ -1,12 +1,12 @@
-"""Training state on disk: safetensors and JSON only, complete or not there, and known to be what was written.
+"""Checkpoints: safetensors and JSON only, written atomically and verified by checksums.
 
     checkpoints/step-000050/state.json              run, step, attempt, ranks, checksums of the files
-    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states;
-                                                    which pieces of whole tensors these are
+    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states,
+                                                    and which slices of full tensors they are
 
-A folder gets its name by a rename after every rank has written its file and all of it is on the disk, so a
-run killed at any moment, with the power or without, finds the last complete one. Data order and sampling are
-functions of seed and step: the step is their whole position.
+A folder gets its final name by a rename, after every rank has written its file and everything is synced to
+disk. A run that is killed at any moment, even by power loss, finds the last complete checkpoint. Data order
+and sampling are functions of seed and step, so the step is the only position to save.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from abrun.backends.pieces import Held, as_metadata
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import ShardSpec, specs_to_metadata
 from abrun.errors import AbrunError, StoreError
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import share_new_folder
@@ -46,17 +46,17 @@ from abrun.runs.writer import RunWriter
 
 
 class Stateful(Protocol):
-    """What a rank saves of a run and gets back: tensors in place, by name."""
+    """An object whose state a rank saves and restores in place: tensors by name."""
 
     def local_state(self) -> dict[str, Tensor]: ...
 
     def load_local_state(self, state: dict[str, Tensor]) -> None: ...
 
-    def pieces(self) -> Mapping[str, Held]: ...
+    def shard_specs(self) -> Mapping[str, ShardSpec]: ...
 
 
-class _Unsound(Exception):
-    """A checkpoint is not what was written: which file, and why."""
+class _DamagedCheckpoint(Exception):
+    """A checkpoint differs from what was written; the message says which file, and how."""
 
 
 def save(
@@ -64,15 +64,15 @@ def save(
 ) -> None:
     """Write the state after `step` below `directory` and drop all but the `keep` newest. Collective.
 
-    Rank 0 has the attempt's `writer`: what it has written of the steps before is on the disk first, and no
-    checkpoint appears once a newer attempt owns the run.
+    Rank 0 has the attempt's `writer`. Its earlier records are synced to disk first, and no checkpoint is
+    published once a newer attempt owns the run.
     """
-    with _together(ranks, directory) as begun:
-        if ranks.is_first:  # a folder of this attempt's own: ranks of an older one may be at it still
-            begun.mine = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
-            _empty_folder(begun.mine)
-    partial = begun.of_all[0]
-    with _swept(partial, ranks):
+    with _in_step(ranks, directory) as shared:
+        if ranks.is_first:  # named by attempt, because ranks of an older attempt may still be writing
+            shared.local = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
+            _empty_folder(shared.local)
+    partial = shared.by_rank[0]
+    with _removing_on_failure(partial, ranks):
         _save_into(partial, directory, trained, ranks, step=step, keep=keep, writer=writer)
 
 
@@ -86,14 +86,20 @@ def _save_into(
     keep: int,
     writer: RunWriter | None,
 ) -> None:
-    with _together(ranks, partial) as shared:
-        state = {name: tensor.contiguous() for name, tensor in (trained.local_state() | _rng_state()).items()}
+    with _in_step(ranks, partial) as shared:
+        state = {
+            name: tensor.contiguous() for name, tensor in (trained.local_state() | _get_rng_state()).items()
+        }
         path = partial / f"rank-{ranks.rank}.safetensors"
-        save_file(state, path, as_metadata(trained.pieces(), state))
-        shared.mine = {path.name: _synced(path)}
-    with _together(ranks, partial):
+        save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
+        shared.local = {path.name: _sync_and_fingerprint(path)}
+    with _in_step(ranks, partial):
         if writer:
-            files = {name: of for by_name in shared.of_all for name, of in by_name.items()}
+            files = {
+                name: file_fingerprint
+                for rank_files in shared.by_rank
+                for name, file_fingerprint in rank_files.items()
+            }
             content = SavedState(
                 run=RunDir(writer.path).identity(),
                 step=step,
@@ -104,71 +110,72 @@ def _save_into(
             write_json(partial / SAVED_STATE, asdict(content))
             writer.sync()
             _publish(partial, directory / f"step-{step:06d}", writer)
-            complete = _complete(directory)
-            kept = [each for each in complete if each <= step][-keep:]
-            for old in complete.keys() - kept:  # those after this step, too: restore has passed them over
-                _remove(complete[old])
+            checkpoints = _list_checkpoints(directory)
+            steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
+            for old_step in (
+                checkpoints.keys() - steps_to_keep
+            ):  # those after this step, too: restore has passed them over
+                _remove(checkpoints[old_step])
 
 
 def restore(
-    directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None, *, first: int = 0
+    directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None, *, start_step: int = 0
 ) -> int:
-    """Load the newest checkpoint that every rank finds sound; `first` is the step that the run began after.
+    """Load the newest checkpoint that is valid on every rank; return its step. Collective.
 
-    Returns its step, or `first` where there is none. Collective.
-
-    One whose steps are not all recorded, or were recorded anew by a later attempt, is passed over. Raises
-    StoreError where there are checkpoints and none of them is sound.
+    Returns `start_step`, the step after which the run began, if there is no checkpoint. Skips checkpoints
+    with steps that are not recorded, or were recorded again by a later attempt. Raises StoreError if there
+    are checkpoints and all are damaged.
     """
-    with _together(ranks, directory) as shared:
+    with _in_step(ranks, directory) as shared:
         if writer:
             _remove_partial(directory)
-            here = RunDir(writer.path)
-            shared.mine = _complete(directory), here.step_attempts(), here.identity()
-    complete, recorded, run = shared.of_all[0]
+            run_dir = RunDir(writer.path)
+            shared.local = _list_checkpoints(directory), run_dir.step_attempts(), run_dir.identity()
+    checkpoints, recorded, run = shared.by_rank[0]
     damages: list[str] = []
-    for step in sorted(complete, reverse=True):
-        tensors, unrecorded, wrong = {}, None, None
+    for step in sorted(checkpoints, reverse=True):
+        tensors, gap, problem = {}, None, None
         try:
-            state = _state_of(complete[step], step, ranks.size, run)
-            unrecorded = _unrecorded(state, recorded, first)
-            if unrecorded is None:
-                tensors = _tensors_of(complete[step], state, ranks.rank, trained)
-        except _Unsound as error:
-            wrong = str(error)
-        found = [each for each in ranks.all_gather_world(wrong) if each]
-        if found:
-            damages.append(f"step {step}: {found[0]}")
-            _say(writer, "checkpoint_damaged", step, found[0])
-        elif unrecorded:
-            _say(writer, "checkpoint_passed_over", step, unrecorded)
+            state = _read_state(checkpoints[step], step, ranks.size, run)
+            gap = _find_gap(state, recorded, start_step)
+            if gap is None:
+                tensors = _read_rank_file(checkpoints[step], state, ranks.rank, trained)
+        except _DamagedCheckpoint as error:
+            problem = str(error)
+        problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
+        if problems:
+            damages.append(f"step {step}: {problems[0]}")
+            _log_event(writer, "checkpoint_damaged", step, problems[0])
+        elif gap:
+            _log_event(writer, "checkpoint_passed_over", step, gap)
         else:
             _restore_rng(tensors)
             trained.load_local_state(tensors)
             return step
-    if damages and len(damages) == len(complete):
+    if damages and len(damages) == len(checkpoints):
         raise StoreError(
-            f"{directory}: no checkpoint here is sound ({damages[0]}); "
+            f"{directory}: all checkpoints are damaged ({damages[0]}); "
             "remove this folder to start the run again"
         )
-    return first
+    return start_step
 
 
 def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer: RunWriter | None) -> Any:
-    """Make a folder appear whole, with what `write`, which is collective, puts there. Collective.
+    """Publish a folder atomically; `write`, which is collective, creates its contents. Collective.
 
-    Returns a store.fingerprint of each of its files on rank 0.
+    Returns the fingerprint (see abrun.runs.files) of each file on rank 0.
     """
     partial = final.with_name(f".{final.name}.partial")
-    with _together(ranks, partial):
+    with _in_step(ranks, partial):
         if ranks.is_first:
             _empty_folder(partial)
     fingerprints = {}
-    with _swept(partial, ranks), _together(ranks, partial):
+    with _removing_on_failure(partial, ranks), _in_step(ranks, partial):
         write(partial)
         if writer:
             files = sorted(path for path in partial.rglob("*") if is_file(path))
-            fingerprints = {str(path.relative_to(partial)): _synced(path) for path in files}
+            fingerprints = {str(path.relative_to(partial)): _sync_and_fingerprint(path) for path in files}
             sync_folder(partial)
             _publish(partial, final, writer)
     return fingerprints
@@ -178,17 +185,20 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
 
 
 @dataclass(slots=True)
-class _Shared:
-    """What each rank has to tell the others at the end of a part that all of them go through."""
+class _Exchange:
+    """A value that each rank passes to the others at the end of a collective section."""
 
-    mine: Any = None
-    of_all: list[Any] = None  # pyright: ignore[reportAssignmentType]  # there after the part
+    local: Any = None
+    by_rank: list[Any] = None  # pyright: ignore[reportAssignmentType]  # set at the end of the section
 
 
 @contextlib.contextmanager
-def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
-    """A part in which all ranks succeed, or all of them raise what one of them met. Collective."""
-    shared, met = _Shared(), None
+def _in_step(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
+    """Run a section in which all ranks succeed, or all raise the error of one of them. Collective.
+
+    Yields an _Exchange: set `local` inside of the section; `by_rank` has the values of all ranks after it.
+    """
+    shared, local_error = _Exchange(), None
     try:
         with wrap_write_errors(path):
             try:
@@ -196,14 +206,14 @@ def _together(ranks: Ranks, path: Path) -> Iterator[_Shared]:
             except SafetensorError as error:  # how safetensors reports a full disk
                 raise OSError(str(error)) from error
     except AbrunError as error:
-        met = error
-    told = ranks.all_gather_world((shared.mine, met and str(met)))
-    if met:
-        raise met
-    shared.of_all = [mine for mine, _ in told]
-    for _, words in told:
-        if words:
-            raise StoreError(words)
+        local_error = error
+    gathered = ranks.all_gather_world((shared.local, local_error and str(local_error)))
+    if local_error:
+        raise local_error
+    shared.by_rank = [mine for mine, _ in gathered]
+    for _, message in gathered:
+        if message:
+            raise StoreError(message)
 
 
 def _empty_folder(path: Path) -> None:
@@ -214,8 +224,8 @@ def _empty_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _swept(partial: Path, ranks: Ranks) -> Iterator[None]:
-    """Remove a folder that will never be whole: where a save fails, all ranks have ended their part of it."""
+def _removing_on_failure(partial: Path, ranks: Ranks) -> Iterator[None]:
+    """Remove an incomplete folder if a save fails; by then, all ranks have left the section."""
     try:
         yield
     except Exception:
@@ -224,15 +234,15 @@ def _swept(partial: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _synced(path: Path) -> dict[str, Any]:
-    """The fingerprint of a file that is on the disk, for the readers of its experiment."""
+def _sync_and_fingerprint(path: Path) -> dict[str, Any]:
+    """Sync a file to disk, share it with readers of the experiment, and return its fingerprint."""
     share_written_file(path)
     sync_file(path)
     return fingerprint(path)
 
 
 def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
-    """Give a folder, all of which is on the disk, its name; raises FencedError in an older attempt."""
+    """Rename a synced folder to its final name. Raises FencedError if a newer attempt owns the run."""
     writer.check_fence()
     if os.path.lexists(final):
         _remove(final)
@@ -241,7 +251,7 @@ def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what lies in its place; of a link not what it leads to."""
+    """Remove a folder, file or link; the target of a link is kept."""
     if is_directory(path) and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -249,7 +259,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_partial(directory: Path) -> None:
-    """What attempts before this one left when they were killed as they saved."""
+    """Remove incomplete folders from attempts that were killed while saving."""
     for name in _names_in(directory):
         if name.startswith(".") and name.endswith(".partial"):
             _remove(directory / name)
@@ -265,53 +275,55 @@ def _names_in(directory: Path) -> list[str]:
         return []
 
 
-def _complete(directory: Path) -> dict[int, Path]:
-    """The checkpoints by step, ascending."""
+def _list_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints by step, ascending."""
     steps = sorted(int(name[5:]) for name in _names_in(directory) if re.fullmatch(r"step-\d{6,18}", name))
     named = {step: directory / f"step-{step:06d}" for step in steps}
     return {step: path for step, path in named.items() if os.path.lexists(path)}
 
 
-def _state_of(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
-    """Raises _Unsound, and StoreError where as it says it is another number of ranks' own."""
+def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
+    """Read state.json. Raises _DamagedCheckpoint, and StoreError for a different number of ranks."""
     try:
         state = read_saved_state(path)
     except StoreError as error:
-        raise _Unsound(str(error)) from None
+        raise _DamagedCheckpoint(str(error)) from None
     if state.run != run:
-        raise _Unsound(f"{SAVED_STATE} run: got {state.run[:80]!r}; this run is {run!r}")
+        raise _DamagedCheckpoint(f"{SAVED_STATE} run: got {state.run[:80]!r}; this run is {run!r}")
     if state.step != step:
-        raise _Unsound(f"{SAVED_STATE} step: got {state.step}; the folder is of step {step}")
+        raise _DamagedCheckpoint(f"{SAVED_STATE} step: got {state.step}; the folder is for step {step}")
     if state.num_ranks != num_ranks:
         raise StoreError(
-            f"{path}: was written by {state.num_ranks} ranks and this run has {num_ranks}; resume with as "
-            "many, or begin another run from it (checkpoint.start_from)"
+            f"{path}: was written by {state.num_ranks} ranks, but this run has {num_ranks}; resume with "
+            f"{state.num_ranks} ranks, or start another run from it (checkpoint.start_from)"
         )
     return state
 
 
-def _tensors_of(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
-    """A rank's file, which is as it was written, and fits. Raises _Unsound."""
+def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
+    """Read and verify the file of a rank. Raises _DamagedCheckpoint."""
     name = f"rank-{rank}.safetensors"
-    wrong = find_damage(path / name, state.files[name])
-    if wrong:
-        raise _Unsound(f"{name} {wrong}")
+    problem = find_damage(path / name, state.files[name])
+    if problem:
+        raise _DamagedCheckpoint(f"{name} {problem}")
     try:
         tensors = load_file(path / name)
-        _rng_of(tensors)
+        _parse_rng_state(tensors)
         for key, tensor in trained.local_state().items():
-            there = tensors[key]
-            if (there.shape, there.dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(f"{key} has the shape {list(there.shape)} and is {there.dtype}")
+            saved_tensor = tensors[key]
+            if (saved_tensor.shape, saved_tensor.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(
+                    f"{key} has the shape {list(saved_tensor.shape)} and is {saved_tensor.dtype}"
+                )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        words = " ".join(str(error).split())
-        raise _Unsound(f"{name} does not fit: {type(error).__name__}: {words}") from None
+        message = " ".join(str(error).split())
+        raise _DamagedCheckpoint(f"{name} does not fit: {type(error).__name__}: {message}") from None
     return tensors
 
 
-def _unrecorded(state: SavedState, recorded: Mapping[int, int], first: int) -> str | None:
-    """Why what is recorded of the steps is not what led to a checkpoint; None where it is."""
-    for step in range(first + 1, state.step + 1):
+def _find_gap(state: SavedState, recorded: Mapping[int, int], start_step: int) -> str | None:
+    """Return why the recorded steps do not lead to a checkpoint; None if they do."""
+    for step in range(start_step + 1, state.step + 1):
         if step not in recorded:
             return f"step {step} is not recorded in metrics.jsonl"
         if recorded[step] > state.attempt:
@@ -319,7 +331,7 @@ def _unrecorded(state: SavedState, recorded: Mapping[int, int], first: int) -> s
     return None
 
 
-def _say(writer: RunWriter | None, event: str, step: int, reason: str) -> None:
+def _log_event(writer: RunWriter | None, event: str, step: int, reason: str) -> None:
     if writer:
         writer.event(event, step=step, reason=reason)
 
@@ -335,7 +347,7 @@ class _RandomNumbers:
     cuda: Tensor | None
 
 
-def _rng_state() -> dict[str, Tensor]:
+def _get_rng_state() -> dict[str, Tensor]:
     _, words, _ = random.getstate()
     numpy_state = np.random.get_state(legacy=False)["state"]
     state = {
@@ -348,29 +360,32 @@ def _rng_state() -> dict[str, Tensor]:
     return state
 
 
-def _rng_of(state: Mapping[str, Tensor]) -> _RandomNumbers:
-    """The states that a checkpoint holds. Raises KeyError, ValueError, TypeError or RuntimeError for none."""
+def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
+    """Parse the random-number states of a checkpoint.
+
+    Raises KeyError, ValueError, TypeError or RuntimeError if they are missing or invalid.
+    """
     *key, position = state["rng/numpy"].tolist()
     if not 0 <= position <= len(key):
         raise ValueError(f"rng/numpy: got the position {position}")
-    found = _RandomNumbers(
+    parsed = _RandomNumbers(
         torch=state["rng/torch"],
         python=(3, tuple(state["rng/python"].tolist()), None),
         numpy={"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}},
         cuda=state.get("rng/cuda"),
     )
-    torch.Generator().set_state(found.torch)  # generators of their own, to see whether they take it
-    random.Random(0).setstate(found.python)
-    np.random.RandomState(0).set_state(found.numpy)
-    if found.cuda is not None:
-        torch.Generator(device="cuda").set_state(found.cuda)
-    return found
+    torch.Generator().set_state(parsed.torch)  # validated on new generators, before any state changes
+    random.Random(0).setstate(parsed.python)
+    np.random.RandomState(0).set_state(parsed.numpy)
+    if parsed.cuda is not None:
+        torch.Generator(device="cuda").set_state(parsed.cuda)
+    return parsed
 
 
 def _restore_rng(state: Mapping[str, Tensor]) -> None:
-    found = _rng_of(state)
-    torch.set_rng_state(found.torch)
-    random.setstate(found.python)
-    np.random.set_state(found.numpy)
-    if found.cuda is not None:
-        torch.cuda.set_rng_state(found.cuda)
+    parsed = _parse_rng_state(state)
+    torch.set_rng_state(parsed.torch)
+    random.setstate(parsed.python)
+    np.random.set_state(parsed.numpy)
+    if parsed.cuda is not None:
+        torch.cuda.set_rng_state(parsed.cuda)

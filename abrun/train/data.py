@@ -1,4 +1,4 @@
-"""What a run trains on: the examples of a step, as texts and as token ids, and what their verifier says."""
+"""Training data of a run: the examples of a step as texts and token ids, and their rewards."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,39 +11,39 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
 from abrun.seeds import derive_seed
-from abrun.tasks import Example, Task, hold_out, make_task
+from abrun.tasks import Example, TrainingTask, hold_out, make_task
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A run's task, and the text that its model reads and writes."""
+    """The task of a run, and the tokenizer of its model."""
 
-    task: Task
+    task: TrainingTask
     text: Text
     ranks: Ranks
     seed: int
-    batch_size: int  # examples of a global batch
-    held_out: list[Example]  # of the task's stream, for validation; none without one
+    batch_size: int  # examples in a global batch
+    held_out: list[Example]  # validation examples; [] without validation
 
     def examples(self, step: int, fetch: int = 0) -> list[Example]:
-        """The examples of a step's global batch, in order.
+        """Return the examples in the global batch of a step, in order.
 
-        A step that fetches several times takes the later ones from streams of their own: its first are those
-        of a run that fetches once, whatever the steps before it needed.
+        The first fetch of a step uses the main stream, later fetches have their own streams. The first
+        examples therefore do not depend on how often earlier steps fetched.
         """
         names = ("data", fetch) if fetch else ("data",)
         return self.task.examples(
             derive_seed(self.seed, *names), (step - 1) * self.batch_size, self.batch_size
         )
 
-    def share_of(self, step: int) -> list[Example]:
-        """This rank's examples of a step."""
+    def local_examples(self, step: int) -> list[Example]:
+        """Return this rank's examples of a step."""
         return self.examples(step)[self.ranks.data_slice(self.batch_size)]
 
-    def collated(self, texts: Texts) -> Sequences:
-        """This rank's prompts and completions, on the CPU."""
+    def collate_texts(self, texts: Texts) -> Sequences:
+        """Return this rank's prompts and completions as a batch on the CPU."""
         prompts, completions = zip(*texts, strict=True)
         return collate(
             self.text.encode_prompts(prompts),
@@ -51,29 +51,30 @@ class Data:
             pad_id=self.text.pad_id,
         )
 
-    def checked(self, batch: Sequences) -> Sequences:
-        """What `collated` gave, on the device. Collective.
+    def check_and_move(self, batch: Sequences) -> Sequences:
+        """Check a batch from `collate_texts` and move it to the device. Collective.
 
-        Raises RecipeError, on every rank, where one is too long for the model, or no completion has a token.
+        Raises RecipeError on all ranks if a sequence is too long for the model, or if no completion has a
+        token.
         """
         sizes = self.ranks.all_gather_data([(batch.token_ids.shape[1], int(batch.token_mask.sum()))])
         check_length(self.text, max(length for length, _ in sizes), "task: got an example")
         if not any(num_tokens for _, num_tokens in sizes):
             raise RecipeError(
-                "task: got a batch of completions without a token, and this model's tokenizer has none that "
-                "ends a text: leave empty completions out"
+                "task: got a batch of empty completions, and this model's tokenizer has no end token; remove "
+                "empty completions"
             )
         return batch.to(self.ranks.device)
 
-    def encoded(self, texts: Texts) -> Sequences:
-        """This rank's prompts and completions as a batch. Collective; errors as of `checked`."""
-        return self.checked(self.collated(texts))
+    def encode(self, texts: Texts) -> Sequences:
+        """Return this rank's prompts and completions as a batch. Collective; errors: see `check_and_move`."""
+        return self.check_and_move(self.collate_texts(texts))
 
     def rewards(self, examples: list[Example], completions: list[Completion]) -> list[float]:
-        """The verifier's rewards on this rank; truncated completions are judged like any other. Collective.
+        """Return the verifier's rewards of this rank's completions. Collective.
 
-        Where a verifier fails on one rank, every rank raises its RecipeError: rank 0, which writes down why a
-        run failed, would otherwise wait for the others.
+        Truncated completions are judged like any other. If a verifier fails on one rank, all ranks raise its
+        RecipeError. Otherwise rank 0, which records failures, would wait for the others.
         """
         rewards, failure = [], ""
         try:
@@ -87,9 +88,12 @@ class Data:
         return rewards
 
 
-class Ahead:
-    """This rank's batches of texts, step by step. The next step's is made beside the present one: a GPU would
-    wait for the tokenizer."""
+class PrefetchedBatches:
+    """This rank's batches of texts, step by step.
+
+    The batch of the next step is tokenized in a thread during the current step, so that the GPU does not
+    wait.
+    """
 
     def __init__(self, data: Data, texts_of: Callable[[list[Example]], Texts], num_steps: int) -> None:
         self._data, self._texts_of, self._num_steps = data, texts_of, num_steps
@@ -97,28 +101,33 @@ class Ahead:
         self._batches: dict[int, Future[Sequences]] = {}  # of the next step
 
     def batch(self, step: int) -> Sequences:
-        """Collective; errors as of `Data.checked`."""
-        batch = self._batches.pop(step, None) or self._begun(step)
-        checked = self._data.checked(batch.result())
+        """Return the batch of a step. Collective; errors as in `Data.check_and_move`."""
+        batch = self._batches.pop(step, None) or self._prefetch(step)
+        checked_batch = self._data.check_and_move(batch.result())
         if step < self._num_steps:
-            self._batches = {step + 1: self._begun(step + 1)}
-        return checked
+            self._batches = {step + 1: self._prefetch(step + 1)}
+        return checked_batch
 
-    def _begun(self, step: int) -> Future[Sequences]:
-        return self._thread.submit(lambda: self._data.collated(self._texts_of(self._data.share_of(step))))
+    def _prefetch(self, step: int) -> Future[Sequences]:
+        return self._thread.submit(
+            lambda: self._data.collate_texts(self._texts_of(self._data.local_examples(step)))
+        )
 
 
 def check_length(text: Text, longest: int, got: str) -> None:
-    """Raises RecipeError where sequences of `longest` tokens, which `got` asks for, exceed the positions."""
+    """Raise RecipeError if sequences of `longest` tokens exceed the model's positions.
+
+    `got` is the setting or example that requires them; the message starts with it.
+    """
     if text.max_positions is not None and longest > text.max_positions:
         raise RecipeError(
-            f"{got}, which makes sequences of {longest} tokens; this model takes {text.max_positions}: "
-            "make them shorter"
+            f"{got}, which needs sequences of {longest} tokens; this model allows {text.max_positions}: "
+            "shorten them"
         )
 
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:
-    """Load a run's task. Raises RecipeError where its files do not fit the recipe."""
+    """Load the task of a run. Raises RecipeError if its files do not fit the recipe."""
     if config.validation:
         task, held_out = hold_out(config.task, config.validation)
     else:

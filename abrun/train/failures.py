@@ -1,8 +1,9 @@
-"""How the ranks of a node fail: what each writes of it, and which of them failed first.
+"""Failures of the ranks on a node: what each rank writes about its failure, and which failed first.
 
-A rank writes the file that torch's `record` writes, with the code of an error of abrun's beside its words.
+A rank writes the same file as torch's `record`, plus the reason code of the error.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,21 +22,43 @@ from abrun.reasons import Code, Reason
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's `record` writes why a rank fails
 GRACE_S = 30.0  # for a checkpoint; launchers wait 35 s before they kill
 POLL_S = 0.1
-# Of a rank that NCCL has ended: which collective took too long, and how long
+# Message of NCCL's watchdog when it ends a rank: the collective that timed out, and after how long
 WATCHDOG = r"Watchdog caught collective operation timeout: WorkNCCL\((.*?)\) ran for (\d+) milliseconds"
-EFFECTS = (Code.RANKS_LOST, Code.RANKS_NOT_FOUND)  # of another rank's end
+EFFECTS = (Code.RANKS_LOST, Code.RANKS_NOT_FOUND)  # failures caused by the end of another rank
 
 
 def record_failure(error: AbrunError) -> None:
-    """Write why this rank fails, for the agent or torchrun. Nothing where neither waits for it."""
+    """Write the error file of this rank, for the agent or torchrun; do nothing if neither started it."""
     file = os.environ.get(ERROR_FILE)
     if not file:
         return
-    more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    extra_info = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     kind = type(error).__name__
     reason = Code.EXCEPTION(kind=kind, error=error.reason, origin=None)
-    content = {"message": {"message": f"{kind}: {error}", "extraInfo": more}, "reason": coded(reason)}
+    content = {"message": {"message": f"{kind}: {error}", "extraInfo": extra_info}, "reason": coded(reason)}
     Path(file).write_text(json.dumps(content))
+
+
+def record_exception(error: Exception) -> None:
+    """Add the reason to the error file that torch's `record` has written for an exception.
+
+    A failed import also names the error behind it, because the message of transformers does not.
+    """
+    file = os.environ.get(ERROR_FILE)
+    if not file:
+        return
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        content = json.loads(Path(file).read_text())
+        message, callstack = content["message"]["message"], content["message"]["extraInfo"]["py_callstack"]
+        origin = _error_behind(message, callstack) if isinstance(error, ImportError) else None
+        content["reason"] = coded(Code.EXCEPTION(kind=None, error=message, origin=origin))
+        Path(file).write_text(json.dumps(content))
+
+
+def _error_behind(message: str, callstack: str) -> str | None:
+    """Return the error that the first traceback of a chain ends with; None if the message includes it."""
+    causes = re.findall(PYTHON_ERROR, first_traceback(callstack), re.MULTILINE)
+    return causes[-1] if causes and causes[-1] not in " ".join(message.split()) else None
 
 
 def error_file(scratch: Path, rank: int) -> Path:
@@ -44,31 +67,33 @@ def error_file(scratch: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a rank failed."""
+    """The failure of one rank."""
 
     rank: int
     status: int  # as `subprocess` gives it
-    cause: Reason | None  # by the rank itself; None where it could say nothing any more
+    cause: Reason | None  # from the rank's error file; None if it wrote none
     time_s: int
 
     @property
-    def lost_others(self) -> bool:
-        """Return True if it is the effect of another's end."""
+    def is_effect(self) -> bool:
+        """Return True if the rank failed because another rank ended."""
         return self.cause is not None and any(reason.code in EFFECTS for reason in self.cause.walk())
 
 
 def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | None:
-    """Returns once all ranks have ended. The first that fails ends the others, with time for a checkpoint.
+    """Wait until all ranks have ended; return the first failure, or None.
 
-    What a rank says that has lost others is an effect, whenever it says so.
+    The first failure ends the other ranks, with time for a checkpoint. Failures of ranks that have lost
+    others count as effects, even if they come first.
     """
     failures, running = dict[int, Failure](), True
     while running and not failures:
         time.sleep(POLL_S)
-        running = any(process.poll() is None for process in processes.values())  # and ends are noted after it
+        # Polled before the failures are noted, so that no end is missed.
+        running = any(process.poll() is None for process in processes.values())
         _note_failures(processes, scratch, failures)
     if failures:
-        by_themselves = set(failures)
+        failed_first = set(failures)
         for process in processes.values():
             process.terminate()
         deadline = time.monotonic() + GRACE_S
@@ -77,9 +102,9 @@ def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | No
         _note_failures(processes, scratch, failures)  # the cause may take longer to end than its effects
         for rank, process in processes.items():
             process.kill()
-            if rank not in by_themselves and process.returncode == -signal.SIGTERM:
+            if rank not in failed_first and process.returncode == -signal.SIGTERM:
                 failures.pop(rank, None)
-    return min(failures.values(), key=lambda failure: (failure.lost_others, failure.time_s), default=None)
+    return min(failures.values(), key=lambda failure: (failure.is_effect, failure.time_s), default=None)
 
 
 def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict[int, Failure]) -> None:
@@ -87,33 +112,24 @@ def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict
         status = process.poll()
         if not status or rank in failures:
             continue
-        cause, time_s = _recorded(error_file(scratch, rank)) or (None, int(time.time()))
+        cause, time_s = _read_error_file(error_file(scratch, rank)) or (None, int(time.time()))
         failures[rank] = Failure(rank=rank, status=status, cause=cause, time_s=time_s)
 
 
-def _recorded(file: Path) -> tuple[Reason, int] | None:
-    """What a rank has written of its failure, and when; None where it could not, or not to the end."""
+def _read_error_file(file: Path) -> tuple[Reason, int] | None:
+    """Return a rank's reason and its time (s since the epoch); None if the file is missing or incomplete."""
     try:
         content = json.loads(file.read_text())
-        message, more = content["message"]["message"], content["message"]["extraInfo"]
+        message, extra_info = content["message"]["message"], content["message"]["extraInfo"]
         cause = stored_reason(content.get("reason"), None)
-        cause = cause or _of_program(str(message), str(more["py_callstack"]))
-        return cause.map_texts(lambda text: " ".join(text.split())), int(more["timestamp"])
+        cause = cause or Code.EXCEPTION(kind=None, error=str(message), origin=None)
+        return cause.map_texts(lambda text: " ".join(text.split())), int(extra_info["timestamp"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _of_program(message: str, callstack: str) -> Reason:
-    """An exception that is none of abrun's, or has no code; of a failed import, with what it hides."""
-    origin = None
-    if message.startswith(("ImportError", "ModuleNotFoundError")):  # transformers' own say nothing
-        causes = re.findall(PYTHON_ERROR, first_traceback(callstack), re.MULTILINE)
-        origin = causes[-1] if causes and causes[-1] not in " ".join(message.split()) else None
-    return Code.EXCEPTION(kind=None, error=message, origin=origin)
-
-
 def cause_of(failure: Failure, printed: str, oom_kills_before: int | None) -> Reason:
-    """Why a rank failed: by NCCL's word, its own, or else by how its process ended."""
+    """Return the reason of a failure: from NCCL's watchdog, the rank's error file, or its exit status."""
     late = re.search(WATCHDOG, printed)
     if late and signal_name(failure.status) == "SIGABRT":
         return Code.COLLECTIVE_TIMED_OUT(waited_s=int(late[2]) / 1000, work=late[1])

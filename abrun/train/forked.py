@@ -1,6 +1,6 @@
-"""`python -m abrun.train.forked FD MODULE...`: imports modules once, for all runs that begin as its copies.
+"""`python -m abrun.train.forked FD MODULE...`: imports modules once, for all runs that start as its forks.
 
-A copy is a run's agent and, while that is one thread yet, forks what will be its ranks.
+Each fork becomes the agent of a run. While it has only one thread, it forks the processes of its ranks.
 """
 
 import atexit
@@ -19,39 +19,39 @@ from abrun.train import agent
 
 
 def main() -> None:
-    asked, *modules = sys.argv[1:]
-    gc.disable()  # see abrun.train.startup
+    socket_fd, *modules = sys.argv[1:]
+    gc.disable()  # as in abrun.train.startup
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    words = fork_server.serve_forks(socket.socket(fileno=int(asked)), _may_fork)
+    words = fork_server.serve_forks(socket.socket(fileno=int(socket_fd)), _can_fork)
     # From here on this is a copy.
     ignore_output_errors()
     sys.argv = words
     status = agent.main(start_copy)
-    os._exit(status)  # an agent holds nothing that could be lost, and what has been imported ends slowly
+    os._exit(status)  # the agent has nothing to save, and a regular exit is slow after large imports
 
 
 def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> ForkedChild:
-    """A rank; the open files it inherits are among this process's, all of which it has."""
+    """Start a rank as a fork of this process, which already has the inherited files open."""
 
     def run() -> None:
         import numpy as np
 
         os.environ.clear()
         os.environ.update(env)
-        np.random.seed()  # which was at its import; Python's own is by the fork
+        np.random.seed()  # NumPy seeded itself before the fork; Python reseeds its own generator
         sys.argv = words
-        sys.modules.pop(f"{words[0]}.__main__", None)  # else a warning says in the run's log that it is there
+        sys.modules.pop(f"{words[0]}.__main__", None)  # otherwise runpy warns in the log of the run
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
     return fork_server.fork_child(run, death_signal=signal.SIGKILL)
 
 
-def _may_fork() -> bool:
-    """Whether a GPU's driver can come up in this copy, as it cannot where it has in the server."""
+def _can_fork() -> bool:
+    """Return True if CUDA can be initialised in this fork; False if the server has initialised it."""
     import torch
 
     return not torch.cuda._is_in_bad_fork()

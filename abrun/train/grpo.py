@@ -1,16 +1,16 @@
-"""One step of GRPO and its family, top to bottom: roll out, score, compute advantages, update the policy.
+"""One step of GRPO and its family: roll out, score, compute advantages, update the policy.
 
     RolloutBatch  token_ids, token_mask, inference_logprobs [B, S], rewards [B]             train/rollouts.py
     ScoredBatch   + old_logprobs, reference_logprobs, importance_weights, loss_weights [B, S]
     TrainBatch    + advantages [B, S], - rewards; by microbatches into train/policy_objective.py
 
-With several updates a step (epochs, minibatches) a pass before the first of them fixes the log-probs at the
-step's start, so that the importance ratio leaves 1 and clipping acts. A single update takes them from its own
-pass.
+With several updates a step (epochs, minibatches), the log-probs at the start of the step are computed in a
+pass before the first update, so that the importance ratio can differ from 1 and clipping applies. A single
+update uses the log-probs of its own forward pass.
 
-A completion that was truncated at `rollout.max_new_tokens` counts in every metric and in the loss like any
-other, with the reward that the verifier gives to its text; `train/truncation_rate` says how many there were.
-With `overlong_filtering` its reward counts, for the baseline of its group, too, and none of its tokens does.
+A completion truncated at `rollout.max_new_tokens` counts in all metrics and in the loss like any other, with
+the verifier's reward for its text; `train/truncation_rate` is their share. With `overlong_filtering` its
+tokens are masked, but its reward still counts, including for the baseline of its group.
 """
 
 from abc import ABC, abstractmethod
@@ -30,8 +30,8 @@ from abrun.rl.values import reward_to_go_advantages
 from abrun.runs.samples import Sample
 from abrun.train.policy_objective import PolicyObjective, with_old_logprobs
 from abrun.train.rollouts import Rollouts
-from abrun.train.samples import is_due, samples_of
-from abrun.train.setup import Setup, make_reference
+from abrun.train.samples import collect_samples, is_due
+from abrun.train.setup import RunSetup, make_reference
 
 Settings = TypeVar("Settings", Grpo, Ppo)
 Batch = TypeVar("Batch", bound=TrainBatch)
@@ -40,18 +40,18 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """The sequences of one optimizer step, and how the loss of its global batch is reduced."""
+    """The sequences of one optimizer step, and the reduction of the loss over its global batch."""
 
     rows: slice | Tensor  # of this rank's batch
     num_tokens: float  # completion tokens of the global minibatch
-    num_sequences: float  # sequences of it that have completion tokens
-    reduction: dict[str, Any]  # of loss_weights
+    num_sequences: float  # its sequences with completion tokens
+    reduction: dict[str, Any]  # arguments of loss_weights
 
 
 class PolicyGradient(ABC, Generic[Settings, Batch]):
-    """The step that GRPO's family and PPO share; a subclass computes the advantages."""
+    """The step shared by the GRPO family and PPO; subclasses compute the advantages."""
 
-    def __init__(self, setup: Setup, settings: Settings) -> None:
+    def __init__(self, setup: RunSetup, settings: Settings) -> None:
         self.setup, self._settings = setup, settings
         self.rollouts = Rollouts(setup, settings)
         self.reference = make_reference(setup) if settings.kl_coefficient > 0 else None
@@ -62,13 +62,13 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         batch, rollout_metrics = self.rollouts.collect(step)
         self.samples = []
         if is_due(self.setup.config.keep_samples, step):
-            self.samples = samples_of(self.setup, batch, self._settings.group_size)
+            self.samples = collect_samples(self.setup, batch, self._settings.group_size)
         metrics = rollout_metrics | self.update(batch, step)
         penalty = metrics.get("train/kl_penalty_sum_per_sequence")
         if penalty is None:
             return metrics
-        # Rewards are of all that was drawn, with a KL in them as without: what dynamic_sampling chooses of
-        # it depends on them. The KL is known of what is trained on.
+        # The reward is the mean over all completions drawn, with or without a KL penalty, because
+        # dynamic_sampling selects by it. The KL is known only for the completions that are trained on.
         reward = metrics[REWARD]
         return metrics | {
             REWARD: reward - self._settings.kl_coefficient * penalty,
@@ -76,7 +76,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         }
 
     def update(self, batch: RolloutBatch, step: int) -> Metrics:
-        """Everything after the rollouts: log-probs of this rank's `batch`, advantages, gradients, updates."""
+        """Run the step after its rollouts, on the `batch` of this rank: log-probs, advantages and updates."""
         minibatches = self._minibatches(batch)
         scored = self.score(batch, minibatches)
         train_batch, advantage_metrics = self.advantages(scored)
@@ -103,17 +103,17 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         }
 
     def score(self, batch: RolloutBatch, minibatches: list[Minibatch]) -> ScoredBatch:
-        """Add log-probs of the policy at the step's start and of the reference, and loss weights."""
+        """Add loss weights, log-probs of the reference and, if needed, old log-probs of the policy."""
         phases, policy, old, routes, reference = self.setup.phases, self.setup.policy, None, None, None
         if self._needs_old_logprobs:
             with phases("logprobs"):
                 if self.setup.config.policy.replay_routing:
-                    old, routes = policy.routed_logprobs(batch)
+                    old, routes = policy.compute_logprobs_and_routes(batch)
                 else:
-                    old = policy.logprobs(batch)
+                    old = policy.compute_logprobs(batch)
         if self.reference is not None:
             with phases("reference_logprobs"):
-                reference = self.reference.logprobs(batch)
+                reference = self.reference.compute_logprobs(batch)
         weights = torch.zeros(batch.token_mask.shape, dtype=torch.float64, device=batch.token_mask.device)
         for minibatch in minibatches:
             weights[minibatch.rows] = loss_weights(batch.token_mask[minibatch.rows], **minibatch.reduction)
@@ -129,7 +129,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
     @abstractmethod
     def advantages(self, batch: ScoredBatch) -> tuple[Batch, Metrics]:
-        """Add advantages [B, S]; return also the metrics of how they came about. Collective."""
+        """Return the batch with advantages [B, S], and metrics about them. Collective."""
 
     def train(self, updates: list[tuple[Batch, PolicyObjective]], step: int) -> Metrics:
         """Run one optimizer step for each update. Collective."""
@@ -137,21 +137,21 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
     @property
     def _needs_old_logprobs(self) -> bool:
-        """True if something needs the log-probs of the step's start before the update's own pass."""
+        """True if the log-probs at the start of the step are needed before the forward pass of the update."""
         settings, policy = self._settings, self.setup.config.policy
         correction = settings.importance_correction
         return (
             not settings.on_policy
             or policy.replay_routing
             or (self.reference is not None and settings.kl_in != "loss")
-            # One pass knows its tokens alone, and never a sequence.
+            # one_pass sees single tokens, but sequence_mask needs whole sequences.
             or (policy.logprobs.one_pass and correction is not None and correction.type == "sequence_mask")
         )
 
     def _minibatches(self, batch: RolloutBatch) -> list[Minibatch]:
-        """Cut the batch, and count tokens and sequences of each minibatch over all ranks. Collective."""
-        parts = list(_minibatch_rows(batch, self._settings))
-        masks = [batch.token_mask[rows] for rows in parts]
+        """Split the batch into minibatches; count their tokens and sequences over all ranks. Collective."""
+        row_sets = list(_minibatch_rows(batch, self._settings))
+        masks = [batch.token_mask[rows] for rows in row_sets]
         counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
         totals = self.setup.ranks.all_reduce_sum_data(*counts)
         return [
@@ -161,19 +161,19 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
                 num_sequences=num_sequences,
                 reduction={
                     "loss_reduction": self._settings.loss_reduction,
-                    "num_tokens": max(num_tokens, 1.0),  # all may have been filtered
+                    "num_tokens": max(num_tokens, 1.0),  # all tokens may have been filtered
                     "num_sequences": max(num_sequences, 1.0),
                     "max_completion_tokens": self.setup.config.rollout.max_new_tokens,
                 },
             )
-            for rows, num_tokens, num_sequences in zip(parts, totals[::2], totals[1::2], strict=True)
+            for rows, num_tokens, num_sequences in zip(row_sets, totals[::2], totals[1::2], strict=True)
         ]
 
     def _kl_in_reward(self, batch: ScoredBatch) -> tuple[Tensor | None, Metrics]:
-        """Return what each token's KL takes off the reward [B, S], None if nothing does, and its metrics.
+        """Return the KL penalty of each token's reward [B, S], or None, and its metrics. Collective.
 
         The metrics are of the KL before its coefficient: the mean over tokens, as for a KL in the loss, and
-        the mean over sequences of their sums. Collective.
+        the mean over sequences of their sums.
         """
         settings = self._settings
         if batch.reference_logprobs is None or settings.kl_in == "loss":
@@ -194,7 +194,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
 
 
 class GrpoAlgorithm(PolicyGradient[Grpo, TrainBatch]):
-    """The algorithm of a recipe with `algorithm: {type: grpo}`: advantages come from rewards alone."""
+    """The GRPO family, for `algorithm: {type: grpo}`: advantages are computed from rewards alone."""
 
     def advantages(self, batch: ScoredBatch) -> tuple[TrainBatch, Metrics]:
         family = self._settings
@@ -232,13 +232,18 @@ class GrpoAlgorithm(PolicyGradient[Grpo, TrainBatch]):
 
 
 def _minibatch_rows(batch: RolloutBatch, settings: Grpo | Ppo) -> Iterator[slice | Tensor]:
-    """Deal out whole groups in turn, so that a minibatch does not depend on how many ranks share the step."""
-    num_parts = settings.minibatches_per_step
-    if num_parts == 1:
+    """Yield the rows of each minibatch; groups are dealt out in turn.
+
+    The result therefore does not depend on how many ranks share the step.
+    """
+    num_minibatches = settings.minibatches_per_step
+    if num_minibatches == 1:
         yield slice(None)
         return
-    part = torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_parts
-    for index in range(num_parts):
-        rows = (part == index).nonzero()[:, 0]
-        if len(rows):  # a memory profile may have fewer sequences than a step
+    minibatch_index = (
+        torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_minibatches
+    )
+    for index in range(num_minibatches):
+        rows = (minibatch_index == index).nonzero()[:, 0]
+        if len(rows):  # in memory profiles, a step may have fewer sequences
             yield rows

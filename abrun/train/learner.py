@@ -1,4 +1,4 @@
-"""What is trained, and how a step updates it: policy, value model, their learning rates, their state."""
+"""Updates of the trained models, policy and value model: optimizer steps, learning rates and state."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from abrun.backends import B, Backend, Objective, ValueModel
-from abrun.backends.pieces import Held
+from abrun.backends.shards import ShardSpec
 from abrun.recipe.policy import Optimizer
 from abrun.rl.metrics import all_reduce, merge
 from abrun.train.phases import Phases
 
-OF_VALUE_MODEL = "critic/"
+VALUE_MODEL_PREFIX = "critic/"
 
 
 class Learner:
-    """Updates the policy on batches, and counts its updates. `value_model`: PPO's, which PPO updates."""
+    """Updates the policy and counts the updates. It saves the state of `value_model`, which PPO updates."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Learner:
         self.num_updates = 0
 
     def update(self, batch: B, objective: Objective[B], step: int) -> dict[str, float]:
-        """One optimizer step on this rank's `batch`; the metrics of all ranks. Collective."""
+        """Run one optimizer step on this rank's `batch`; return the metrics over all ranks. Collective."""
         return self.update_on_each([(batch, objective)], step)
 
     def update_on_each(
@@ -39,66 +39,66 @@ class Learner:
         step: int,
         before_each: Callable[[B], None] = lambda batch: None,
     ) -> dict[str, float]:
-        """An optimizer step for each batch and its objective; the metrics of all ranks. Collective.
+        """Run one optimizer step for each batch and objective; return the metrics over all ranks. Collective.
 
-        The batches' contributions to the metrics add up as those of microbatches do. The gradient's norm is
-        the mean over the optimizer steps.
+        Metrics are summed over the batches, like those of microbatches. The gradient norm is the mean over
+        the optimizer steps.
         """
         learning_rate = learning_rate_at(step, self._optimizer, self._num_steps)
-        parts, norms = [], []
+        contributions, norms = [], []
         with self._phases("policy_training", memory=False):
             for batch, objective in updates:
                 before_each(batch)
                 with self._phases("forward_backward"):
-                    parts.append(self._policy.forward_backward(batch, objective))
+                    contributions.append(self._policy.forward_backward(batch, objective))
                 with self._phases("optimizer"):
                     norms.append(self._policy.optimizer_step(learning_rate))
                 self.num_updates += 1
         return {
-            **all_reduce(merge(parts), self._policy.ranks.data),
+            **all_reduce(merge(contributions), self._policy.ranks.data),
             "train/grad_norm": sum(norms) / len(norms),
             "train/lr": learning_rate,
         }
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's shards of all that is trained, in place: what its checkpoint holds."""
+        """Return this rank's shards of all trained state, in place: the contents of its checkpoint."""
         state = self._policy.local_state()
         if self._value_model is not None:
-            of_values = self._value_model.local_state()
-            state |= {f"{OF_VALUE_MODEL}{name}": tensor for name, tensor in of_values.items()}
+            value_state = self._value_model.local_state()
+            state |= {f"{VALUE_MODEL_PREFIX}{name}": tensor for name, tensor in value_state.items()}
         return state
 
-    def pieces(self) -> Mapping[str, Held]:
-        """See abrun.backends.Trained."""
-        pieces = dict(self._policy.pieces())
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
+        """See abrun.backends.Trainable."""
+        specs = dict(self._policy.shard_specs())
         if self._value_model is not None:
-            for name, held in self._value_model.pieces().items():
-                pieces[f"{OF_VALUE_MODEL}{name}"] = held.under(OF_VALUE_MODEL)
-        return pieces
+            for name, held in self._value_model.shard_specs().items():
+                specs[f"{VALUE_MODEL_PREFIX}{name}"] = held.with_prefix(VALUE_MODEL_PREFIX)
+        return specs
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `local_state` of the same rank of an equal run gave."""
+        """Load a state that `local_state` returned on the same rank of a run with the same layout."""
         self._policy.load_local_state(state)
         if self._value_model is not None:
             self._value_model.load_local_state(
                 {
-                    name.removeprefix(OF_VALUE_MODEL): tensor
+                    name.removeprefix(VALUE_MODEL_PREFIX): tensor
                     for name, tensor in state.items()
-                    if name.startswith(OF_VALUE_MODEL)
+                    if name.startswith(VALUE_MODEL_PREFIX)
                 }
             )
 
 
 def learning_rate_at(step: int, optimizer: Optimizer, num_steps: int) -> float:
-    """Linear warm-up to the recipe's learning rate, then its schedule down to the floor at `num_steps`.
+    """Return the learning rate of a step: linear warm-up, then the schedule down to the floor at `num_steps`.
 
-    constant: no way down. linear, cosine (arXiv:1608.03983, equation 5, one cycle): the last step has the
-    floor. Steps count from 1.
+    constant stays at the peak. linear and cosine (arXiv:1608.03983, equation 5, one cycle) reach the floor at
+    the last step. Steps count from 1.
     """
     peak, floor, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps
     if step <= warmup or optimizer.schedule == "constant":
         return peak * min(1.0, step / max(warmup, 1))
-    first = max(warmup, 1)  # the step that has the peak
-    done = (step - first) / max(num_steps - first, 1)
-    left = 1 - done if optimizer.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return floor + (peak - floor) * left
+    peak_step = max(warmup, 1)
+    progress = (step - peak_step) / max(num_steps - peak_step, 1)
+    remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return floor + (peak - floor) * remaining

@@ -1,4 +1,4 @@
-"""How long sequences become, and for which the model has too few positions."""
+"""Check of sequence lengths against the positions of the model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,52 +14,55 @@ from abrun.tasks.problems import ProblemFile
 from abrun.train.data import Data, check_length
 
 
-def new_tokens(config: OwnRunConfig) -> int:
-    """Tokens of the longest completion that is sampled in training; 0 where none is."""
+def max_sampled_tokens(config: OwnRunConfig) -> int:
+    """Return the maximum length of sampled completions in tokens; 0 if the algorithm samples none."""
     return config.rollout.max_new_tokens if isinstance(config.algorithm, PolicyGradientSettings) else 0
 
 
-def longest_of(text: Text, examples: Sequence[Example], sampled: int) -> Iterator[int]:
-    """Of each example the tokens of its longest sequence; `sampled`: of a completion, if not its own.
+def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: int) -> Iterator[int]:
+    """Yield the tokens of each example's longest sequence.
 
-    A part of them after the other: token ids take much more memory than texts.
+    `num_sampled` replaces the length of the completion if it is sampled; 0 uses the example's own
+    completions. Examples are tokenized in chunks, because token ids take much more memory than texts.
     """
     for start in range(0, len(examples), AT_ONCE):
-        part = examples[start : start + AT_ONCE]
-        completions = [sampled] * len(part)
-        if not sampled:
-            chosen = text.encode_completions([example.completion for example in part])
-            rejected = text.encode_completions([example.rejected for example in part])
+        chunk = examples[start : start + AT_ONCE]
+        completions = [num_sampled] * len(chunk)
+        if not num_sampled:
+            chosen = text.encode_completions([example.completion for example in chunk])
+            rejected = text.encode_completions([example.rejected for example in chunk])
             completions = [max(map(len, pair)) for pair in zip(chosen, rejected, strict=True)]
-        prompts = text.encode_prompts([example.prompt for example in part])
+        prompts = text.encode_prompts([example.prompt for example in chunk])
         for prompt, completion in zip(prompts, completions, strict=True):
             yield len(prompt) + completion
 
 
-def refuse_too_long(data: Data, config: OwnRunConfig, first: int) -> None:
-    """Raises RecipeError, on every rank, for a line of a file that is too long for the model. Collective.
+def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
+    """Raise RecipeError, on all ranks, for a line of a file that is too long for the model. Collective.
 
-    Of the lines that validation and the steps from `first` on take; what a tokenizer or a template makes
-    longer than its bytes, the steps will tell.
+    It checks the lines for validation and for the steps from `first_step` on. Lines that the tokenizer or a
+    chat template expands beyond the estimate from their bytes are only found by the step that uses them.
     """
-    most, sampled, failure = data.text.max_positions, new_tokens(config), ""
-    check_length(data.text, sampled + 1, f"rollout.max_new_tokens: got {sampled}")
-    lines = _lines(data, config, first)
-    if most is None or not lines:
+    max_positions, num_sampled, failure = data.text.max_positions, max_sampled_tokens(config), ""
+    check_length(data.text, num_sampled + 1, f"rollout.max_new_tokens: got {num_sampled}")
+    lines = _examples_to_check(data, config, first_step)
+    if max_positions is None or not lines:
         return
     try:
-        # A token is a byte at least: the texts of most files need not be tokenized for this
-        [around] = longest_of(data.text, [min(lines, key=_num_bytes)], sampled)
-        doubtful = [line for line in lines if around + _num_bytes(line) > most]
-        mine = doubtful[data.ranks.rank :: data.ranks.size]
-        for line, length in zip(mine, longest_of(data.text, mine, sampled), strict=True):
+        # A token has at least one byte, so most texts need not be tokenized.
+        [overhead] = sequence_lengths_of(data.text, [min(lines, key=_num_bytes)], num_sampled)
+        candidates = [line for line in lines if overhead + _num_bytes(line) > max_positions]
+        local_candidates = candidates[data.ranks.rank :: data.ranks.size]
+        for line, length in zip(
+            local_candidates, sequence_lengths_of(data.text, local_candidates, num_sampled), strict=True
+        ):
             progress.report("measuring texts", in_every_step=False)
-            if length > most:
-                drawn = f" with rollout.max_new_tokens {sampled}" if sampled else ""
-                mend = "shorten or remove the line" + (", under another --name" if first > 1 else "")
+            if length > max_positions:
+                with_sampled = f" with rollout.max_new_tokens {num_sampled}" if num_sampled else ""
+                fix = "shorten or remove the line" + (", under another --name" if first_step > 1 else "")
                 raise RecipeError(
-                    f"task: {line.source}: makes a sequence of {length} tokens{drawn}; this model takes "
-                    f"{most}: {mend}"
+                    f"task: {line.source}: needs a sequence of {length} tokens{with_sampled}; this model "
+                    f"allows {max_positions}: {fix}"
                 )
     except RecipeError as error:
         failure = str(error)
@@ -67,15 +70,15 @@ def refuse_too_long(data: Data, config: OwnRunConfig, first: int) -> None:
         raise RecipeError(failures[0])
 
 
-def _lines(data: Data, config: OwnRunConfig, first: int) -> list[Example]:
-    """Each once."""
+def _examples_to_check(data: Data, config: OwnRunConfig, first_step: int) -> list[Example]:
+    """Return the examples of a file that the run will use, without duplicates."""
     task, algorithm = data.task, config.algorithm
     if not isinstance(task, ProblemFile):
         return []
-    start, stop = (first - 1) * data.batch_size, config.steps * data.batch_size
+    start, stop = (first_step - 1) * data.batch_size, config.steps * data.batch_size
     drawn = task.examples(derive_seed(data.seed, "data"), start, stop - start) if start < stop else []
     if isinstance(algorithm, PolicyGradientSettings) and algorithm.may_draw_again:
-        drawn = task.problems  # which of them, the steps will tell
+        drawn = task.problems  # any of them may be drawn
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())
 
 

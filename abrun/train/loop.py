@@ -1,4 +1,4 @@
-"""The loop around every algorithm: resume, step, record, checkpoint, stop when asked."""
+"""The training loop of all algorithms: resume, step, record, checkpoint, stop on request."""
 
 import gc
 import os
@@ -19,35 +19,35 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.train import checkpoint, startup
-from abrun.train.branch import Origin, start_from
-from abrun.train.lengths import refuse_too_long
+from abrun.train.branch import StartCheckpoint, start_from
+from abrun.train.lengths import check_lengths
 from abrun.train.recorder import Recorder, prompts_sha256
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 from abrun.train.validation import Validator
 
 
 class Interrupted(AbrunError):
-    """Training stopped because it was asked to; a checkpoint holds everything so far."""
+    """Training stopped on request; a checkpoint has all progress."""
 
 
 class Algorithm(Protocol):
-    """What one step is."""
+    """Interface of algorithms: one training step."""
 
-    samples: Sequence[Sample]  # some completions of the last one, those of the global batch on the first rank
+    samples: Sequence[Sample]  # sample completions of the last step; those of the first rank are recorded
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
         ...
 
     def update(self, batch: Any, step: int) -> dict[str, float]:
-        """The part of a step that follows its data: on this rank's `Sequences`, or `RolloutBatch` ones."""
+        """Run the part of a step after its data, on this rank's `Sequences` or `RolloutBatch`."""
         ...
 
 
 def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torch.device) -> None:
-    """Train a run to its end, from its newest checkpoint; rank 0 has the attempt's `writer`.
+    """Train a run to its end, from its newest checkpoint; rank 0 has the attempt's `writer`. Collective.
 
-    Raises Interrupted after a checkpoint when SIGTERM arrived. Every rank calls this.
+    Raises Interrupted, after saving a checkpoint, if SIGTERM arrived.
     """
     config = OwnRunConfig.model_validate(record.config)
     requests = Requests()
@@ -57,8 +57,8 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     origin, folder = None, config.checkpoint.start_from
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
-    _refuse_other_prompts(run, setup)
-    recorder.environment(config, setup.policy, _prompts(setup), origin and origin.recorded())
+    _check_prompts_unchanged(run, setup)
+    recorder.environment(config, setup.policy, _iterate_prompts(setup), origin and origin.recorded())
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
     finally:
@@ -68,29 +68,29 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
 
 def _train(
     run: RunDir,
-    setup: Setup,
+    setup: RunSetup,
     algorithm: Algorithm,
     recorder: Recorder,
     requests: "Requests",
     writer: RunWriter | None,
-    origin: Origin | None,
+    origin: StartCheckpoint | None,
 ) -> None:
     config, checkpoints, keep = setup.config, run.checkpoints, setup.config.checkpoint.keep
-    first = origin.step if origin else 0
-    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, first=first)
-    if start > first:
+    first_step = origin.step if origin else 0
+    saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, start_step=first_step)
+    if start > first_step:
         recorder.event("resumed", step=start)
-    refuse_too_long(setup.data, config, first=start + 1)
+    check_lengths(setup.data, config, first_step=start + 1)
     validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
-    if validator and start == first:
-        recorder.metrics(first, validator.validate(first))
+    if validator and start == first_step:
+        recorder.metrics(first_step, validator.validate(first_step))
     setup.phases.collect()
     progress.report_step()
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
-            startup.stay()
-        row = {**values, **_performance(setup, values)}
+            startup.freeze_survivors()
+        row = {**values, **_compute_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
         recorder.metrics(step, row)
@@ -103,7 +103,7 @@ def _train(
             saved = step
             recorder.event("checkpoint", step=step)
         if stop and step < config.steps:
-            raise Interrupted(f"{run.path}: stopped after step {saved}; launch with --resume to go on")
+            raise Interrupted(f"{run.path}: stopped after step {saved}; continue with --resume")
     progress.report("finishing", in_every_step=False)
     final_weights = None
     if config.checkpoint.final_weights:
@@ -114,27 +114,30 @@ def _train(
 
 
 class Requests:
-    """SIGTERM asks for a checkpoint and an end, SIGUSR1 for a checkpoint; all ranks answer together."""
+    """Requests by signal: SIGTERM saves a checkpoint and stops, SIGUSR1 saves one; all ranks act together."""
 
     def __init__(self) -> None:
-        self._asked = {signal.SIGTERM: False, signal.SIGUSR1: False}
-        for number in self._asked:
+        self._requested = {signal.SIGTERM: False, signal.SIGUSR1: False}
+        for number in self._requested:
             signal.signal(number, self._note)
 
     def collect(self, ranks: Ranks) -> tuple[bool, bool]:
-        """(stop, save) as asked of any rank since the last call. Collective."""
-        # Taken before the collective: a signal that arrives while this rank waits in it is for the next call.
-        taken, self._asked = self._asked, dict.fromkeys(self._asked, False)
-        stop, save = ranks.all_reduce_max_world(list(taken.values()))
+        """Return (stop, save): whether any rank received a request since the last call. Collective."""
+        # Read before the collective: a signal that arrives during it is handled by the next call.
+        requested, self._requested = self._requested, dict.fromkeys(self._requested, False)
+        stop, save = ranks.all_reduce_max_world(list(requested.values()))
         return bool(stop), bool(save)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked[signal.Signals(number)] = True
+        self._requested[signal.Signals(number)] = True
 
 
-def make_algorithm(setup: Setup) -> Algorithm:
-    """The algorithm that the recipe names, with the fault that it injects; the others are not imported."""
-    algorithm = _algorithm_of(setup)
+def make_algorithm(setup: RunSetup) -> Algorithm:
+    """Return the algorithm of the recipe, with its injected fault, if any.
+
+    Modules of other algorithms are not imported.
+    """
+    algorithm = _import_algorithm(setup)
     if setup.config.injected_fault is not None:
         from abrun.train.faults import inject
 
@@ -142,7 +145,7 @@ def make_algorithm(setup: Setup) -> Algorithm:
     return algorithm
 
 
-def _algorithm_of(setup: Setup) -> Algorithm:
+def _import_algorithm(setup: RunSetup) -> Algorithm:
     settings = setup.config.algorithm
     if settings.type == "grpo":
         from abrun.train.grpo import GrpoAlgorithm
@@ -162,8 +165,8 @@ def _algorithm_of(setup: Setup) -> Algorithm:
     return SftAlgorithm(setup)
 
 
-def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
-    """Seconds and peaks of the step, the largest over all ranks, and the rates that follow from them."""
+def _compute_performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:
+    """Return times and memory peaks of the step, the maximum over all ranks, and the resulting throughput."""
     seconds, peaks = setup.phases.collect()
     merged = {**seconds, **peaks}
     result = dict(zip(merged, setup.ranks.all_reduce_max_world(list(merged.values())), strict=True))
@@ -174,29 +177,26 @@ def _performance(setup: Setup, values: dict[str, float]) -> dict[str, float]:
     return result
 
 
-def _refuse_other_prompts(run: RunDir, setup: Setup) -> None:
-    """Raises RecipeError, on every rank, where a run would go on with other prompts than it began with.
-
-    Collective.
-    """
+def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
+    """Raise RecipeError, on all ranks, if a resumed run has other prompts than it began with. Collective."""
     changed = False
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
-        known = (run.environment() or {}).get("prompts_sha256")
-        changed = known not in (None, prompts_sha256(_prompts(setup)))
+        recorded_sha256 = (run.environment() or {}).get("prompts_sha256")
+        changed = recorded_sha256 not in (None, prompts_sha256(_iterate_prompts(setup)))
     if setup.ranks.broadcast_world(changed):
         raise RecipeError(
-            "task: got other prompts than those that this run began with, as its file has changed, or the "
-            "package that draws them; restore it, or launch under another --name"
+            "task: the prompts differ from those that this run began with, because the file or the package "
+            "that generates them has changed; restore it, or launch under another --name"
         )
 
 
-def _prompts(setup: Setup) -> Any:
-    """All prompts of the run in order, a global batch at a time."""
+def _iterate_prompts(setup: RunSetup) -> Any:
+    """Yield all prompts of the run in order, one global batch at a time."""
     for step in range(1, setup.config.steps + 1):
         yield from (example.prompt for example in setup.data.examples(step))
 
 
-def _write_model(setup: Setup, folder: Path) -> None:
+def _write_model(setup: RunSetup, folder: Path) -> None:
     """Write the trained model as a Hugging Face checkpoint. Collective."""
     setup.policy.save(folder)
     if setup.ranks.is_first:

@@ -1,10 +1,10 @@
-"""How long each phase of a step takes, and how much memory it needs at its peak.
+"""Time and peak memory of each phase of a step.
 
-On CUDA the peaks are the allocator's own, reset per phase, less what a sleeping rollout engine has given
-away, which it counts on (`absent_bytes`). On a CPU there is no allocator to ask:
-`LiveTensors` counts the bytes of the storages that the operators and compiled code hand out, under another
-key (`peak_live_tensor_bytes`), because the two are not comparable: it sees no temporaries inside an operator
-and no fragmentation. It reports the peak of a step that nobody watches: see `overwritten`.
+On CUDA the peaks come from the allocator, reset for each phase, minus the memory that a sleeping rollout
+engine has freed but the allocator still counts (`absent_bytes`). On a CPU there is no allocator to ask.
+`LiveTensors` instead counts the bytes of the storages returned by operators and compiled code, under another
+key (`peak_live_tensor_bytes`) because the two are not comparable: it sees neither temporaries inside of an
+operator nor fragmentation. It reports the peak of a step without LiveTensors; see `find_overwritten_storage`.
 """
 
 import contextlib
@@ -29,13 +29,15 @@ from torch.utils._pytree import tree_leaves
 
 from abrun.processes import progress
 
-COMPILING = "compile"  # no phase: seconds inside of others
+COMPILING = "compile"  # not a phase: its seconds are part of other phases
 
 aten: Any = torch.ops.aten
-WRAPPERS = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_compile.py", "_dynamo/"))  # of modes
-# Autograd's C++ code calls these only while a dispatch mode is entered. Otherwise it overwrites their first
-# operand: a gradient to which another one is added (torch/csrc/autograd/input_buffer.cpp), or new zeros
-# (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and the backward passes of indexing).
+# Code that wraps dispatch modes
+WRAPPERS = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_compile.py", "_dynamo/"))
+# Autograd's C++ code calls these operators only while a dispatch mode is entered. Otherwise it overwrites
+# their first operand: a gradient to which another one is added (torch/csrc/autograd/input_buffer.cpp), or
+# new zeros (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and the backward passes of
+# indexing).
 ALLOCATES_WHILE_WATCHED = frozenset(
     {
         aten.add.Tensor,
@@ -48,15 +50,15 @@ ALLOCATES_WHILE_WATCHED = frozenset(
         aten.scatter_add.default,
     }
 )
-# What is put into new zeros is added to them; otherwise a gradient is copied, with zeros in some places.
-ACCUMULATES = {aten.index_put.default: 3, aten.put.default: 3}  # where the argument is that says so
+# Position of the argument `accumulate`. If True, the operator adds to new zeros, else it copies a gradient.
+ACCUMULATES = {aten.index_put.default: 3, aten.put.default: 3}
 
 
-def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
-    """Return the storage that `result` would have been written into if no dispatch mode were entered.
+def find_overwritten_storage(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedStorage | None:
+    """Return the storage that `result` would overwrite if no dispatch mode were entered.
 
     None if `func` allocates its result in either case. Call it from `__torch_dispatch__`. Autograd overwrites
-    an operand only if nobody else holds it, which the caller sees: the storage is then freed at once.
+    an operand only if nothing else refers to it, which the caller can see: the storage is then freed at once.
     """
     if func not in ALLOCATES_WHILE_WATCHED or torch.is_grad_enabled() or not _is_called_by_autograd():
         return None
@@ -64,12 +66,13 @@ def overwritten(func: Any, args: tuple[Any, ...], result: Any) -> torch.UntypedS
         return None
     if func in ACCUMULATES and not any(args[ACCUMULATES[func] :]):
         return None
-    before = args[0].untyped_storage()
-    return before if before.nbytes() == result.untyped_storage().nbytes() else None  # not an expanded one
+    storage = args[0].untyped_storage()
+    # Sizes differ if the operand was expanded.
+    return storage if storage.nbytes() == result.untyped_storage().nbytes() else None
 
 
 def _is_called_by_autograd() -> bool:
-    """True if an operator was called by autograd's C++ code, and not by Python code in a backward pass."""
+    """Return True if autograd's C++ code called the operator, rather than Python code in a backward pass."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.startswith(WRAPPERS)
@@ -79,36 +82,36 @@ def _is_called_by_autograd() -> bool:
 
 
 @dataclass(slots=True)
-class Successor:
-    """A storage that takes the place of another one, if that is freed before anything else is counted."""
+class PendingStorage:
+    """A storage that replaces another one if that is freed before anything else is counted."""
 
-    predecessor: int  # its key
+    overwritten_key: int  # key of the storage that it may replace
     storage: "weakref.ref[torch.UntypedStorage]"
-    live_bytes: int  # when it was made, without it
+    live_bytes: int  # before it was made
 
 
 class LiveTensors(TorchDispatchMode):
-    """While entered, follows every storage that an operator returns until it is freed.
+    """Dispatch mode that counts every storage an operator returns until it is freed.
 
-    So it does those that compiled code takes, if it was loaded after the first of these was made. `follow`
-    adds tensors made outside (parameters, optimizer state), counted for as long as they live. A storage that
-    is emptied and refilled by hand, as FSDP does with gathered parameters, counts as long as it is filled.
-    `on_change` is called with a storage and by how many bytes it has grown, or shrunk.
+    It also counts the storages of compiled code that was loaded after the first LiveTensors was made.
+    `follow` adds tensors made outside of the mode (parameters, optimizer state). A storage that is emptied
+    and refilled by resizing, as FSDP does with gathered parameters, counts while it is filled. `on_change` is
+    called with the key of a storage and the number of bytes by which it has grown.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Inductor's code takes it from there as it is loaded.
+        # Inductor's code imports the function from this module when it is loaded.
         guards._empty_strided_cpu = _empty_strided  # pyright: ignore[reportAttributeAccessIssue]
         self.on_change: Callable[[int, int], None] = lambda storage, num_bytes: None
         self.live_bytes = 0
         self._peak_bytes = 0
-        self._successor: Successor | None = None
+        self._pending: PendingStorage | None = None
         self._counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else torch.compile compiles nothing while a mode is entered, and says so to nobody."""
+        """Return True; otherwise torch.compile would silently compile nothing while the mode is entered."""
         return True
 
     def __enter__(self) -> "LiveTensors":
@@ -135,11 +138,13 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if before := overwritten(func, args, result):
+        if overwritten_storage := find_overwritten_storage(func, args, result):
             self._settle()
-            self._successor = Successor(before._cdata, weakref.ref(result.untyped_storage()), self.live_bytes)
+            self._pending = PendingStorage(
+                overwritten_storage._cdata, weakref.ref(result.untyped_storage()), self.live_bytes
+            )
             return result
-        # `out` too: FSDP refills the storages that it emptied by an operator that returns nothing.
+        # Include `out`: FSDP refills emptied storages by an operator that returns nothing.
         written = result if "out" not in kwargs else (result, kwargs["out"])
         leaves = (written,) if isinstance(written, Tensor) else tree_leaves(written)
         self.follow(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -151,7 +156,7 @@ class LiveTensors(TorchDispatchMode):
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        """Start a new peak from what lives now, less the storages emptied by hand since."""
+        """Start a new peak from the storages that live now, without those emptied by resizing since."""
         self._settle()
         for reference, _ in list(self._counted.values()):
             storage = reference()
@@ -164,7 +169,7 @@ class LiveTensors(TorchDispatchMode):
         self._add(storage, self.live_bytes)
 
     def _add(self, storage: torch.UntypedStorage, live_bytes: int) -> None:
-        """Count `storage`, made or resized when `live_bytes` were alive."""
+        """Count `storage`, which was made or resized when `live_bytes` were alive."""
         key, num_bytes = storage._cdata, storage.nbytes()
         reference, counted = self._counted.get(key) or (weakref.ref(storage, lambda _: self._forget(key)), 0)
         self._counted[key] = reference, num_bytes
@@ -177,29 +182,29 @@ class LiveTensors(TorchDispatchMode):
         num_bytes = self._counted.pop(key)[1]
         self.live_bytes -= num_bytes
         self.on_change(key, -num_bytes)
-        if self._successor is not None and self._successor.predecessor == key:
-            self._successor.live_bytes = self.live_bytes  # the predecessor was overwritten
+        if self._pending is not None and self._pending.overwritten_key == key:
+            self._pending.live_bytes = self.live_bytes  # the predecessor was overwritten
             self._settle()
 
     def _settle(self) -> None:
-        """Count a result whose place in memory was not yet known."""
-        successor, self._successor = self._successor, None
-        storage = successor.storage() if successor else None
-        if successor and storage is not None:
-            self._add(storage, successor.live_bytes)
+        """Count the pending storage as new memory: its predecessor has not been freed."""
+        pending, self._pending = self._pending, None
+        storage = pending.storage() if pending else None
+        if pending and storage is not None:
+            self._add(storage, pending.live_bytes)
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """By an operator, which a mode sees, what compiled code takes past them all."""
+    """Allocate for compiled code by an operator, which dispatch modes see; its own allocator is invisible."""
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 class Phases:
-    """Times the phases of a step and records their memory peaks, for one rank.
+    """Timer and memory meter for the phases of a step, on one rank.
 
-    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`. On a CPU every
-    phase first asks `resident` for what lives between steps: a resumed run made its optimizer state outside
-    of any phase.
+    Usage: `with phases("logprobs"): ...` any number of times a step, then `phases.collect()`. On a CPU, every
+    phase first asks `resident` for the tensors that live between steps, because a resumed run makes its
+    optimizer state outside of any phase.
     """
 
     def __init__(
@@ -212,83 +217,89 @@ class Phases:
         self._device = device
         self.tracker = None if device.type == "cuda" else LiveTensors()
         self._residents = [resident]
-        self._usual = {COMPILING: 0.0} if compiles else {}  # what every step reports
+        self._usual = {COMPILING: 0.0} if compiles else {}  # keys that every step reports
         self._seconds: dict[str, float] = dict(self._usual)
         self._peaks: dict[str, int] = {}
         self._num_retries = 0
-        self.absent_bytes = 0  # counted by the allocator, and given away: a rollout engine's that sleeps
+        self.absent_bytes = 0  # freed by a sleeping rollout engine, but still counted by the allocator
         self._started = time.perf_counter()
-        self._part = ""  # what the memory of the phase under way counts as
-        self.on_part: Callable[[str], None] = lambda part: None  # told what it counts as from now on
-        self.interrupted: str | None = None  # the phase that an error has ended
+        self._memory_label = ""  # key of the peak that is being measured
+        self.on_memory_label: Callable[[str], None] = lambda label: None  # called when the label changes
+        self.interrupted: str | None = None  # the innermost phase that raised an error
         if compiles:
             self._follow_compilers()
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
-        """Time `phase`, and record its peak unless `memory` is False. `usual`: whether every step has it."""
+        """Time `phase`, and record its memory peak if `memory`. `usual`: every step has this phase."""
         progress.report(phase, in_every_step=usual)
         start = time.perf_counter()
         try:
             with self._measured(phase) if memory else contextlib.nullcontext():
                 yield
         except BaseException:
-            # The innermost is the first to know
-            self.interrupted = self.interrupted or (self._part if memory and self._part else phase)
+            # The innermost phase is the first to handle the error.
+            self.interrupted = self.interrupted or (
+                self._memory_label if memory and self._memory_label else phase
+            )
             raise
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     @contextlib.contextmanager
     def _measured(self, phase: str) -> Iterator[None]:
-        """Record the peak of what runs inside, also of what ends in an error, such as for want of memory."""
-        self._part = phase
+        """Record the peak of the block, even if it ends in an error such as out of memory."""
+        self._memory_label = phase
         if self.tracker is None:
             torch.cuda.synchronize(self._device)
         else:
             self.tracker.follow(self.resident_tensors())
-        self._begin(phase)
+        self._start_peak(phase)
         try:
             with self.tracker or contextlib.nullcontext():
                 yield
             if self.tracker is None:
                 torch.cuda.synchronize(self._device)
         finally:
-            self._end()
+            self._end_peak()
 
-    def part(self, name: str) -> None:
-        """From here on the memory of the phase under way counts as `name`, until it ends."""
+    def label_memory(self, name: str) -> None:
+        """Record the memory peak under `name` from here on, until the current phase ends."""
         if self.tracker is None:
             torch.cuda.synchronize(self._device)
-        self._end()
-        self._begin(name)
+        self._end_peak()
+        self._start_peak(name)
 
-    def _begin(self, part: str) -> None:
+    def _start_peak(self, label: str) -> None:
         if self.tracker is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self.tracker.reset_peak()
-        self._part = part
-        self.on_part(part)
+        self._memory_label = label
+        self.on_memory_label(label)
 
-    def _end(self) -> None:
+    def _end_peak(self) -> None:
         if self.tracker is None:
             allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
-            self._raise(self._part, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes)
-            self._raise(self._part, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes)
+            self._record_peak(
+                self._memory_label, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes
+            )
+            self._record_peak(
+                self._memory_label, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes
+            )
         else:
-            self._raise(self._part, "peak_live_tensor_bytes", self.tracker.peak_bytes)
+            self._record_peak(self._memory_label, "peak_live_tensor_bytes", self.tracker.peak_bytes)
 
-    def reside(self, resident: Callable[[], Iterable[Tensor]]) -> None:
-        """Count what else lives between steps, such as a reference's weights."""
+    def add_resident(self, resident: Callable[[], Iterable[Tensor]]) -> None:
+        """Add a source of tensors that live between steps, such as a reference's weights."""
         self._residents.append(resident)
 
     def resident_tensors(self) -> list[Tensor]:
-        """What lives on the device between steps."""
+        """Return the tensors that live on the device between steps."""
         return [tensor for resident in self._residents for tensor in resident()]
 
     def collect(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds (`timing/train/...`) and counters of memory (`memory/...`) since the last call."""
+        """Return seconds (`timing/train/...`) and memory (`memory/...`) since the last call."""
         now = time.perf_counter()
         seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
         seconds["timing/train/total_step_time_s"] = now - self._started
@@ -297,7 +308,7 @@ class Phases:
         return seconds, peaks
 
     def _follow_compilers(self) -> None:
-        """Count what torch.compile takes, forwards and backwards, in whichever phase it does."""
+        """Add the time of torch.compile, in forward and backward passes, to the counter COMPILING."""
         from torch._dynamo.callback import on_compile_end, on_compile_start
 
         began = time.perf_counter()
@@ -312,16 +323,16 @@ class Phases:
             self._seconds[COMPILING] += time.perf_counter() - began
 
     def _fragmentation(self) -> dict[str, int]:
-        """How often the allocator had to give its cache back, and what of split blocks lies idle now."""
+        """Return how often the allocator had to free its cache, and the idle bytes of split blocks."""
         if self.tracker is not None:
             return {}
         counters = torch.cuda.memory_stats(self._device)
-        before, self._num_retries = self._num_retries, counters["num_alloc_retries"]
+        previous_retries, self._num_retries = self._num_retries, counters["num_alloc_retries"]
         return {
-            "memory/allocator_retries": self._num_retries - before,
+            "memory/allocator_retries": self._num_retries - previous_retries,
             "memory/inactive_bytes": counters["inactive_split_bytes.all.current"],
         }
 
-    def _raise(self, phase: str, kind: str, num_bytes: int) -> None:
+    def _record_peak(self, phase: str, kind: str, num_bytes: int) -> None:
         key = f"memory/{phase}/{kind}"
         self._peaks[key] = max(self._peaks.get(key, 0), num_bytes)

@@ -1,11 +1,11 @@
-"""The loss of a policy gradient on one microbatch, and its metrics; see abrun.rl for the formulas."""
+"""Loss and metrics of a policy gradient on one microbatch; see abrun.rl for the formulas."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.batch import ScoredBatch, TrainBatch
 from abrun.rl.importance import importance_weights
@@ -17,7 +17,7 @@ from abrun.rl.losses import (
     gspo_loss,
     kl_penalty,
     reinforce_loss,
-    weighted,
+    weighted_losses,
 )
 from abrun.rl.metrics import MetricParts, document_metrics, merge_keys, policy_metrics
 
@@ -26,30 +26,30 @@ AnyBatch = TypeVar("AnyBatch", ScoredBatch, TrainBatch)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLosses(TokenLosses):
-    """The loss of tokens [...], computed once, and what its metrics report."""
+    """Token losses [...] of a policy objective, with the values for its metrics."""
 
     batch: TrainBatch  # with old log-probs
     policy_loss: PolicyLoss
-    kl_penalty: Tensor | None  # [...]; None: the loss has none
+    kl_penalty: Tensor | None  # [...]; None: not part of the loss
     reported: Tensor  # [...] float64, `shares` before the recipe's grad_divisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """The recipe's policy loss, with a KL penalty and an entropy bonus where the recipe has them.
+    """The policy loss of a recipe, with its KL penalty and entropy bonus, if any.
 
-    See abrun.backends.Objective. Metrics are means over the counts: the global batches of all updates of a
-    step. The batch says what a token counts in the loss of its update.
+    See abrun.backends.Objective. Metrics are means over the counts, which cover the global batches of all
+    updates in a step. The weight of a token in the loss of its update comes with the batch.
     """
 
     settings: Grpo | Ppo
     num_tokens: float
     num_sequences: float
     num_updates: int = 1
-    gradient_factor: float = 1.0  # what the recipe's grad_divisor makes of the loss for its gradient
+    gradient_factor: float = 1.0  # scales the gradient of the loss, for the recipe's grad_divisor
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         if self.settings.entropy_coefficient:
             return "gradient"
         return "none" if self.settings.metrics == "none" else "value"
@@ -65,7 +65,7 @@ class PolicyObjective:
         if self.settings.entropy_coefficient:
             assert entropy is not None
             losses = losses - self.settings.entropy_coefficient * entropy
-        reported = weighted(losses, batch.loss_weights)
+        reported = weighted_losses(losses, batch.loss_weights)
         return PolicyLosses(
             shares=reported * self.gradient_factor,
             reported=reported,
@@ -78,22 +78,24 @@ class PolicyObjective:
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, losses: PolicyLosses
     ) -> MetricParts:
         batch = losses.batch  # with the old log-probs of this pass
-        parts = MetricParts(sums={}, maxima={}, minima={})
+        contribution = MetricParts(sums={}, maxima={}, minima={})
         if self.settings.metrics != "none":
             assert entropy is not None
             tensors = batch, logprobs, entropy, losses.policy_loss
             counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
-            parts = policy_metrics(*tensors, **counts)
+            contribution = policy_metrics(*tensors, **counts)
             if self.settings.metrics == "full":
-                parts = merge_keys(parts, document_metrics(*tensors, num_documents=self.num_sequences))
+                contribution = merge_keys(
+                    contribution, document_metrics(*tensors, num_documents=self.num_sequences)
+                )
         if losses.kl_penalty is not None:
             weights = batch.token_mask.double() / self.num_tokens  # a mean over tokens under any reduction
-            parts.sums["train/kl_penalty"] = weighted(losses.kl_penalty, weights).sum()
-        parts.sums["train/loss"] = losses.reported.sum() / self.num_updates
-        return parts
+            contribution.sums["train/kl_penalty"] = weighted_losses(losses.kl_penalty, weights).sum()
+        contribution.sums["train/loss"] = losses.reported.sum() / self.num_updates
+        return contribution
 
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
-        """Return the batch with this pass's own log-probs as the old ones, if no pass before it set them."""
+        """Return the batch with these log-probs as the old ones, unless an earlier pass has set them."""
         if batch.old_logprobs is not None:
             return batch
         return with_old_logprobs(batch, logprobs.detach(), self.settings)
@@ -116,7 +118,7 @@ class PolicyObjective:
         )
 
     def kl_penalty(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
-        """Return the KL penalty of each token [...]; None if the loss has none."""
+        """Return the KL penalty of each token [...]; None if it is not part of the loss."""
         if batch.reference_logprobs is None or self.settings.kl_in != "loss":
             return None
         return kl_penalty(
@@ -125,7 +127,7 @@ class PolicyObjective:
 
 
 def with_old_logprobs(batch: AnyBatch, old_logprobs: Tensor, settings: Grpo | Ppo) -> AnyBatch:
-    """Add old log-probs [...], and the importance weights that follow from them if the recipe corrects."""
+    """Set old log-probs [...] and, if the recipe has a correction, the resulting importance weights."""
     weights, correction = None, settings.importance_correction
     if correction is not None:
         weights = importance_weights(

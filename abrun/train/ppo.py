@@ -1,4 +1,4 @@
-"""PPO: advantages are against a value model, which learns from the same completions."""
+"""PPO: advantages relative to a value model, which is trained on the same completions."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,7 +8,7 @@ from torch import Tensor
 from abrun.backends import ValueModel
 from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, ScoredBatch
-from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from abrun.rl.values import (
     ValueLoss,
@@ -18,26 +18,26 @@ from abrun.rl.values import (
     value_loss,
     value_loss_metrics,
     value_statistics,
-    whitened,
+    whiten,
 )
 from abrun.train.grpo import Metrics, PolicyGradient
 from abrun.train.learner import learning_rate_at
 from abrun.train.policy_objective import PolicyObjective
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
-    """The algorithm of a recipe with `algorithm: {type: ppo}`."""
+    """PPO, for `algorithm: {type: ppo}`."""
 
-    def __init__(self, setup: Setup, settings: Ppo, value_model: ValueModel) -> None:
+    def __init__(self, setup: RunSetup, settings: Ppo, value_model: ValueModel) -> None:
         super().__init__(setup, settings)
         self._value_model = value_model
 
     def advantages(self, batch: ScoredBatch) -> tuple[ActorCriticBatch, Metrics]:
-        """Add advantages by GAE, whitened over the tokens of the global batch, old values and returns."""
+        """Add GAE advantages, whiten over the tokens of the global batch, old values and returns."""
         ppo, mask, all_reduce_sum = self._settings, batch.token_mask, self.setup.ranks.all_reduce_sum_data
         with self.setup.phases("values"):
-            values = self._value_model.values(batch)
+            values = self._value_model.compute_values(batch)
         penalties, metrics = self._kl_in_reward(batch)
         advantages, returns = generalized_advantages(
             token_rewards(batch.rewards, mask, penalties),
@@ -49,7 +49,7 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         metrics |= value_statistics(values, returns, mask, all_reduce_sum)
         if ppo.normalize_advantages:
             statistics = token_statistics(advantages, mask, all_reduce_sum)
-            advantages = whitened(advantages, mask, mean=statistics.mean, std=statistics.std)
+            advantages = whiten(advantages, mask, mean=statistics.mean, std=statistics.std)
         train_batch = batch.with_fields(
             ActorCriticBatch, advantages=advantages, old_values=values, returns=returns
         )
@@ -59,19 +59,19 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
         """Update the value model, then the policy, on each minibatch. Collective."""
         setup, value_model, settings = self.setup, self._value_model, self._settings
         learning_rate = learning_rate_at(step, settings.value_optimizer, setup.config.steps)
-        objectives = iter([ValueObjective.for_update(objective) for _, objective in updates])
-        parts, norms = [], []
+        objectives = iter([PpoValueObjective.for_update(objective) for _, objective in updates])
+        contributions, norms = [], []
 
         def update_value_model(batch: ActorCriticBatch) -> None:
             with setup.phases("value_forward_backward"):
-                parts.append(value_model.forward_backward(batch, next(objectives)))
+                contributions.append(value_model.forward_backward(batch, next(objectives)))
             with setup.phases("value_optimizer"):
                 norms.append(value_model.optimizer_step(learning_rate))
 
         metrics = setup.learner.update_on_each(updates, step, before_each=update_value_model)
         return {
             **metrics,
-            **all_reduce(merge(parts), setup.ranks.data),
+            **all_reduce(merge(contributions), setup.ranks.data),
             "train/critic/grad_norm": sum(norms) / len(norms),
             "train/critic/lr": learning_rate,
         }
@@ -79,26 +79,26 @@ class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLosses(TokenLosses):
-    """The value loss of tokens [B, S], computed once, and what its metrics report."""
+    """Token losses [B, S] of the value model, with the values for their metrics."""
 
     value_loss: ValueLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueObjective:
-    """PPO's value loss; a token counts in it what it counts in the policy's. See abrun.backends."""
+class PpoValueObjective:
+    """PPO's value loss, with the same token weights as the policy loss. See abrun.backends."""
 
     clip_range: float | None
-    num_tokens: float  # of the global batches of all updates of a step, which the metrics are means over
+    num_tokens: float  # in the global batches of all updates of a step
     num_updates: int = 1
-    gradient_factor: float = 1.0  # of the loss, for its gradient
+    gradient_factor: float = 1.0  # scales the gradient of the loss
 
     @classmethod
     def for_update(cls, policy: PolicyObjective) -> Self:
-        """Return the value loss of the policy's update, with its counts.
+        """Return the value loss for a policy update, with its counts.
 
-        A grad_divisor of the recipe scales the gradient of a shared backbone, policy and value loss alike, so
-        that value_coefficient keeps its meaning; a backbone of its own has its own optimizer.
+        The recipe's grad_divisor scales the gradient of a shared backbone for policy and value loss alike, so
+        that value_coefficient keeps its meaning. A separate backbone has its own optimizer and is not scaled.
         """
         settings = policy.settings
         assert isinstance(settings, Ppo)
@@ -113,7 +113,7 @@ class ValueObjective:
         loss = value_loss(
             values, batch.old_values, batch.returns, batch.token_mask, clip_range=self.clip_range
         )
-        shares = weighted(loss.loss, batch.loss_weights) * self.gradient_factor
+        shares = weighted_losses(loss.loss, batch.loss_weights) * self.gradient_factor
         return ValueLosses(shares=shares, value_loss=loss)
 
     def metrics(self, batch: ActorCriticBatch, values: Tensor, losses: ValueLosses) -> MetricParts:

@@ -1,4 +1,4 @@
-"""What our trainer records of a run: on rank 0, into its run directory and perhaps to wandb."""
+"""Records of a training run: rank 0 writes them into the run directory, and wandb gets them if configured."""
 
 import hashlib
 import platform
@@ -20,7 +20,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
-from abrun.train.wandb_mirror import WandbMirror
+from abrun.train.wandb_sync import WandbSync
 
 RECORDED_PACKAGES = (
     "abrun",
@@ -37,13 +37,13 @@ RECORDED_PACKAGES = (
 
 
 class Recorder:
-    """What all ranks call to record a run; rank 0 alone has a `writer`, the others do nothing."""
+    """Recorder that all ranks call; only rank 0 has a `writer`, on other ranks it does nothing."""
 
     def __init__(self, writer: RunWriter | None, config: OwnRunConfig) -> None:
         self._writer = writer
-        self._mirror: WandbMirror | None = None
+        self._wandb_sync: WandbSync | None = None
         if writer and config.wandb:
-            self._mirror = WandbMirror(RunDir(writer.path), lambda text: self.event("wandb", message=text))
+            self._wandb_sync = WandbSync(RunDir(writer.path), lambda text: self.event("wandb", message=text))
 
     def environment(
         self,
@@ -52,16 +52,16 @@ class Recorder:
         prompts: Iterable[str],
         started_from: Mapping[str, Any] | None,
     ) -> None:
-        """Record what the run depends on besides its configuration, its policy being the initial one.
+        """Record the environment of the run and its initial weights. Collective.
 
-        `started_from`: the checkpoint of another run that it began from. Collective.
+        Call it before the first update. `started_from`: the checkpoint of another run from which it began.
         """
         ranks = policy.ranks
         places = ranks.all_gather_world(
-            (socket.gethostname(), _device_name(ranks.device), _driver(ranks.device))
+            (socket.gethostname(), _device_name(ranks.device), _driver_version(ranks.device))
         )
         sketch: dict[str, Tensor] = {}
-        initial_weights = policy_hash(policy, sketch)
+        initial_weights = hash_policy(policy, sketch)
         if self._writer is None:
             return
         self._writer.initial_sketch(save(sketch))
@@ -74,7 +74,7 @@ class Recorder:
                 "hosts": sorted({host for host, _, _ in places}),
                 "drivers": sorted({driver for _, _, driver in places if driver}),
                 "dtype": config.policy.dtype,
-                "precision": _precision(config, ranks.device),
+                "precision": _head_precision(config, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
                 "started_from": started_from,
@@ -82,23 +82,23 @@ class Recorder:
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one step, and let the heart beat."""
+        """Append the metrics of a step, and update the heartbeat."""
         if self._writer:
             self._writer.metrics(step, values)
             self._writer.heartbeat(step)
-            if self._mirror:
-                self._mirror.poll()
+            if self._wandb_sync:
+                self._wandb_sync.poll()
 
     def validation(
         self, step: int, prompts: Iterable[str], rewards: Sequence[float], lengths: Sequence[int]
     ) -> None:
-        """Append what a validation found, prompt by prompt."""
+        """Append the results of a validation for each prompt."""
         if self._writer:
             digest = prompts_sha256(prompts)
             self._writer.validation(step, prompts_sha256=digest, rewards=rewards, lengths=lengths)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append completions to be looked at, if there are any."""
+        """Append sample completions, if there are any."""
         if self._writer and samples:
             self._writer.samples(step, list(samples))
 
@@ -107,48 +107,48 @@ class Recorder:
             self._writer.event(event, **details)
 
     def finish(self, step: int, policy: Backend, final_weights: Mapping[str, Any] | None) -> None:
-        """The run is finished: the last of all that is written. Collective.
+        """Record the end of the run, with its final weights. Collective.
 
-        `final_weights`: its files' checksums.
+        `final_weights`: checksums of the saved files.
         """
         sketch: dict[str, Tensor] = {}
-        weights: dict[str, Any] = {"final_weights_hash": policy_hash(policy, sketch)}
+        weights: dict[str, Any] = {"final_weights_hash": hash_policy(policy, sketch)}
         weights |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
-            if self._mirror:
-                self._mirror.finish()
+            if self._wandb_sync:
+                self._wandb_sync.finish()
             self._writer.final_sketch(save(sketch))
             self._writer.finish(step, weights)
 
 
-def policy_hash(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
-    """Says whether two policies have the same weights, on any backend and in any layout. Collective.
+def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
+    """Return a hash of the policy's weights that is equal on any backend and in any layout. Collective.
 
-    `sketch` is filled with the abrun.models.sketch_of each tensor, on every rank.
+    If `sketch` is given, it is filled with the abrun.models.sketch_of each tensor, on every rank.
     """
-    ranks, own = policy.ranks, 0
+    ranks, local_sum = policy.ranks, 0
     sketches: dict[str, Tensor] = {}
-    for number, (name, weight) in enumerate(policy.weights()):
+    for number, (name, weight) in enumerate(policy.gather_weights()):
         if number % ranks.size == ranks.rank:
-            own += content_of(name, weight)
+            local_sum += content_of(name, weight)
             if sketch is not None:
                 sketches[name] = sketch_of(name, weight)
     if sketch is not None:
-        for of_rank in ranks.all_gather_world(sketches):
-            sketch |= of_rank
-    return weights_hash(ranks.all_gather_world(own))
+        for rank_sketches in ranks.all_gather_world(sketches):
+            sketch |= rank_sketches
+    return weights_hash(ranks.all_gather_world(local_sum))
 
 
 def prompts_sha256(prompts: Iterable[str]) -> str:
-    """Identifies prompts in their order."""
+    """Return a hash of prompts in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
-    """At which precision the log-probs of the LM head were computed; see abrun.kernels."""
+def _head_precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
+    """Return the precisions of the log-probs of the LM head; see abrun.kernels."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     float32_products = backend.matmul.fp32_precision
     return config.head_precision | {
@@ -156,14 +156,14 @@ def _precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
     }
 
 
-def _driver(device: torch.device) -> str | None:
-    """The version of the driver of NVIDIA's GPUs, by its own word."""
+def _driver_version(device: torch.device) -> str | None:
+    """Return the version of NVIDIA's driver; None without a GPU or if it cannot be read."""
     try:
-        said = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
+        version_text = Path("/proc/driver/nvidia/version").read_text() if device.type == "cuda" else ""
     except OSError:
         return None
-    found = re.search(r"Kernel Module\D*([\d.]+)", said)
-    return found[1] if found else None
+    match = re.search(r"Kernel Module\D*([\d.]+)", version_text)
+    return match[1] if match else None
 
 
 def _device_name(device: torch.device) -> str:

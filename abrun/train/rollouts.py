@@ -1,8 +1,8 @@
-"""The rollouts of a step: groups of completions, one a prompt, fetched until the step has enough of them.
+"""Rollouts of a step: groups of completions, one group a prompt, fetched until the step has enough.
 
-Which prompts are drawn, and every draw of a token, are functions of seed, step and fetch: a resumed run needs
-nothing of the steps before, and arms of one seed begin every step with the same prompts. Groups are counted
-and chosen over all ranks, in the order of the global batch: how many ranks there are changes nothing.
+Prompts and token draws are functions of seed, step and fetch. A resumed run needs nothing from earlier steps,
+and arms with the same seed start each step with the same prompts. Groups are counted and selected over all
+ranks in the order of the global batch, so the number of ranks has no effect.
 """
 
 import math
@@ -20,7 +20,7 @@ from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_co
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.train.data import check_length
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +33,16 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ, so that advantages relative to their mean are not all 0."""
+        """True if the rewards differ, so that advantages relative to their mean are not all 0."""
         return any(reward != self.rewards[0] for reward in self.rewards)
 
 
 class Rollouts:
-    """Samples and judges what a step trains on."""
+    """Samples the completions of a step and computes their rewards."""
 
-    def __init__(self, setup: Setup, settings: Grpo | Ppo) -> None:
+    def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
-        # Whole fetches; only groups chosen for their signal are cut to a number.
+        # A step trains on whole fetches, except that dynamic_sampling selects `_target` groups.
         documents = self._settings.documents_per_step
         self._target = (
             math.ceil(documents / self._settings.group_size) if documents else self._settings.prompts_per_step
@@ -50,36 +50,41 @@ class Rollouts:
         self._num_fetches = math.ceil(self._target / self._settings.prompts_per_step)
 
     def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """This rank's sequences of a step, with rewards, and metrics of all that was drawn. Collective."""
+        """Return this rank's sequences of a step, with rewards, and metrics of all drawn completions.
+
+        Collective.
+        """
         with self._setup.sampler.awake() as engine:
             if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
                 return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
             fetches = range(self._num_fetches)
             groups = [group for fetch in fetches for group in self.fetch(engine, step, fetch)]
-            return self._batch(groups), self._metrics(groups)
+            return self._make_batch(groups), self._compute_metrics(groups)
 
     def _collect_with_signal(
         self, engine: RolloutEngine, step: int, max_tries: int
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """Groups with signal, as drawn; after the last try, those without fill up what is missing."""
-        ranks, mine = self._setup.ranks, []
-        kept: list[Group] = []
-        left_out: list[Group] = []
+        """Fetch until there are enough groups with signal; after the last try, add groups without signal."""
+        ranks, local_groups = self._setup.ranks, []
+        with_signal: list[Group] = []
+        without_signal: list[Group] = []
         num_fetches = 0
-        while len(kept) < self._target and num_fetches < self._num_fetches * max_tries:
+        while len(with_signal) < self._target and num_fetches < self._num_fetches * max_tries:
             fetched = self.fetch(engine, step, num_fetches)
-            mine += fetched
+            local_groups += fetched
             for group in ranks.all_gather_data(fetched):
-                (kept if group.has_signal else left_out).append(group)
+                (with_signal if group.has_signal else without_signal).append(group)
             num_fetches += 1
-        chosen = [*kept, *left_out][: self._target]
-        return self._batch(chosen[ranks.data_slice(self._target)]), self._metrics(mine) | {
-            "train/dynamic_sampling_kept_share": len(kept) / (len(kept) + len(left_out)),
+        chosen = [*with_signal, *without_signal][: self._target]
+        return self._make_batch(chosen[ranks.data_slice(self._target)]), self._compute_metrics(
+            local_groups
+        ) | {
+            "train/dynamic_sampling_kept_share": len(with_signal) / (len(with_signal) + len(without_signal)),
             "train/dynamic_sampling_tries": num_fetches / self._num_fetches,
         }
 
     def fetch(self, engine: RolloutEngine, step: int, fetch: int) -> list[Group]:
-        """This rank's share of one draw of prompts_per_step prompts."""
+        """Sample this rank's share of one fetch, which has prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
         examples = setup.data.examples(step, fetch)
         rows = range(len(examples) * size)[setup.ranks.data_slice(len(examples) * size)]
@@ -102,7 +107,7 @@ class Rollouts:
             for prompt, start in zip(prompts, range(0, len(completions), size), strict=True)
         ]
 
-    def _batch(self, groups: list[Group]) -> RolloutBatch:
+    def _make_batch(self, groups: list[Group]) -> RolloutBatch:
         completions = [completion for group in groups for completion in group.completions]
         sequences = collate(
             [group.prompt for group in groups for _ in group.completions],
@@ -112,17 +117,17 @@ class Rollouts:
         batch = sequences.with_fields(
             RolloutBatch,
             inference_logprobs=scatter_to_completions(
-                [one.logprobs for one in completions], sequences.token_mask
+                [sampled.logprobs for sampled in completions], sequences.token_mask
             ),
             rewards=torch.tensor([reward for group in groups for reward in group.rewards])
             - self._overlong_penalties(completions),
         )
-        kept = [one.support for one in completions if one.support is not None]
-        if kept:
-            batch = replace(batch, support=scatter_support(kept, sequences.token_mask))
+        supports = [sampled.support for sampled in completions if sampled.support is not None]
+        if supports:
+            batch = replace(batch, support=scatter_support(supports, sequences.token_mask))
         if self._settings.overlong_filtering:
-            whole = torch.tensor([not completion.truncated for completion in completions])
-            batch = replace(batch, token_mask=batch.token_mask & whole[:, None])
+            is_complete = torch.tensor([not completion.truncated for completion in completions])
+            batch = replace(batch, token_mask=batch.token_mask & is_complete[:, None])
         return batch.to(self._setup.ranks.device)
 
     def _overlong_penalties(self, completions: list[Completion]) -> Tensor:  # [B]
@@ -137,7 +142,7 @@ class Rollouts:
             factor=punishment.factor,
         ).float()
 
-    def _metrics(self, groups: list[Group]) -> dict[str, float]:
+    def _compute_metrics(self, groups: list[Group]) -> dict[str, float]:
         completions = [completion for group in groups for completion in group.completions]
         totals = self._setup.ranks.all_reduce_sum_data(
             len(completions),
@@ -165,9 +170,11 @@ class Rollouts:
 
 
 def _check_finite(completions: list[Completion], step: int) -> None:
-    """Raises LaunchError where an engine has drawn from what is no distribution."""
-    for logprob in filterfalse(math.isfinite, chain.from_iterable(one.logprobs for one in completions)):
+    """Raise LaunchError if a log-prob is not finite."""
+    for logprob in filterfalse(
+        math.isfinite, chain.from_iterable(completion.logprobs for completion in completions)
+    ):
         raise LaunchError(
-            f"policy: got a log-prob of {logprob} at step {step}, so its weights have diverged; use "
-            "a lower policy.optimizer.learning_rate"
+            f"policy: got a log-prob of {logprob} at step {step}: the weights have diverged; use a lower "
+            "policy.optimizer.learning_rate"
         )

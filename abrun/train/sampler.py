@@ -1,4 +1,4 @@
-"""The run's one rollout engine, with the policy's newest weights in it whenever it samples."""
+"""The rollout engine of a run, synced with the policy before it samples."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from abrun.train.phases import Phases
 
 
 class Sampler:
-    """Starts the engine where there is something to sample, and syncs it where the policy has moved since."""
+    """Starts the engine on first use, and syncs it if the policy has been updated since the last sync."""
 
     def __init__(
         self, make_engine: Callable[[], RolloutEngine], policy: Backend, learner: Learner, phases: Phases
@@ -21,19 +21,19 @@ class Sampler:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[RolloutEngine]:
-        """The engine, ready to sample from the policy as it is now; it sleeps afterwards. Collective."""
+        """Yield the engine, awake and synced with the policy; it sleeps afterwards. Collective."""
         engine = self._engine = self._engine or self._make_engine()
         with self._phases("weight_sync", memory=False):
             self._phases.absent_bytes = 0
             if engine.wake() or self._num_updates_synced != self._learner.num_updates:
-                engine.sync(self._policy.weights())
+                engine.sync(self._policy.gather_weights())
                 self._num_updates_synced = self._learner.num_updates
         yield engine
         with self._phases("engine_sleep", memory=False):
-            # Not after an error, which ends the run and is to be heard
+            # Skipped after an error, so that a failing sleep cannot hide it.
             self._phases.absent_bytes = engine.sleep()
 
     def close(self) -> None:
-        """End what the engine has started, if anything was ever sampled."""
+        """Close the engine, if it was started."""
         if self._engine is not None:
             self._engine.close()

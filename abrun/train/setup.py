@@ -1,4 +1,4 @@
-"""What every algorithm starts from, as one record of a rank's view of its run."""
+"""The common setup of all algorithms: one rank's view of a run."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,8 @@ from abrun.train.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """One rank's view of a run."""
+class RunSetup:
+    """The models, data and tools of a run, as seen by one rank."""
 
     config: OwnRunConfig
     seed: int
@@ -30,16 +30,18 @@ class Setup:
     ranks: Ranks
     data: Data
     policy: Backend
-    value_model: ValueModel | None  # of PPO
+    value_model: ValueModel | None  # only for PPO
     learner: Learner
     sampler: Sampler
     phases: Phases
 
 
-def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device) -> Setup:
-    """Load the model and the task of a run. Every rank calls this.
+def make_setup(
+    config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device
+) -> RunSetup:
+    """Load the model and the task of a run. Collective.
 
-    Raises RecipeError where they do not fit together, and for what this version has not built.
+    Raises RecipeError if they do not fit together, or for a feature that is not built yet.
     """
     for line in unsupported_settings(config):
         raise RecipeError(line)
@@ -55,11 +57,11 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     trained = [policy] if value_model is None else [policy, value_model]
     phases = Phases(
         device,
-        lambda: [tensor for each in trained for tensor in each.resident_tensors()],
+        lambda: [tensor for model in trained for tensor in model.resident_tensors()],
         compiles=config.policy.compile,
     )
     learner = Learner(policy, value_model, config.policy.optimizer, phases, config.steps)
-    return Setup(
+    return RunSetup(
         config=config,
         seed=seed,
         initial_weights=initial_weights,
@@ -73,8 +75,8 @@ def make_setup(config: OwnRunConfig, seed: int, initial_weights: Path | None, de
     )
 
 
-def make_reference(setup: Setup) -> Backend:
-    """A frozen policy with the run's initial weights."""
+def make_reference(setup: RunSetup) -> Backend:
+    """Return a frozen policy with the initial weights of the run."""
     reference = make_backend(
         setup.config,
         setup.ranks,
@@ -82,5 +84,5 @@ def make_reference(setup: Setup) -> Backend:
         seed=derive_seed(setup.seed, "init"),
         trainable=False,
     )
-    setup.phases.reside(reference.resident_tensors)
+    setup.phases.add_resident(reference.resident_tensors)
     return reference

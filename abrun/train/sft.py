@@ -6,32 +6,32 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.batch import Sequences
-from abrun.rl.losses import TokenLosses, weighted
+from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
-from abrun.train.data import Ahead, Texts
-from abrun.train.setup import Setup
+from abrun.train.data import PrefetchedBatches, Texts
+from abrun.train.setup import RunSetup
 from abrun.train.validation import Evaluation
 
 
 class SftAlgorithm:
-    """The algorithm of a recipe with `algorithm: {type: sft}`."""
+    """Supervised fine-tuning, for `algorithm: {type: sft}`."""
 
-    samples: Sequence[Sample] = ()  # it draws none
+    samples: Sequence[Sample] = ()
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
-        self._batches = Ahead(setup.data, _texts, setup.config.steps)
+        self._batches = PrefetchedBatches(setup.data, _to_texts, setup.config.steps)
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step on all ranks and return its metrics, the same on every rank."""
         return self.update(self._batches.batch(step), step)
 
     def update(self, batch: Sequences, step: int) -> dict[str, float]:
-        """Gradients of this rank's `batch` and one optimizer step."""
+        """Compute the gradients of this rank's `batch` and run one optimizer step."""
         num_tokens, num_sequences = self._setup.ranks.all_reduce_sum_data(
             float(batch.token_mask.sum()), len(batch)
         )
@@ -41,10 +41,10 @@ class SftAlgorithm:
         }
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
-        """The loss on these examples; a prompt's reward is minus its own. Collective."""
+        """Return the loss on these examples; the reward of a prompt is minus its loss. Collective."""
         ranks = self._setup.ranks
-        batch = self._setup.data.encoded(_texts(examples[ranks.data_slice(len(examples))]))
-        logprobs = self._setup.policy.logprobs(batch).double()  # 0 outside of the mask
+        batch = self._setup.data.encode(_to_texts(examples[ranks.data_slice(len(examples))]))
+        logprobs = self._setup.policy.compute_logprobs(batch).double()  # 0 outside of the mask
         lengths = ranks.all_gather_data(batch.token_mask.sum(dim=1).tolist())
         sums = ranks.all_gather_data(logprobs.sum(dim=1).tolist())
         return Evaluation(
@@ -54,22 +54,22 @@ class SftAlgorithm:
         )
 
 
-def _texts(examples: list[Example]) -> Texts:
+def _to_texts(examples: list[Example]) -> Texts:
     return [(example.prompt, example.completion) for example in examples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedObjective:
-    """Minus the log-prob, its mean over the completion tokens; see abrun.backends.Objective."""
+    """Minus the mean log-prob of the completion tokens; see abrun.backends.Objective."""
 
     num_tokens: float  # of the global batch
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return "none"
 
     def losses(self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
-        return TokenLosses(shares=weighted(-logprobs, batch.token_mask.double() / self.num_tokens))
+        return TokenLosses(shares=weighted_losses(-logprobs, batch.token_mask.double() / self.num_tokens))
 
     def metrics(
         self, batch: Sequences, logprobs: Tensor, entropy: Tensor | None, losses: TokenLosses

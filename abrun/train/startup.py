@@ -1,6 +1,6 @@
-"""What shortens a rank's way to its first step, and the others: nothing here changes what is computed.
+"""Speed-ups of a rank's start and steps that do not change any results.
 
-Figures: seconds of CPU time, of 4.9 for all imports; see docs/measured.md.
+Figures are seconds of CPU time, out of 4.9 for all imports; see docs/measured.md.
 """
 
 import atexit
@@ -14,34 +14,40 @@ DRIVER = "libcuda.so.1"
 
 
 def begin() -> threading.Thread:
-    """To be called before anything large is imported; `finish` takes what this returns, after it."""
-    # What modules are made of stays: looking for garbage in it, again and again, took 1.3 s.
+    """Disable garbage collection and start the GPU driver in a thread; call this before large imports.
+
+    Pass the returned thread to `finish` after the imports.
+    """
+    # Imported objects are not garbage; repeated collections during imports took 1.3 s.
     gc.disable()
-    # Comes up while Python imports, and needs none of it: a call through ctypes holds no lock.
+    # The driver starts in parallel to Python imports, because a call through ctypes releases the GIL.
     driver = threading.Thread(target=_open_gpu, daemon=True)
     driver.start()
     return driver
 
 
 def finish(driver: threading.Thread) -> None:
-    """Look for garbage again, but never in what has been imported."""
+    """Enable garbage collection, excluding everything that has been imported."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # else classes outlive the interpreter, and nanobind says so in the log
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaked classes in the log at exit
     driver.join()
 
 
-def stay() -> None:
-    """Look for garbage never again in what there is: after a first step compiled code, graphs and engines,
-    through which every search for a step's own garbage would go (vLLM's sleep begins one)."""
+def freeze_survivors() -> None:
+    """Exclude all current objects from garbage collection.
+
+    After the first step these are compiled code, graphs and engines, which every later collection would
+    traverse (vLLM's sleep triggers one).
+    """
     gc.collect()
     gc.freeze()
 
 
 def _open_gpu() -> None:
-    """Initialise CUDA's driver and this rank's context, which torch then finds there.
+    """Initialise the CUDA driver and this rank's context, for torch to use later.
 
-    What goes wrong torch will meet again, and say: here it is passed over, as is a machine without a GPU.
+    Errors are ignored, as is a machine without a GPU: torch will hit and report them itself.
     """
     with contextlib.suppress(OSError, ValueError):
         rank, driver = int(os.environ.get("LOCAL_RANK", 0)), ctypes.CDLL(DRIVER)

@@ -1,9 +1,9 @@
-"""Validation: what the policy makes of prompts that no training sees, the same for every arm and seed.
+"""Validation of the policy on prompts that are excluded from training, the same for every arm and seed.
 
-At step k it judges the policy after k updates; at step 0 the initial one, before any arm was treated. It
-leaves training's numbers as they are: its draws come from a stream of its own, its time is not in the step's.
-A task with a verifier judges completions of the prompts, whatever the algorithm; with any other task, the
-algorithm judges the policy by its loss on the held-out examples.
+Step k evaluates the policy after k updates; step 0 evaluates the initial policy, before arms differ.
+Validation does not affect training: it has its own stream of draws, and its time is not part of the step
+time. Tasks with a verifier judge sampled completions, whatever the algorithm. For other tasks, the algorithm
+evaluates the policy by its loss on the held-out examples.
 """
 
 import math
@@ -16,59 +16,59 @@ from abrun.rollout.draws import Draws
 from abrun.tasks import Example
 from abrun.train.data import check_length
 from abrun.train.recorder import Recorder
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the policy makes of some examples, the same on every rank."""
+    """The results of a policy on some examples, the same on every rank."""
 
-    rewards: list[float]  # one an example
-    lengths: list[int]  # completion tokens
+    rewards: list[float]  # one for each example
+    lengths: list[int]  # completion tokens of each example
     metrics: dict[str, float]
 
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """What judges the policy: the completions' verifier below, or an algorithm that has no need of one."""
+    """Interface of evaluators: `CompletionEvaluator` below, or an algorithm that needs no verifier."""
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
-        """What the policy makes of these examples after `step` updates, spread over the ranks. Collective."""
+        """Evaluate the policy after `step` updates on these examples, split over the ranks. Collective."""
         ...
 
 
 class Validator:
-    """Judges a run's policy on its held-out examples, and records what it found."""
+    """Evaluates the policy of a run on its held-out examples, and records the results."""
 
-    def __init__(self, setup: Setup, settings: Validation, recorder: Recorder, algorithm: object) -> None:
+    def __init__(self, setup: RunSetup, settings: Validation, recorder: Recorder, algorithm: object) -> None:
         self._setup = setup
         self._settings = settings
         self._recorder = recorder
         if isinstance(setup.config.task, CompletionsTask | PreferencesTask):
-            assert isinstance(algorithm, Evaluator), "recipes ask it of no other algorithm"
+            assert isinstance(algorithm, Evaluator), "recipe validation allows no other algorithm"
             self._evaluator: Evaluator = algorithm
         else:
-            self._evaluator = Completer(setup, settings)
+            self._evaluator = CompletionEvaluator(setup, settings)
 
     def is_due(self, step: int) -> bool:
-        """Every k steps, and after the last one."""
+        """Return True every k steps and at the last one."""
         return step % self._settings.every == 0 or step == self._setup.config.steps
 
     def validate(self, step: int) -> dict[str, float]:
-        """Record the rewards of all prompts, and return the metrics, the same on every rank. Collective."""
+        """Record the rewards of all prompts; return the metrics, the same on every rank. Collective."""
         examples = self._setup.data.held_out
         progress.report("validation", in_every_step=False)
-        found = self._evaluator.evaluate(examples, step)
+        evaluation = self._evaluator.evaluate(examples, step)
         prompts = (example.prompt for example in examples)
-        self._recorder.validation(step, prompts, found.rewards, found.lengths)
+        self._recorder.validation(step, prompts, evaluation.rewards, evaluation.lengths)
         seconds, _ = self._setup.phases.collect()
-        return found.metrics | {"timing/validation/total_s": seconds["timing/train/total_step_time_s"]}
+        return evaluation.metrics | {"timing/validation/total_s": seconds["timing/train/total_step_time_s"]}
 
 
-class Completer:
-    """Completes prompts, and asks the task's verifier."""
+class CompletionEvaluator:
+    """Evaluator that samples completions and judges them with the task's verifier."""
 
-    def __init__(self, setup: Setup, settings: Validation) -> None:
+    def __init__(self, setup: RunSetup, settings: Validation) -> None:
         self._setup = setup
         self._temperature = settings.temperature
         max_new_tokens = setup.config.rollout.max_new_tokens
@@ -76,10 +76,10 @@ class Completer:
         check_length(setup.data.text, longest, f"rollout.max_new_tokens: got {max_new_tokens} for validation")
 
     def evaluate(self, examples: list[Example], step: int) -> Evaluation:
-        """The rewards of one completion a prompt.
+        """Return the rewards of one completion for each prompt. Collective.
 
-        `validation/accuracy` is their mean (with a verifier of 0 and 1: the share that is right),
-        `validation/avg_length` the mean number of completion tokens.
+        `validation/accuracy` is their mean (for 0/1 rewards, the share of correct ones);
+        `validation/avg_length` is the mean number of completion tokens.
         """
         setup, ranks = self._setup, self._setup.ranks
         mine = ranks.data_slice(len(examples))

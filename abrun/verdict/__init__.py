@@ -1,1 +1,1 @@
-"""From an experiment to a verdict: validity, evidence, guards, and the codes that carry it."""
+"""Verdict of an experiment: validity, evidence, guards, and the reason codes that explain it."""

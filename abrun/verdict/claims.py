@@ -1,4 +1,4 @@
-"""T3: each declared claim, by equivalence over the pairs (verdict.md, rules 1, 2 and 6)."""
+"""Equivalence tests of each declared claim over the pairs (verdict.md, "Claims")."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,35 +15,42 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack, union
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
-    Tost,
-    difference,
+    TostResult,
     equivalence_test,
+    estimate_difference,
     holm,
     mean_and_sd,
-    sd_in_steps,
+    sd_with_resolution,
     t_interval,
 )
-from abrun.stats.power import freedom_per_run, pairs_needed, pairs_needed_range, sd_interval, tost_power
-from abrun.stats.series import Array, Steps, on_shared_steps, window_bounds
-from abrun.stats.sigma_margin import Law, sigma_pairs_needed, sigma_power, sigma_test
-from abrun.verdict.margins import Margin, yardstick
+from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tost_power, welch_dof_per_run
+from abrun.stats.series import Array, Steps, clip_to_shared_steps, window_bounds
+from abrun.stats.sigma_margin import VarianceModel, sigma_pairs_needed, sigma_power, sigma_test
+from abrun.verdict.margins import Margin, measure_yardstick
 from abrun.verdict.results import (
     ONE_TEST,
+    ClaimEstimate,
+    ClaimOutcome,
     ClaimResult,
     ClaimTerms,
     ErrorRates,
-    Estimate,
     Power,
-    Result,
-    Test,
+    TestMethod,
     detect,
 )
-from abrun.verdict.sensitivity import dead_seeds, no_signal, not_learned, one_run_as_two_seeds
-from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS, skew_warning
-from abrun.verdict.summaries import climbs, moving, outside_domain, resolution, summaries
+from abrun.verdict.sensitivity import check_distinct_seeds, check_learning, check_signal, count_dead_seeds
+from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS_SHARE, find_skew
+from abrun.verdict.summaries import (
+    find_outside_domain,
+    find_resolution,
+    measure_climbs,
+    spread_values,
+    summarize_runs,
+)
 from abrun.verdict.whole_curve import curve_warnings
 
-SHARED = 0.8  # what arms of one seed often correlate by: pairing saves most of the runs
+# Typical correlation of paired arms over seeds: pairing then saves most of the runs.
+ASSUMED_PAIR_CORRELATION = 0.8
 
 
 def judge_equivalence(
@@ -56,23 +63,23 @@ def judge_equivalence(
     *,
     may_repeat: bool = False,
 ) -> ClaimResult:
-    """T3 for one claim, over the pairs of which both runs finished with finite values, before `with_holm`.
+    """Test one claim over the pairs whose runs both finished with finite values, before `apply_holm`.
 
-    Equivalence is an intersection-union test: every claim at full alpha, no correction. It needs every pair
-    (of independent arms every run), and runs that could have shown a difference. Raises ComparisonError for
-    an empty window.
+    Equivalence is an intersection-union test: every claim at full alpha, without correction. It needs every
+    pair (for independent arms every run), and runs that could have shown a difference. Raises ComparisonError
+    for an empty window.
     """
     metric, finished = claim.metric, sides.finished
     transform = claim.transform or default_transform(metric)
     bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
-    steps, baseline, treatment = _in_window(finished, claim, bounds)
-    bounds = on_shared_steps(claim.window, bounds, steps)
-    used = finished.of(_usable(baseline), _usable(treatment))
+    steps, baseline, treatment = _select_window(finished, claim, bounds)
+    bounds = clip_to_shared_steps(claim.window, bounds, steps)
+    usable = finished.of(_find_usable_runs(baseline), _find_usable_runs(treatment))
     in_window = (
-        baseline[[run in used.baselines for run in finished.baselines]],
-        treatment[[run in used.treatments for run in finished.treatments]],
+        baseline[[run in usable.baselines for run in finished.baselines]],
+        treatment[[run in usable.treatments for run in finished.treatments]],
     )
-    repeated = one_run_as_two_seeds(finished, metric)
+    repeated_run = check_distinct_seeds(finished, metric)
     terms = ClaimTerms(
         metric=metric,
         window=claim.window,
@@ -80,76 +87,80 @@ def judge_equivalence(
         num_steps=len(steps),
         transform=transform,
         reduction=default_reduction(metric),
-        test=_test(margin, paired=sides.paired),
+        test=_test_method(margin, paired=sides.paired),
         margin=margin.number if margin.unit == "" else None,
         margin_unit=margin.unit,
         margin_number=margin.number,
         margin_text=margin.text,
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
-    ).over(used)
+    ).over(usable)
     result = ClaimResult(
-        arm=arm, claim=terms, problem=no_signal(finished, metric, may_repeat=may_repeat) or repeated
+        arm=arm, claim=terms, problem=check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
     )
-    outside = outside_domain(np.concatenate(in_window), transform)
+    outside = find_outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
-    if min(used.sizes) and bounds and not repeated:
-        result = _tested(result, used, claim, margin, in_window)
-    if used.sizes != sides.sizes and not result.problem:
-        result = replace(result, problem=pairs_lacking(used, sides, equivalence=True))
+    if min(usable.sizes) and bounds and not repeated_run:
+        result = _test_claim(result, usable, claim, margin, in_window)
+    if usable.sizes != sides.sizes and not result.problem:
+        result = replace(result, problem=pairs_missing_reason(usable, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
 
 
-def pairs_lacking(used: Sides, sides: Sides, *, equivalence: bool) -> Reason:
-    """Return how many of the planned pairs, or runs, are used."""
+def pairs_missing_reason(used: Sides, sides: Sides, *, equivalence: bool) -> Reason:
+    """Return the number of planned pairs, or runs, and how many of them are usable."""
     usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
     return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
 
 
-def _usable(values: Array) -> list[bool]:
-    """Which runs [R] hold numbers all over the window [R, W], of one step or more."""
-    return [bool(len(one) and np.isfinite(one).all()) for one in values]
+def _find_usable_runs(values: Array) -> list[bool]:
+    """Return, for each run [R], if it has finite values at every step of a non-empty window [R, W]."""
+    return [bool(len(curve) and np.isfinite(curve).all()) for curve in values]
 
 
-def _test(margin: Margin, *, paired: bool) -> Test:
+def _test_method(margin: Margin, *, paired: bool) -> TestMethod:
     if margin.unit == "sigma":
         return "sigma test" if paired else "Welch sigma test"
     return "paired TOST" if paired else "Welch TOST"
 
 
-def _tested(
+def _test_claim(
     result: ClaimResult,
     sides: Sides,
     claim: Claim,
     margin: Margin,
     in_window: tuple[Array, Array],
 ) -> ClaimResult:
-    """A result with its statistics, and what makes them mean nothing."""
+    """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps
     assert bounds is not None
-    arms = [summaries(values, claim) for values in in_window]
-    last, baselines, several = bounds[1], sides.baselines, min(sides.sizes) > 1
-    measured = yardstick(margin, arms[0], baselines, claim, last)
-    lacking = _no_yardstick(margin, measured, arms[0]) if several else None
-    if lacking:
-        return replace(result, problem=result.problem or lacking)
-    step = resolution(sides.runs, claim, moving(*in_window, paired=sides.paired))
-    plain = with_statistics(result, *arms, yardstick=measured)
-    result = with_statistics(result, *arms, yardstick=measured, resolution=step) if step else plain
-    climb = float(np.mean(climbs(baselines, claim, last)))
+    arms = [summarize_runs(values, claim) for values in in_window]
+    last_step, baselines, is_testable = bounds[1], sides.baselines, min(sides.sizes) > 1
+    yardstick = measure_yardstick(margin, arms[0], baselines, claim, last_step)
+    yardstick_problem = _yardstick_problem(margin, yardstick, arms[0]) if is_testable else None
+    if yardstick_problem:
+        return replace(result, problem=result.problem or yardstick_problem)
+    step = find_resolution(sides.runs, claim, spread_values(*in_window, paired=sides.paired))
+    without_resolution = add_statistics(result, *arms, yardstick=yardstick)
+    result = (
+        add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
+    )
+    climb = float(np.mean(measure_climbs(baselines, claim, last_step)))
     estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
     result = replace(result, estimate=estimate)
     absolute_margin = result.claim.margin
-    if not several or absolute_margin is None:
+    if not is_testable or absolute_margin is None:
         return result
-    problem = result.problem or not_learned(baselines, claim, last, absolute_margin)
+    problem = result.problem or check_learning(baselines, claim, last_step, absolute_margin)
     result = replace(result, problem=problem)
-    steps_decide = estimate.certified_bound != 0 and _decisions(plain) != _decisions(result)
+    resolution_decides = estimate.certified_bound != 0 and _is_shown_and_is_beyond(
+        without_resolution
+    ) != _is_shown_and_is_beyond(result)
     warnings = [
         *result.warnings,
         *_margin_warnings(result, baselines, claim),
-        *([Code.WIDE_STEPS()] if steps_decide else []),
+        *([Code.WIDE_STEPS()] if resolution_decides else []),
         *curve_warnings(
             sides,
             claim.metric,
@@ -162,9 +173,9 @@ def _tested(
     return replace(result, warnings=tuple(warnings))
 
 
-def _no_yardstick(margin: Margin, measured: Array | None, baseline: Array) -> Reason | None:
-    """Return why there is nothing that a relative margin could be a share of."""
-    if measured is not None and not t_interval(measured, 0.9)[0] > 0:
+def _yardstick_problem(margin: Margin, yardstick: Array | None, baseline: Array) -> Reason | None:
+    """Return why a relative margin has no usable yardstick; None if it has one."""
+    if yardstick is not None and not t_interval(yardstick, 0.9)[0] > 0:
         return Code.YARDSTICK_NOT_POSITIVE(unit=margin.unit, margin=margin.text)
     if margin.unit == "sigma" and mean_and_sd(baseline)[1] <= 1e-9 * np.abs(baseline).max():
         return Code.BASELINE_WITHOUT_SPREAD()
@@ -175,9 +186,9 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
     """Yield warnings on a claim's margin and its baseline."""
     terms, estimate = result.claim, result.estimate
     assert terms.steps is not None and terms.margin is not None and estimate.standard_error is not None
-    still = dead_seeds(baselines, claim, terms.steps[1], terms.margin)
-    if still and not result.problem:
-        yield Code.SEEDS_NOT_CLIMBED(num=still, of=len(baselines))
+    num_dead_seeds = count_dead_seeds(baselines, claim, terms.steps[1], terms.margin)
+    if num_dead_seeds and not result.problem:
+        yield Code.SEEDS_NOT_CLIMBED(num=num_dead_seeds, of=len(baselines))
     if estimate.certified_bound == 0:
         yield Code.BOUND_OF_ZERO(paired=terms.paired)
     level = abs(estimate.baseline_mean or 0.0)
@@ -185,13 +196,13 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
         yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
 
 
-def _in_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
-    """Steps [W] of the window, and both arms' values [R, W] there."""
+def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
+    """Return the steps [W] of the window and both arms' values [R, W] there."""
     steps, values = stack(sides.runs, claim.metric)
-    first, last = bounds or (0, 0)
-    inside = (steps >= first) & (steps <= last)
+    first_step, last_step = bounds or (0, 0)
+    inside = (steps >= first_step) & (steps <= last_step)
     recorded = union(run.series(claim.metric).steps for run in sides.runs)
-    if len(recorded) and not ((first <= recorded) & (recorded <= last)).any():
+    if len(recorded) and not ((first_step <= recorded) & (recorded <= last_step)).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(
                 metric=claim.metric,
@@ -204,7 +215,7 @@ def _in_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tu
     return steps[inside], values[:num_baselines, inside], values[num_baselines:, inside]
 
 
-def with_statistics(
+def add_statistics(
     result: ClaimResult,
     baseline: Array,
     treatment: Array,
@@ -212,53 +223,55 @@ def with_statistics(
     yardstick: Array | None = None,
     resolution: float = 0.0,
 ) -> ClaimResult:
-    """A result filled in from one summary a pair, or of each run; with fewer than two there is no test."""
+    """Add statistics to a result, from one summary per run; with fewer than two runs of an arm there is
+    no test.
+    """
     if min(len(baseline), len(treatment)) < 2:
         return result
-    claim, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
-    # For a margin in sigmas only what does not depend on it is read: mean, intervals, correlation.
-    number = 1.0 if in_sigmas else claim.margin_number
+    terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
+    # For a margin in sigmas, only the results that do not depend on the margin are used.
+    number = 1.0 if in_sigmas else terms.margin_number
     test = equivalence_test(
-        baseline, treatment, number, claim.alpha, yardstick, resolution, paired=claim.paired
+        baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
     )
-    estimate = _estimate(test, baseline, treatment, paired=claim.paired)
+    estimate = _summarize_test(test, baseline, treatment, paired=terms.paired)
     margin = number if yardstick is None else number * float(yardstick.mean())
     if in_sigmas:
-        margin = claim.margin_number * mean_and_sd(baseline)[1]
-    skewed = _skewed(claim, baseline, treatment, step=resolution, least=HARMLESS * abs(margin))
-    result = replace(result, estimate=estimate, warnings=(skewed,) if skewed else ())
+        margin = terms.margin_number * mean_and_sd(baseline)[1]
+    skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
+    result = replace(result, estimate=estimate, warnings=(skew,) if skew else ())
     if in_sigmas:
-        return _in_sigmas(result, baseline, treatment, resolution)
-    share = None if yardstick is None else number * yardstick
+        return _add_sigma_statistics(result, baseline, treatment, resolution)
+    margins = None if yardstick is None else number * yardstick
     error = max(
-        [test.standard_error, *_errors_at_the_margin(baseline, treatment, share, paired=claim.paired)]
+        [test.standard_error, *_standard_errors_at_margin(baseline, treatment, margins, paired=terms.paired)]
     )
-    wider = error / test.standard_error if test.standard_error else 1.0
-    claim = replace(claim, margin=margin)
-    sd, freedom = error * math.sqrt(len(baseline)), 1.0
-    if not claim.paired:
-        sds = [wider * sd_in_steps(of, resolution) for of in (baseline, treatment)]
-        sd, freedom = math.hypot(*sds), freedom_per_run(sds)
+    error_ratio = error / test.standard_error if test.standard_error else 1.0
+    terms = replace(terms, margin=margin)
+    sd, dof_per_pair = error * math.sqrt(len(baseline)), 1.0
+    if not terms.paired:
+        sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
+        sd, dof_per_pair = math.hypot(*sds), welch_dof_per_run(sds)
     return replace(
         result,
-        claim=claim,
+        claim=terms,
         estimate=replace(
             estimate,
             certified_number=test.certified_margin,
             p_equivalence=test.p_tost,
             p_tost=test.p_tost,
             p_beyond=test.p_beyond,
-            sd_at_margin=None if share is None else test.sd_difference * wider,
+            sd_at_margin=None if margins is None else test.sd_difference * error_ratio,
         ),
-        power=_power(claim, test, error, sd, freedom),
-        result=_decided(test.equivalent),
+        power=_estimate_power(terms, test, error, sd, dof_per_pair),
+        result=_outcome(test.equivalent),
     )
 
 
-def _estimate(test: Tost, baseline: Array, treatment: Array, *, paired: bool) -> Estimate:
-    """Return what both arms' summaries show, whatever the margin is."""
-    reach = float(special.stdtrit(test.freedom, 0.95)) * test.standard_error
-    return Estimate(
+def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, paired: bool) -> ClaimEstimate:
+    """Return what both arms' summaries show, independent of the margin."""
+    half_width = float(special.stdtrit(test.dof, 0.95)) * test.standard_error
+    return ClaimEstimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
         baseline_mean=float(baseline.mean()),
         baseline_sd=mean_and_sd(baseline)[1],
@@ -267,8 +280,8 @@ def _estimate(test: Tost, baseline: Array, treatment: Array, *, paired: bool) ->
         mean_difference=test.mean_difference,
         sd_difference=test.sd_difference,
         standard_error=test.standard_error,
-        freedom=test.freedom,
-        ci90=(test.mean_difference - reach, test.mean_difference + reach),
+        freedom=test.dof,
+        ci90=(test.mean_difference - half_width, test.mean_difference + half_width),
         interval=test.interval,
         certified_bound=test.certified_bound,
         detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=paired),
@@ -277,70 +290,84 @@ def _estimate(test: Tost, baseline: Array, treatment: Array, *, paired: bool) ->
     )
 
 
-def _decided(equivalent: bool) -> Result:
+def _outcome(equivalent: bool) -> ClaimOutcome:
     return "equivalent" if equivalent else "undecided"
 
 
-def _skewed(
-    claim: ClaimTerms, baseline: Array, treatment: Array, *, step: float, least: float
+def _find_skew(
+    terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
 ) -> Reason | None:
-    """Test the differences, or both arms; and of a margin in sigmas the baseline, which gives the margin."""
-    if not claim.paired:
+    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, which sets
+    it.
+    """
+    if not terms.paired:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
-        return skew_warning(arms, step=step, least=least, level=0.05 / len(arms))
+        return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))
     samples = {DIFFERENCES: treatment - baseline}
-    if claim.margin_unit == "sigma":
+    if terms.margin_unit == "sigma":
         samples[ARMS[0]] = baseline
-    return skew_warning(samples, step=step, least=least)
+    return find_skew(samples, step=step, min_sd=min_sd)
 
 
-def _decisions(result: ClaimResult) -> tuple[bool, bool]:
-    """Return whether a claim by itself is shown, and whether the opposite is."""
+def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
+    """Return if this claim alone is shown, and if a difference beyond its margin is."""
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
     return result.result == "equivalent", beyond
 
 
-def _errors_at_the_margin(
+def _standard_errors_at_margin(
     baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
 ) -> list[float]:
-    """Of treatment - (baseline ± margin), of which a margin that is itself measured has two tests."""
+    """Return the standard errors of treatment - (baseline ± margin); empty if the margin is not estimated."""
     ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
-    return [difference(end, treatment, paired=paired)[1] for end in ends]
+    return [estimate_difference(end, treatment, paired=paired)[1] for end in ends]
 
 
-def _power(claim: ClaimTerms, test: Tost, error: float, sd: float, freedom: float) -> Power:
-    """Return the power by the standard error and the sd of a difference at the margin (see `power_at`)."""
-    assert claim.margin is not None
-    margin, alpha = claim.margin, claim.alpha
-    needed = partial(pairs_needed, margin, alpha=alpha, freedom=freedom)
+def _estimate_power(
+    terms: ClaimTerms, test: TostResult, error: float, sd: float, dof_per_pair: float
+) -> Power:
+    """Return power and sample size for the standard error and the sd of a difference at the margin
+    (`power_at`).
+    """
+    assert terms.margin is not None
+    margin, alpha = terms.margin, terms.alpha
+    needed = partial(pairs_needed, margin, alpha=alpha, dof_per_pair=dof_per_pair)
     return Power(
-        power_now=tost_power(margin, error, test.freedom, alpha),
+        power_now=tost_power(margin, error, test.dof, alpha),
         pairs_needed=needed(sd),
-        pairs_needed_range=pairs_needed_range(margin, sd, test.freedom + 1, alpha, freedom),
+        pairs_needed_range=pairs_needed_range(margin, sd, test.dof + 1, alpha, dof_per_pair),
         pairs_needed_observed=needed(sd, true_difference=test.mean_difference),
         pairs_if_shared=None
-        if claim.paired
-        else pairs_needed(margin, sd * math.sqrt(1 - SHARED), alpha=alpha),
+        if terms.paired
+        else pairs_needed(margin, sd * math.sqrt(1 - ASSUMED_PAIR_CORRELATION), alpha=alpha),
     )
 
 
-def _in_sigmas(result: ClaimResult, baseline: Array, treatment: Array, resolution: float) -> ClaimResult:
-    claim, estimate = result.claim, result.estimate
-    number, alpha = claim.margin_number, claim.alpha
-    test = sigma_test(baseline, treatment, number, alpha, resolution, paired=claim.paired)
-    # Of independent arms: by as many pairs as the smaller has runs, of no correlation.
+def _add_sigma_statistics(
+    result: ClaimResult, baseline: Array, treatment: Array, resolution: float
+) -> ClaimResult:
+    terms, estimate = result.claim, result.estimate
+    number, alpha = terms.margin_number, terms.alpha
+    test = sigma_test(baseline, treatment, number, alpha, resolution, paired=terms.paired)
+    # Independent arms count as uncorrelated pairs, as many as the smaller arm has runs.
     num_pairs, correlation = min(len(baseline), len(treatment)), estimate.pair_correlation or 0.0
-    law = Law(correlation=correlation, ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0)
+    model = VarianceModel(
+        correlation=correlation, sd_ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0
+    )
     assert estimate.freedom is not None
     low, point, high = (
-        sigma_pairs_needed(number, replace(law, widened=end), alpha=alpha)
-        for end in (sd_interval(1.0, estimate.freedom + 1)[0], 1.0, sd_interval(1.0, estimate.freedom + 1)[1])
+        sigma_pairs_needed(number, replace(model, sd_factor=sd_factor), alpha=alpha)
+        for sd_factor in (
+            sd_interval(1.0, estimate.freedom + 1)[0],
+            1.0,
+            sd_interval(1.0, estimate.freedom + 1)[1],
+        )
     )
-    shared = replace(law, correlation=SHARED)
+    correlated_model = replace(model, correlation=ASSUMED_PAIR_CORRELATION)
     return replace(
         result,
-        claim=replace(claim, margin=number * test.sigma),
+        claim=replace(terms, margin=number * test.sigma),
         estimate=replace(
             estimate,
             certified_number=test.certified_sigmas,
@@ -348,52 +375,55 @@ def _in_sigmas(result: ClaimResult, baseline: Array, treatment: Array, resolutio
             p_beyond=test.p_beyond,
         ),
         power=Power(
-            power_now=sigma_power(number, num_pairs, law, alpha),
+            power_now=sigma_power(number, num_pairs, model, alpha),
             pairs_needed=point,
             pairs_needed_range=(low, high),
-            pairs_if_shared=None if claim.paired else sigma_pairs_needed(number, shared, alpha=alpha),
+            pairs_if_shared=None
+            if terms.paired
+            else sigma_pairs_needed(number, correlated_model, alpha=alpha),
         ),
-        result=_decided(test.equivalent),
+        result=_outcome(test.equivalent),
     )
 
 
-def with_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
-    """Holm-corrected p-values, "different" where a difference beyond the margin is shown, and joint bounds.
+def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
+    """Add Holm-corrected p-values, joint bounds, and "different" for a difference shown to exceed the margin.
 
-    Differences are many tests of one experiment: the family is every claim of every treatment.
+    Differences are tested many times in one experiment: the family is every claim of every treatment.
     """
     estimates = [result.estimate for result in results]
-    from_zero = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
-    corrected = iter(holm(from_zero))
-    beyond = iter(holm([estimate.p_beyond for estimate in estimates if estimate.p_beyond is not None]))
-    final = []
+    p_differences = [estimate.p_difference for estimate in estimates if estimate.p_difference is not None]
+    p_differences_holm = iter(holm(p_differences))
+    p_beyond_holm = iter(holm([estimate.p_beyond for estimate in estimates if estimate.p_beyond is not None]))
+    corrected_results = []
     for result, estimate in zip(results, estimates, strict=True):
         if estimate.p_difference is not None:
-            bound = _joint_bound(estimate, result.claim.alpha / len(from_zero))
-            estimate = replace(estimate, p_difference_holm=next(corrected), certified_jointly=bound)
+            bound = _joint_bound(estimate, result.claim.alpha / len(p_differences))
+            estimate = replace(estimate, p_difference_holm=next(p_differences_holm), certified_jointly=bound)
         if estimate.p_beyond is not None:
-            estimate = replace(estimate, p_beyond_holm=next(beyond))
-        final.append(_with_mismatch(replace(result, estimate=estimate)))
-    return final
+            estimate = replace(estimate, p_beyond_holm=next(p_beyond_holm))
+        corrected_results.append(_apply_mismatch(replace(result, estimate=estimate)))
+    return corrected_results
 
 
-def _with_mismatch(result: ClaimResult) -> ClaimResult:
-    """A result as a mismatch where one is shown; undecided by two pairs, or two runs of an arm.
+def _apply_mismatch(result: ClaimResult) -> ClaimResult:
+    """Set the result to "different" if a mismatch is shown; with only two pairs, or runs of an arm, warn
+    instead.
 
-    Two differences of one sign and size are no evidence: where half of all runs fail, equal arms show them in
+    Two differences of one sign and size are no evidence: if half of all runs fail, equal arms show them in
     one experiment of eight.
     """
-    claim, p_beyond = result.claim, result.estimate.p_beyond_holm
-    if p_beyond is None or not p_beyond < claim.alpha_difference:
+    terms, p_beyond = result.claim, result.estimate.p_beyond_holm
+    if p_beyond is None or not p_beyond < terms.alpha_difference:
         return result
-    if (claim.num_pairs if claim.num_runs is None else min(claim.num_runs)) >= MIN_FOR_MISMATCH:
+    if (terms.num_pairs if terms.num_runs is None else min(terms.num_runs)) >= MIN_FOR_MISMATCH:
         return replace(result, result="different")
-    too_few = Code.TOO_FEW_FOR_MISMATCH(paired=claim.paired, needed=MIN_FOR_MISMATCH)
+    too_few = Code.TOO_FEW_FOR_MISMATCH(paired=terms.paired, needed=MIN_FOR_MISMATCH)
     return replace(result, warnings=(*result.warnings, too_few))
 
 
-def _joint_bound(estimate: Estimate, alpha: float) -> float:
-    """The certified bound at a claim's share of alpha (Bonferroni)."""
+def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float:
+    """Return the certified bound at a claim's share of alpha (Bonferroni)."""
     assert estimate.mean_difference is not None and estimate.standard_error is not None
     quantile = float(special.stdtrit(estimate.freedom, 1 - alpha))
     return abs(estimate.mean_difference) + quantile * estimate.standard_error

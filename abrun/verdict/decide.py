@@ -1,4 +1,4 @@
-"""From evidence to a verdict and the sentences that carry it (verdict.md, rules 6 and 9)."""
+"""Verdict of each treatment from its evidence, with the reasons for it (verdict.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,57 +9,64 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import Experiment, Sides, no_shared_step
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
-from abrun.verdict.claims import judge_equivalence, with_holm
+from abrun.verdict.claims import apply_holm, judge_equivalence
 from abrun.verdict.description import (
     Description,
+    count_metrics,
+    describe_metrics,
     description_reasons,
-    descriptions,
-    no_shared_metric,
-    num_metrics,
+    no_shared_metric_reason,
 )
-from abrun.verdict.divergence import Divergence, divergence
-from abrun.verdict.final_weights import FinalWeights, final_weights
-from abrun.verdict.guards import Guard, Saving, check_guards, measure_savings, num_tests, opposed
+from abrun.verdict.divergence import Divergence, measure_divergence
+from abrun.verdict.final_weights import FinalWeights, compare_final_weights
+from abrun.verdict.guards import (
+    Guard,
+    Saving,
+    check_guards,
+    count_tests,
+    measure_savings,
+    pair_with_all_baselines,
+)
 from abrun.verdict.limits import judge_limit
-from abrun.verdict.margins import resolved_margin
-from abrun.verdict.outcomes import outcome
+from abrun.verdict.margins import resolve_margin
+from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
-from abrun.verdict.step_one import StepOne, step_one
-from abrun.verdict.untested import not_tested, step_one_unread
-from abrun.verdict.validity import Coverage, coverage, differences, invalid_reasons
+from abrun.verdict.step_one import StepOne, check_step_one
+from abrun.verdict.untested import list_not_tested, step_one_unread_reason
+from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
 Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
 EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
-_OPEN_GUARDS = ("baseline too", "open")
-_SHOWN_FAULTS = 6  # of a kind of fault that every run may have
+_UNDECIDED_GUARDS = ("baseline too", "open")
+_MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterimAnalysis:
-    """A verdict taken when that many pairs had ended, at its share of alpha."""
+    """A verdict taken when `num_pairs` pairs had ended, at its share of alpha."""
 
     num_pairs: int
-    alpha: float  # of a match: its one-sided level
-    alpha_difference: float  # of a mismatch by a claim, over all claims
-    alpha_guards: float  # of a mismatch by a guard or step one
-    verdict: Verdict | None = None  # None: not taken yet
+    alpha: float  # one-sided alpha of a match
+    alpha_difference: float  # familywise alpha of a mismatch by a claim
+    alpha_guards: float  # alpha of a mismatch by a guard or step one
+    verdict: Verdict | None = None  # None: not yet analysed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSection:
-    """The verdict on one treatment as a whole."""
+    """The verdict on one treatment."""
 
     verdict: Verdict
     reasons: list[Reason]
     not_tested: list[Reason]
-    num_pairs: int  # finished pairs, of
+    num_pairs: int  # finished pairs
     num_planned_pairs: int
-    num_runs: tuple[int, int] | None  # finished ones of both arms, where they are not paired
+    num_runs: tuple[int, int] | None  # unpaired: finished runs of each arm
     treatment_diff: dict[str, list[Any]]  # dotted key -> [baseline's value, the arm's]
     coverage: Coverage
-    num_metrics: tuple[int, int] | None  # in every run, in any; None: something is claimed
-    interim_analyses: list[InterimAnalysis]  # empty where none were declared: one verdict over all pairs
+    num_metrics: tuple[int, int] | None  # recorded by every run, by any run; None with claims
+    interim_analyses: list[InterimAnalysis]  # empty if none were declared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +76,8 @@ class ArmVerdict(ArmSection):
     arm: str
     step_one: list[StepOne]
     divergence: list[Divergence]
-    final_weights: list[FinalWeights]  # one; none where no finished pair says what it ended with
-    descriptions: list[Description]  # of two runs, one of each arm; empty where there are more
+    final_weights: list[FinalWeights]  # one, or none if no finished pair recorded them
+    descriptions: list[Description]  # empty if an arm has several runs and claims
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
@@ -83,24 +90,24 @@ def judge(
     alpha: float = ALPHA,
     may_repeat: bool = False,
 ) -> list[ArmVerdict]:
-    """Gather the evidence for every treatment and decide. Raises ComparisonError for a claim it cannot read.
+    """Gather the evidence for every treatment and decide. Raises ComparisonError for an unusable claim.
 
-    With interim analyses declared, the first that decides stands: each tests at a level of which all of
-    them together err no more often than one verdict would (see abrun.stats.sequential). `alpha` is what a
-    match, and what a mismatch, may err; `may_repeat`: arms that are bit-identical were expected to be.
+    With interim analyses, the first that decides stands. Their levels keep the familywise error of all of
+    them at that of one verdict (see abrun.stats.sequential). `alpha` is the error rate of a match, and also
+    that of a mismatch. `may_repeat`: bit-identical arms were expected.
     """
     margins = [
-        resolved_margin(claim, experiment.reference) if claim.margin is not None else None for claim in claims
+        resolve_margin(claim, experiment.reference) if claim.margin is not None else None for claim in claims
     ]
     may_repeat = may_repeat or any(claim.exact for claim in claims)
     arms = experiment.treatments
     planned = planned_analyses(experiment, len(claims), alpha)
-    taken = [
-        analysis for analysis in planned if all(_ended(experiment, arm, analysis) for arm in arms)
+    due_analyses = [
+        analysis for analysis in planned if all(_has_ended(experiment, arm, analysis) for arm in arms)
     ] or planned[:1]
     judged: dict[str, ArmVerdict] = {}
     analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
-    for analysis in taken:
+    for analysis in due_analyses:
         rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
         results = []
         for arm in arms:
@@ -112,49 +119,49 @@ def judge(
                 else:
                     result = judge_limit(arm, sides, claim, grid, rates)
                 results.append(result)
-        results = with_holm(results)
+        results = apply_holm(results)
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
-                of_arm = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, claims, of_arm, analysis)
+                arm_results = [result for result in results if result.arm == arm]
+                judged[arm] = judge_arm(experiment, arm, claims, arm_results, analysis)
                 analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
     if not experiment.compare.interim:
         return list(judged.values())
     return [
-        replace(one, interim_analyses=[*analyses[arm], *planned[len(analyses[arm]) :]])
-        for arm, one in judged.items()
+        replace(verdict, interim_analyses=[*analyses[arm], *planned[len(analyses[arm]) :]])
+        for arm, verdict in judged.items()
     ]
 
 
 def planned_analyses(
     experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA
 ) -> list[InterimAnalysis]:
-    """The declared interim analyses; where there are none, one at all pairs.
+    """Return the declared interim analyses; without any, a single analysis at all pairs.
 
-    Of the `alpha` in which equal arms may be called a mismatch, the guards and step one have the share that
-    `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment has its part of that, before
-    it is spread over them.
+    `alpha` is the familywise error rate of calling equal arms a mismatch. Guards and step one get the
+    share that `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment gets an equal
+    part of that rest, which is then spread over the interim analyses.
     """
     counts = experiment.compare.interim or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     ]
-    for_guards = experiment.compare.guards.alpha * alpha / ALPHA
-    family = max(1, num_claims * len(experiment.treatments))
+    guard_alpha = experiment.compare.guards.alpha * alpha / ALPHA
+    family_size = max(1, num_claims * len(experiment.treatments))
     spending = experiment.compare.alpha_spending
-    of_matches = interim_levels(counts, alpha, spending)
-    of_mismatches = interim_levels(counts, (alpha - for_guards) / family, spending)
+    match_levels = interim_levels(counts, alpha, spending)
+    mismatch_levels = interim_levels(counts, (alpha - guard_alpha) / family_size, spending)
     return [
         InterimAnalysis(
             num_pairs=count,
-            alpha=of_match,
-            alpha_difference=family * of_mismatch,
-            alpha_guards=for_guards / len(counts) / max(1, len(experiment.treatments)),
+            alpha=match_level,
+            alpha_difference=family_size * mismatch_level,
+            alpha_guards=guard_alpha / len(counts) / max(1, len(experiment.treatments)),
         )
-        for count, of_match, of_mismatch in zip(counts, of_matches, of_mismatches, strict=True)
+        for count, match_level, mismatch_level in zip(counts, match_levels, mismatch_levels, strict=True)
     ]
 
 
-def _ended(experiment: Experiment, arm: str, analysis: InterimAnalysis) -> bool:
+def _has_ended(experiment: Experiment, arm: str, analysis: InterimAnalysis) -> bool:
     pairs = experiment.pairs(arm)[: analysis.num_pairs]
     runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
     return len(pairs) >= analysis.num_pairs and all(run.finished or run.status == "failed" for run in runs)
@@ -167,49 +174,52 @@ def judge_arm(
     results: Sequence[ClaimResult],
     analysis: InterimAnalysis,
 ) -> ArmVerdict:
-    """Return one treatment's verdict at one interim analysis, from its claims and all other evidence."""
-    sides = experiment.sides(arm)  # what broke after the analysis is no less broken
+    """Return one treatment's verdict at one analysis, from the results of its claims and all other
+    evidence.
+    """
+    # All runs: a failure after this analysis still counts.
+    sides = experiment.sides(arm)
     pairs, compare = experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
-    tests = analysis.alpha_guards / num_tests(compare)
-    excused = pairs if sides.paired else opposed(sides)
-    guards = check_guards(arm, excused, sides, compare.guards, savings, windows, tests)
-    first_steps = step_one(arm, pairs, compare, tests, analysis.num_pairs)
-    unread = step_one_unread(experiment, arm, first_steps)
-    first_steps = [] if unread else first_steps
-    diverged = divergence(arm, pairs, claims)
-    ended = final_weights(arm, pairs)
-    verdict, reasons = decide(
+    test_alpha = analysis.alpha_guards / count_tests(compare)
+    guard_pairs = pairs if sides.paired else pair_with_all_baselines(sides)
+    guards = check_guards(arm, guard_pairs, sides, compare.guards, savings, windows, test_alpha)
+    first_steps = check_step_one(arm, pairs, compare, test_alpha, analysis.num_pairs)
+    unread_reason = step_one_unread_reason(experiment, arm, first_steps)
+    first_steps = [] if unread_reason else first_steps
+    diverged = measure_divergence(arm, pairs, claims)
+    weights = compare_final_weights(arm, pairs)
+    verdict, reasons = decide_verdict(
         invalid,
         first_steps,
         guards,
         results,
-        reads_step_one=unread is None,
+        reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        apart=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
+        no_shared_step=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
         has_recipe=experiment.has_recipe,
     )
-    described = descriptions(experiment, arm, claims)
+    described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
-        verdict, reasons = _as_described(experiment, sides, described, verdict, reasons)
-    if verdict == "INVALID":  # the numbers stay to be looked at, the claims must not
+        verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+    if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=not_tested(experiment, sides, claims, first_steps, diverged, unread),
+        not_tested=list_not_tested(experiment, sides, claims, first_steps, diverged, unread_reason),
         num_pairs=sum(pair.finished for pair in pairs[: analysis.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
-        treatment_diff=differences(experiment, arm),
-        coverage=coverage(sides),
-        num_metrics=None if claims or not described else num_metrics(sides),
+        treatment_diff=find_treatment_diff(experiment, arm),
+        coverage=measure_coverage(sides),
+        num_metrics=None if claims or not described else count_metrics(sides),
         step_one=first_steps,
         divergence=diverged,
-        final_weights=[ended] if ended else [],
+        final_weights=[weights] if weights else [],
         descriptions=described,
         claims=list(results),
         guards=guards,
@@ -218,26 +228,26 @@ def judge_arm(
     )
 
 
-def _as_described(
+def _add_description_reasons(
     experiment: Experiment,
     sides: Sides,
     described: Sequence[Description],
     verdict: Verdict,
     reasons: Sequence[Reason],
 ) -> tuple[Verdict, list[Reason]]:
-    """What is said of arms that are described: without a claim, or with one run each, nothing is tested."""
+    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested."""
     if experiment.launched_compare_sha256 is None:
-        instead = Code.NO_CLAIM() if described else no_shared_metric(sides)
-        reasons = [instead if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
-    one_each = described and max(sides.finished.sizes) == 1
-    if one_each and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
+        no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
+        reasons = [no_claim_reason if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
+    one_run_per_arm = described and max(sides.finished.sizes) == 1
+    if one_run_per_arm and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
     if described and verdict == "INCONCLUSIVE":
         reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
 
 
-def decide(
+def decide_verdict(
     invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
     guards: Sequence[Guard],
@@ -245,21 +255,26 @@ def decide(
     *,
     reads_step_one: bool = True,
     recorded: Sequence[str] = (),
-    apart: Reason | None = None,
+    no_shared_step: Reason | None = None,
     has_recipe: bool = True,
 ) -> tuple[Verdict, list[Reason]]:
-    """The verdict of one arm and why: invalid before mismatch before inconclusive before match.
+    """Return the verdict on one arm with its reasons: INVALID before MISMATCH before INCONCLUSIVE before
+    MATCH.
 
-    `recorded`: the metrics of all runs; `apart` says that the arms share no step, where that is so.
+    `recorded` are the metrics of all runs; `no_shared_step` is the reason if the arms share no step.
     """
     if invalid:
-        return "INVALID", _shortened(invalid)
+        return "INVALID", _shorten_reasons(invalid)
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
-        return "INVALID", [apart or Code.FIRST_STEP_MISSING(recorded=recorded)]
-    outcomes = [(result, outcome(result, has_recipe=has_recipe)) for result in claims]
-    wrong = [
-        *(Code.STEP_ONE_DIFFERS(**_deviation(first)) for first in first_steps if first.result == "fail"),
+        return "INVALID", [no_shared_step or Code.FIRST_STEP_MISSING(recorded=recorded)]
+    outcomes = [(result, outcome_reason(result, has_recipe=has_recipe)) for result in claims]
+    mismatches = [
+        *(
+            Code.STEP_ONE_DIFFERS(**_deviation_values(step_one))
+            for step_one in first_steps
+            if step_one.result == "fail"
+        ),
         *(
             Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
             for guard in guards
@@ -267,14 +282,18 @@ def decide(
         ),
         *(reason for result, reason in outcomes if result.result == "different"),
     ]
-    if wrong:
-        return "MISMATCH", wrong
+    if mismatches:
+        return "MISMATCH", mismatches
     open_questions = [
-        *(Code.STEP_ONE_OPEN(**_deviation(first)) for first in first_steps if first.result == "open"),
+        *(
+            Code.STEP_ONE_OPEN(**_deviation_values(step_one))
+            for step_one in first_steps
+            if step_one.result == "open"
+        ),
         *(
             Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
             for guard in guards
-            if guard.result in _OPEN_GUARDS
+            if guard.result in _UNDECIDED_GUARDS
         ),
         *(reason for result, reason in outcomes if result.result not in ("equivalent", "holds")),
     ]
@@ -285,18 +304,18 @@ def decide(
     return "MATCH", [reason for _, reason in outcomes]
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
+def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
 
 
-def _deviation(first: StepOne) -> dict[str, Any]:
-    """Return the values of a reason that names a first step."""
+def _deviation_values(step_one: StepOne) -> dict[str, Any]:
+    """Return the values of a reason about a step-one metric."""
     names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
-    return {name: getattr(first, name) for name in (*names, "tolerance", "tolerance_from")}
+    return {name: getattr(step_one, name) for name in (*names, "tolerance", "tolerance_from")}
 
 
-def _shortened(reasons: Sequence[Reason]) -> list[Reason]:
-    """The first few; one mistake often shows in every run and every key."""
+def _shorten_reasons(reasons: Sequence[Reason]) -> list[Reason]:
+    """Return the first few distinct reasons; one mistake often shows in every run and every key."""
     unique = list(dict.fromkeys(reasons))
-    more = len(unique) - _SHOWN_FAULTS
-    return unique if more <= 0 else [*unique[:_SHOWN_FAULTS], Code.MORE_FAULTS(num=more)]
+    num_hidden = len(unique) - _MAX_FAULTS
+    return unique if num_hidden <= 0 else [*unique[:_MAX_FAULTS], Code.MORE_FAULTS(num=num_hidden)]

@@ -1,7 +1,8 @@
-"""Arms described, where nothing is claimed or can be: levels, differences, what a claim would take.
+"""Descriptions of arms without a testable claim: levels, differences, and what a claim would need.
 
-Of one run an arm no test can tell what a treatment does from what a seed does. Of several, the interval of
-the difference says what could be claimed; the margin that is suggested follows from the baseline alone.
+With one run of each arm, no test can separate the treatment's effect from seed noise. With several runs,
+the confidence interval of the difference shows what could be claimed. The suggested margin depends on the
+baseline alone.
 """
 
 import math
@@ -24,230 +25,249 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.recorded.experiment import Experiment, Sides, stack
-from abrun.stats.equivalence import Tost, equivalence_test, sd_in_steps
-from abrun.stats.power import freedom_per_run, pairs_needed
+from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
+from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_equivalence
-from abrun.verdict.margins import resolved_margin
+from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import Detected, detect
-from abrun.verdict.summaries import climbs, direction_in, moving, reduced, resolution
+from abrun.verdict.summaries import (
+    find_resolution,
+    learning_direction,
+    measure_climbs,
+    reduce_window,
+    spread_values,
+)
 
-MOST_OTHERS = 12  # of these, what learning moves first, then step one's
+MAX_OTHER_METRICS = 12  # first metrics with a learning direction, then step one's
 COUNTERS = (
     r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
     r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
     r"|episodes_total|n_updates)"
 )
-SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # what a suggested margin is of the baseline
-SMALLEST = 1e-300  # level or climb that a margin is offered as a share of
+SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
+MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """One metric of the runs: levels over a window, and how far apart the arms are."""
+    """One metric of the runs: levels over a window, and the difference of the arms."""
 
     arm: str
     metric: str
     window: str
-    steps: tuple[int, int]  # of the window
-    num_runs: tuple[int, int]  # of both arms
+    steps: tuple[int, int]  # first and last step of the window
+    num_runs: tuple[int, int]  # baseline, treatment
     paired: bool  # by seed
-    baseline: float  # mean over the runs, of the window's mean, or median of a spiky metric
+    baseline: float  # mean over runs of the window's mean (median for spiky metrics)
     treatment: float
     difference: float
-    # Of two runs, one of each arm: the distance of the curves, over every shared step; None: of several.
+    # Distance of the two curves over all shared steps; None with several runs of an arm.
     mean_distance: float | None  # of |treatment - baseline|
     largest_distance: float | None
-    largest_at: int | None  # step
-    # Of several runs of each arm; None: of one.
-    detected: Detected | None  # where that interval excludes zero
-    interval: tuple[float, float] | None  # 90 %, of the difference: paired, or Welch's
-    certified_bound: float | None  # the smallest margin that would be certified now
-    margin: float | None  # suggested: from the baseline alone; None: it is 0 there, and stays so
-    margin_is: Reason  # what it is of the baseline
-    runs_needed: int | None  # pairs, or runs of each arm, for 80 % power at that margin; None: more than 1000
+    largest_at: int | None  # at this step
+    # None with one run of each arm.
+    detected: Detected | None  # None if the interval includes zero
+    interval: tuple[float, float] | None  # 90 % confidence interval of the difference
+    certified_bound: float | None  # smallest margin that would pass now
+    margin: float | None  # suggested from the baseline alone; None if the baseline is 0
+    margin_is: Reason  # how the margin was derived
+    runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
 
 
-def descriptions(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
-    """Of one run an arm: the claimed metrics, then others. Of several: where nothing is claimed, all of them.
+def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
+    """Describe the claimed metrics, then others; with several runs per arm only if nothing is claimed.
 
-    None where abrun launched the runs and there are several, or where an arm has none.
+    Returns an empty list if abrun launched the runs and there are several, or if an arm has none.
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
     if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (claims or launched)):
         return []
     windows = {claim.metric: claim.window for claim in claims}
-    others = [one for one in _ranked(sides) if one not in windows]
-    wanted = windows | dict.fromkeys(others[:MOST_OTHERS], DEFAULT_WINDOW)
+    unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], DEFAULT_WINDOW)
     declared = experiment if claims or launched else None
-    found = (_description(arm, sides, metric, window, declared) for metric, window in wanted.items())
-    return [one for one in found if one]
+    described = (
+        _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
+    )
+    return [description for description in described if description]
 
 
-def claimable(experiment: Experiment) -> Description | None:
-    """What to claim: the first metric on which the runs of the first treatment could have shown a difference
-    of a sensible margin, in its own units.
+def find_claimable_metric(experiment: Experiment) -> Description | None:
+    """Return the first metric for which the first treatment's runs could have shown a sensible difference.
+
+    The margin is in the metric's own units.
     """
     arm = experiment.treatments[0]
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0:
         return None
-    for metric in _ranked(sides)[:MOST_OTHERS]:
-        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # which mean something else in a claim
+    for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
+        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
-        found = _description(arm, sides, metric, DEFAULT_WINDOW, experiment)
-        if found is None or found.margin is None or default_transform(metric) != "identity":
+        description = _describe_metric(arm, sides, metric, DEFAULT_WINDOW, experiment)
+        if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
-        claim = claim_on(found)
-        margin = resolved_margin(claim, None)
+        claim = build_claim(description)
+        margin = resolve_margin(claim, None)
         grid = experiment.steps_of(metric)
         if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
-            return found
+            return description
     return None
 
 
-def claim_on(found: Description) -> Claim:
-    return Claim(metric=found.metric, window=found.window, margin=found.margin)
+def build_claim(description: Description) -> Claim:
+    return Claim(metric=description.metric, window=description.window, margin=description.margin)
 
 
-def num_metrics(sides: Sides) -> tuple[int, int]:
-    """How many metrics every run recorded, and how many any did."""
+def count_metrics(sides: Sides) -> tuple[int, int]:
+    """Return the number of metrics that every run recorded, and the number that any run recorded."""
     recorded = [{*run.metrics} for run in sides.finished.runs]
     return len(set.intersection(*recorded)), len(set.union(*recorded))
 
 
-def no_shared_metric(sides: Sides) -> Reason:
-    """Return what runs recorded of which no metric can be described."""
+def no_shared_metric_reason(sides: Sides) -> Reason:
+    """Return which metrics each arm recorded, if none of them can be described."""
     recorded = [
         sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
     ]
-    known = {*recorded[0], *recorded[1]}
-    unread = [where for run in sides.runs for name, where in run.unread.items() if name in known]
+    recorded_metrics = {*recorded[0], *recorded[1]}
+    unread = [
+        problem for run in sides.runs for name, problem in run.unread.items() if name in recorded_metrics
+    ]
     return Code.NO_SHARED_METRIC(
         baseline=recorded[0][:4], treatment=recorded[1][:4], unread=unread[0] if unread else None
     )
 
 
-def _ranked(sides: Sides) -> list[str]:
-    """The metrics of every run that describe the training, those that learning moves first."""
+def _rank_metrics(sides: Sides) -> list[str]:
+    """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
-    telling = (one for one in recorded if not (is_clock(one) or re.fullmatch(COUNTERS, one)))
-    return sorted(telling, key=lambda one: _rank(sides, one))
+    informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
+    return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
 
-def _rank(sides: Sides, metric: str) -> tuple[int, int, str]:
-    way = direction_in(sides.baselines[0], metric)
-    learned = 0 if metric == REWARD else 1 if way == 1 else 2 if way == -1 else 3
-    at_step_one = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
-    again = " vs " in metric  # Megatron-LM's: the same numbers over the samples, `lm loss vs samples`
-    return learned + 4 * again, at_step_one + 100 * (metric in with_role("given")), metric
+def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
+    direction = learning_direction(sides.baselines[0], metric)
+    direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
+    step_one_rank = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
+    is_repeated = " vs " in metric  # Megatron-LM logs curves twice: `lm loss vs samples`
+    return direction_rank + 4 * is_repeated, step_one_rank + 100 * (metric in with_role("given")), metric
 
 
-def _description(
+def _describe_metric(
     arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
 ) -> Description | None:
-    """Where nothing was declared, the window is one of the steps at which every run recorded the metric."""
+    """Describe one metric; None if the window holds no finite value of every run.
+
+    If nothing was declared, the window is taken over the steps at which every run recorded the metric.
+    """
     steps, values = stack(sides.runs, metric)
     grid = declared.steps_of(metric) if declared else steps
-    known = np.isfinite(values).all(axis=0)
-    steps, values = steps[known], values[:, known]
+    is_finite = np.isfinite(values).all(axis=0)
+    steps, values = steps[is_finite], values[:, is_finite]
     try:
-        first, last = window_bounds(window, grid, metric) if len(grid) else (0, -1)
+        first_step, last_step = window_bounds(window, grid, metric) if len(grid) else (0, -1)
     except ComparisonError:
         return None
-    inside = (first <= steps) & (steps <= last)
+    inside = (first_step <= steps) & (steps <= last_step)
     if not inside.any():
         return None
-    runs = reduced(values[:, inside], metric)
-    left, right = runs[: sides.sizes[0]], runs[sides.sizes[0] :]
-    alone = sides.sizes == (1, 1)
+    levels = reduce_window(values[:, inside], metric)
+    baseline, treatment = levels[: sides.sizes[0]], levels[sides.sizes[0] :]
+    one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    spread = moving(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    step = resolution(sides.runs, _plain(metric), spread)
+    varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
+    step = find_resolution(sides.runs, _untransformed_claim(metric), varying)
     test = (
-        equivalence_test(left, right, 1.0, resolution=step, paired=sides.paired)
+        equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
         if min(sides.sizes) > 1
         else None
     )
-    margin, margin_is = _sensible_margin(sides, metric, float(left.mean()), last)
+    margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
     return Description(
         arm=arm,
         metric=metric,
         window=window,
-        steps=(first, last),
+        steps=(first_step, last_step),
         num_runs=sides.sizes,
         paired=sides.paired,
-        baseline=float(left.mean()),
-        treatment=float(right.mean()),
-        difference=float(right.mean() - left.mean()),
-        mean_distance=float(distance.mean()) if alone else None,
-        largest_distance=float(distance.max()) if alone else None,
-        largest_at=int(steps[distance.argmax()]) if alone else None,
-        detected=detect(left, right, test.mean_difference, test.interval, paired=sides.paired)
+        baseline=float(baseline.mean()),
+        treatment=float(treatment.mean()),
+        difference=float(treatment.mean() - baseline.mean()),
+        mean_distance=float(distance.mean()) if one_run_per_arm else None,
+        largest_distance=float(distance.max()) if one_run_per_arm else None,
+        largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
+        detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=sides.paired)
         if test
         else None,
         interval=test.interval if test else None,
         certified_bound=test.certified_bound if test else None,
         margin=margin,
         margin_is=margin_is,
-        runs_needed=_needed(test, margin, (left, right), step, paired=sides.paired)
+        runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
     )
 
 
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """The finding first: of the foremost metric how far the arms are apart, then which others are."""
-    first, *others = described
+    """Return a reason with the difference of the first metric, and one that lists other differing metrics."""
+    main, *further = described
     finding = Code.DESCRIBED(
-        arm=first.arm,
+        arm=main.arm,
         baseline=baseline,
-        metric=first.metric,
-        levels=[first.baseline, first.treatment],
-        steps=first.steps,
-        runs=first.num_runs,
-        paired=first.paired,
-        difference=first.difference,
-        interval=first.interval,
-        detected=asdict(first.detected) if first.detected else None,
+        metric=main.metric,
+        levels=[main.baseline, main.treatment],
+        steps=main.steps,
+        runs=main.num_runs,
+        paired=main.paired,
+        difference=main.difference,
+        interval=main.interval,
+        detected=asdict(main.detected) if main.detected else None,
     )
-    tested = [other for other in others if other.interval is not None]
-    apart = {other.metric: other.difference for other in tested if other.detected}
-    alike = [other.metric for other in tested if not other.detected]
-    return [finding, *([Code.OTHER_METRICS(apart=apart, alike=alike)] if apart or alike else [])]
+    tested = [description for description in further if description.interval is not None]
+    differing = {description.metric: description.difference for description in tested if description.detected}
+    agreeing = [description.metric for description in tested if not description.detected]
+    return [
+        finding,
+        *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
+    ]
 
 
-def _plain(metric: str) -> Claim:
-    """A claim on the metric as it is recorded: no logarithm is taken of what is described."""
-    # Unchecked: a log may call a metric `memory`, which a claim reads as the peak of all phases.
+def _untransformed_claim(metric: str) -> Claim:
+    """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
+    # Not validated: a log may have a metric `memory`, which a declared claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
 
 
-def _sensible_margin(sides: Sides, metric: str, level: float, last: int) -> tuple[float | None, Reason]:
-    """A tenth of what the baseline learned, else a twentieth of its level, to one digit upwards."""
-    climb = float(np.mean(climbs(sides.baselines, _plain(metric), last)))
-    if math.isfinite(climb) and climb > SMALLEST:
-        return _offered(SHARE_OF_CLIMB, "climb", climb)
-    if math.isfinite(level) and abs(level) > SMALLEST:
-        return _offered(SHARE_OF_LEVEL, "level", abs(level))
+def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
+    """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
+    climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
+    if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
+        return _round_margin(SHARE_OF_CLIMB, "climb", climb)
+    if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:
+        return _round_margin(SHARE_OF_LEVEL, "level", abs(level))
     return None, Code.MARGIN_OFFERED(of="zero", size=0.0, rounded_up_to=None)
 
 
-def _offered(share: float, of: str, size: float) -> tuple[float, Reason]:
-    """A margin of one digit, and what it is: rounded up, unless the share has one digit itself."""
-    margin = _one_digit(share * size)
+def _round_margin(share: float, of: str, size: float) -> tuple[float, Reason]:
+    """Return a margin of one digit and its origin: rounded up, unless the share has one digit itself."""
+    margin = _round_up_to_one_digit(share * size)
     is_exact = f"{share * size:.3g}" == f"{margin:.3g}"
     return margin, Code.MARGIN_OFFERED(of=of, size=size, rounded_up_to=None if is_exact else margin)
 
 
-def _one_digit(value: float) -> float:
+def _round_up_to_one_digit(value: float) -> float:
     digit = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
-def _needed(test: Tost, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool) -> int | None:
+def _count_runs_needed(
+    test: TostResult, margin: float, arms: tuple[Array, Array], step: float, *, paired: bool
+) -> int | None:
     if paired:
         return pairs_needed(margin, test.standard_error * math.sqrt(len(arms[0])))
-    sds = [sd_in_steps(of, step) for of in arms]
-    return pairs_needed(margin, math.hypot(*sds), freedom=freedom_per_run(sds))
+    sds = [sd_with_resolution(levels, step) for levels in arms]
+    return pairs_needed(margin, math.hypot(*sds), dof_per_pair=welch_dof_per_run(sds))

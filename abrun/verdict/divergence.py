@@ -1,5 +1,4 @@
-"""T2: how the arms part, against how the baseline parts from itself, from one that began one ULP away, and
-from seed to seed. Diagnostic, never gating."""
+"""Divergence of the arms, relative to A/A reruns, one-ULP perturbations and seeds. Never gates a verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,86 +15,95 @@ from abrun.stats.series import Array, Steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlpGrowth:
-    """What one ULP of the initial weights grows into (controls.ulp_reruns), and the treatment against it.
+    """Growth of a one-ULP change of the initial weights (controls.ulp_reruns), and the treatment relative to
+    it.
 
-    Ratios are of mean |treatment - baseline| to mean |moved - baseline|; None where the latter is 0.
+    Ratios are mean |treatment - baseline| over mean |perturbed - baseline|; None if the latter is 0.
     """
 
-    mean_difference: float  # over steps and runs, of |moved - baseline|
-    ratio: float | None  # the geometric mean over the seeds that have such a run
-    ci95: tuple[float, float] | None  # of that ratio, over seeds; None: fewer than two
+    mean_difference: float  # mean |perturbed - baseline| over steps and runs
+    ratio: float | None  # geometric mean over the seeds with a perturbed run
+    ci95: tuple[float, float] | None  # confidence interval over seeds; None for fewer than two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """T2 for one metric: how the arms part, against how same-seed baselines part. Never gating."""
+    """Distance of the arms in one metric, against the noise floor of same-seed baselines. Never gates a
+    verdict.
+    """
 
     arm: str
     metric: str
-    noise_floor: Literal["measured", "zero", "unknown"]  # zero: the baseline repeats itself bit for bit
-    mean_difference: float  # over steps and pairs, of |treatment - baseline|
+    noise_floor: Literal["measured", "zero", "unknown"]  # zero: baseline reruns are bit-identical
+    mean_difference: float  # mean |treatment - baseline| over steps and pairs
     aa_mean_difference: float | None
     ratio: float | None
-    first_step_apart: int | None  # of any pair, where the baseline repeats itself bit for bit
-    ulp: UlpGrowth | None  # None: there is no such run
-    seed_spread: float | None  # the baseline's sd over seeds, mean over steps; None: one seed
-    share_of_seed_spread: float | None  # the mean difference over that
+    first_step_apart: int | None  # of any pair; None unless baseline reruns are bit-identical
+    ulp: UlpGrowth | None  # None without perturbed runs
+    seed_spread: float | None  # baseline's sd over seeds, mean over steps; None for one seed
+    share_of_seed_spread: float | None  # mean_difference / seed_spread
 
 
-def divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
-    """T2 for the step-one metrics and the claims, as far as they are recorded."""
+def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
+    """Return the divergence of the claimed metrics and the step-one metrics, as far as they are recorded."""
     finished = [pair for pair in pairs if pair.finished]
     metrics = dict.fromkeys([*(claim.metric for claim in claims), *STEP_ONE])
-    found = (_divergence(arm, finished, metric) for metric in metrics) if finished else ()
-    return [one for one in found if one]
+    measured = (_measure_metric(arm, finished, metric) for metric in metrics) if finished else ()
+    return [metric_divergence for metric_divergence in measured if metric_divergence]
 
 
-def _divergence(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | None:
+def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | None:
     steps, baseline, treatment = stack_pairs(pairs, metric)
     differences = np.abs(treatment - baseline)
-    known = np.isfinite(differences).all(axis=0)
-    steps, differences = steps[known], differences[:, known]
+    is_finite = np.isfinite(differences).all(axis=0)
+    steps, differences = steps[is_finite], differences[:, is_finite]
     if not len(steps):
         return None
     mean = float(differences.mean())
-    floors = [far for pair in pairs for far in _distances(pair.baseline, pair.reruns, metric, steps)]
-    floor = float(np.mean(floors)) if floors else None
-    apart = steps[(differences > 0).any(axis=0)]
-    spread = float(baseline[:, known].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
-    moved = [list(_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
+    rerun_distances = [
+        distance for pair in pairs for distance in _rerun_distances(pair.baseline, pair.reruns, metric, steps)
+    ]
+    noise_floor = float(np.mean(rerun_distances)) if rerun_distances else None
+    differing_steps = steps[(differences > 0).any(axis=0)]
+    spread = float(baseline[:, is_finite].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
+    ulp_distances = [list(_rerun_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
     return Divergence(
         arm=arm,
         metric=metric,
-        noise_floor="unknown" if floor is None else "measured" if floor else "zero",
+        noise_floor="unknown" if noise_floor is None else "measured" if noise_floor else "zero",
         mean_difference=mean,
-        aa_mean_difference=floor,
-        ratio=mean / floor if floor else None,
-        first_step_apart=int(apart[0]) if len(apart) and floor == 0 else None,
-        ulp=_ulp_growth(differences.mean(axis=1), moved) if any(moved) else None,
+        aa_mean_difference=noise_floor,
+        ratio=mean / noise_floor if noise_floor else None,
+        first_step_apart=int(differing_steps[0]) if len(differing_steps) and noise_floor == 0 else None,
+        ulp=_measure_ulp_growth(differences.mean(axis=1), ulp_distances) if any(ulp_distances) else None,
         seed_spread=spread,
         share_of_seed_spread=mean / spread if spread else None,
     )
 
 
-def _ulp_growth(treated: Array, moved: Sequence[Sequence[float]]) -> UlpGrowth:
-    """Compare each pair's mean distance [P] with those of its baselines that began one ULP away."""
-    both = [(of_pair, float(np.mean(far))) for of_pair, far in zip(treated, moved, strict=True) if far]
-    logs = np.log([a / b for a, b in both if a > 0 and b > 0])
-    known = len(logs) == len(both)
-    interval = np.exp(t_interval(logs, 0.95)) if known and len(logs) > 1 else None
+def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]) -> UlpGrowth:
+    """Compare each pair's mean distance [P] with those of its baselines that started one ULP away."""
+    paired_distances = [
+        (treatment_distance, float(np.mean(distances)))
+        for treatment_distance, distances in zip(treatment_distances, ulp_distances, strict=True)
+        if distances
+    ]
+    log_ratios = np.log([treatment / ulp for treatment, ulp in paired_distances if treatment > 0 and ulp > 0])
+    has_ratios = len(log_ratios) == len(paired_distances)
+    interval = np.exp(t_interval(log_ratios, 0.95)) if has_ratios and len(log_ratios) > 1 else None
     return UlpGrowth(
-        mean_difference=float(np.mean([far for _, far in both])),
-        ratio=float(np.exp(logs.mean())) if known else None,
+        mean_difference=float(np.mean([distances for _, distances in paired_distances])),
+        ratio=float(np.exp(log_ratios.mean())) if has_ratios else None,
         ci95=None if interval is None else (float(interval[0]), float(interval[1])),
     )
 
 
-def _distances(
-    baseline: RecordedRun, repeats: Sequence[RecordedRun], metric: str, steps: Steps
+def _rerun_distances(
+    baseline: RecordedRun, reruns: Sequence[RecordedRun], metric: str, steps: Steps
 ) -> Iterator[float]:
-    """Yield the mean distance from the baseline of each repetition that holds numbers at these steps."""
-    for repeat in repeats:
-        shared, values = stack([baseline, repeat], metric)
-        far = np.abs(values[1] - values[0])[np.isin(shared, steps)]
-        if repeat.finished and len(far) == len(steps) and np.isfinite(far).all():
-            yield float(far.mean())
+    """Yield the mean distance of each finished rerun from the baseline, if it is finite at these steps."""
+    for rerun in reruns:
+        shared, values = stack([baseline, rerun], metric)
+        distances = np.abs(values[1] - values[0])[np.isin(shared, steps)]
+        if rerun.finished and len(distances) == len(steps) and np.isfinite(distances).all():
+            yield float(distances.mean())

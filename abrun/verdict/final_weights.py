@@ -1,4 +1,4 @@
-"""How far apart the arms' weights end: whether at all by their hash, how far by sketches. Never gating."""
+"""Distance of the arms' final weights: equality by hash, size by sketch. Never gates a verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,110 +9,133 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Pair, RecordedRun
 from abrun.stats.series import Array
 
-Sketch = Mapping[str, Array]  # tensor -> its numbers [at most 256] float64; abrun.models.sketch_of
+Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.models.sketch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalWeights:
-    """The pair that ends farthest apart. Distances are L2 norms, estimated from sketches, within 8 %."""
+    """The pair with the largest distance. Distances are L2 norms, estimated from sketches within 8 %."""
 
     arm: str
-    num_pairs: int  # of which both runs say what they ended with
-    num_equal: int  # of them: the hashes of all weights are the same
-    seed: int | None  # None from here on: all are equal, or no unequal pair has sketches
-    relative_difference: float | None  # ||treatment - baseline|| / ||baseline||, over all weights
+    num_pairs: int  # pairs in which both runs recorded their final weights
+    num_equal: int  # pairs with equal hashes of all weights
+    seed: int | None  # None, as below, if all are equal or no unequal pair has sketches
+    relative_difference: float | None  # ||treatment - baseline|| / ||baseline|| over all weights
     num_reruns: int
-    aa_relative_difference: float | None  # among same-seed baseline reruns; None: there are none
-    ulp_relative_difference: float | None  # of baselines that began one ULP away; None: there are none
+    aa_relative_difference: float | None  # largest among A/A reruns; None without reruns
+    ulp_relative_difference: float | None  # largest among one-ULP reruns; None without any
 
 
-def final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
-    """Return None where no finished pair says what it ended with."""
-    known = [
+def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
+    """Return the largest distance over pairs; None if no finished pair recorded its final weights."""
+    recorded_pairs = [
         pair
         for pair in pairs
         if pair.finished and pair.baseline.final_weights_hash and pair.treatment.final_weights_hash
     ]
-    if not known:
+    if not recorded_pairs:
         return None
-    unequal = [pair for pair in known if not _equal(pair.baseline, pair.treatment)]
-    distances = [(pair, _relative(pair.baseline, pair.treatment)) for pair in unequal]
+    unequal = [pair for pair in recorded_pairs if not _is_equal(pair.baseline, pair.treatment)]
+    distances = [(pair, _relative_distance(pair.baseline, pair.treatment)) for pair in unequal]
     measured = [(pair, distance) for pair, distance in distances if distance is not None]
-    pair, farthest = max(measured, key=lambda both: _order(both[1]), default=(None, None))
-    reruns = [floor for pair in known for floor in _floors(pair.baseline, pair.reruns)]
-    moved = [floor for pair in known for floor in _floors(pair.baseline, pair.moved)]
+    pair, farthest = max(
+        measured, key=lambda pair_distance: _sort_key(pair_distance[1]), default=(None, None)
+    )
+    aa_distances = [
+        rerun_distance
+        for pair in recorded_pairs
+        for rerun_distance in _rerun_distances(pair.baseline, pair.reruns)
+    ]
+    ulp_distances = [
+        rerun_distance
+        for pair in recorded_pairs
+        for rerun_distance in _rerun_distances(pair.baseline, pair.moved)
+    ]
     return FinalWeights(
         arm=arm,
-        num_pairs=len(known),
-        num_equal=len(known) - len(unequal),
+        num_pairs=len(recorded_pairs),
+        num_equal=len(recorded_pairs) - len(unequal),
         seed=pair.seed if pair else None,
         relative_difference=farthest,
-        num_reruns=len(reruns),
-        aa_relative_difference=max(reruns, key=_order, default=None),
-        ulp_relative_difference=max(moved, key=_order, default=None),
+        num_reruns=len(aa_distances),
+        aa_relative_difference=max(aa_distances, key=_sort_key, default=None),
+        ulp_relative_difference=max(ulp_distances, key=_sort_key, default=None),
     )
 
 
-def distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
-    """Return ||B - A|| / ||A - A0|| of final weights B of the treatment, A of the baseline, and its first A0.
+def measure_weight_distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:
+    """Return ||B - A|| / ||A - A0||, or the reason why it is unknown.
 
-    L2 norms over all weights, estimated from the sketches. 0 where all weights are the same by their hash.
-    Else why it is not known.
+    B are the treatment's final weights, A the baseline's, A0 the baseline's initial ones. L2 norms over all
+    weights, estimated from the sketches. Exactly 0 if the hashes of all weights are equal.
     """
     runs, seed = {"baseline": baseline, "treatment": treatment}, baseline.name.seed
     for arm, run in runs.items():
         if not run.final_weights_hash:
             return Code.FINAL_WEIGHTS_NOT_RECORDED(arm=arm, seed=seed)
-    if _equal(baseline, treatment):
+    if _is_equal(baseline, treatment):
         return 0.0
-    first, left, right = baseline.initial_sketch(), *(run.final_sketch() for run in runs.values())
-    if not (_comparable(first, left) and _comparable(left, right)):
+    initial, baseline_sketch, treatment_sketch = (
+        baseline.initial_sketch(),
+        *(run.final_sketch() for run in runs.values()),
+    )
+    if not (_is_comparable(initial, baseline_sketch) and _is_comparable(baseline_sketch, treatment_sketch)):
         return Code.NO_SKETCHES_IN_COMMON(seed=seed)
-    apart, moved = (_square_of_difference(one, left) for one in (right, first))
-    if not moved > 0 or not np.isfinite(apart + moved):
+    difference, movement = (
+        _square_of_difference(sketch, baseline_sketch) for sketch in (treatment_sketch, initial)
+    )
+    if not movement > 0 or not np.isfinite(difference + movement):
         return Code.WEIGHTS_DID_NOT_MOVE(seed=seed)
-    return float(np.sqrt(apart / moved))
+    return float(np.sqrt(difference / movement))
 
 
-def _comparable(left: Sketch, right: Sketch) -> bool:
-    """Return whether both are there, and of the same tensors."""
-    shapes = [{name: one.shape for name, one in sketch.items()} for sketch in (left, right)]
-    return bool(left) and shapes[0] == shapes[1]
+def _is_comparable(baseline: Sketch, treatment: Sketch) -> bool:
+    """Return True if both sketches exist and are of the same tensors."""
+    shapes = [{name: numbers.shape for name, numbers in sketch.items()} for sketch in (baseline, treatment)]
+    return bool(baseline) and shapes[0] == shapes[1]
 
 
-def _square_of_difference(left: Sketch, right: Sketch) -> float:
-    """Return the squared norm of the difference; NaN where one has a NaN that the other has not."""
+def _square_of_difference(baseline: Sketch, treatment: Sketch) -> float:
+    """Return the squared norm of the difference; NaN if only one of them has a NaN somewhere."""
     total = 0.0
-    for name, a in left.items():
-        b = right[name]
+    for name, a in baseline.items():
+        b = treatment[name]
         with np.errstate(invalid="ignore"):
-            apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, b - a)
-        total += float(np.square(apart).sum())
+            difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, b - a)
+        total += float(np.square(difference).sum())
     return total
 
 
-def _equal(left: RecordedRun, right: RecordedRun) -> bool:
-    return left.final_weights_hash == right.final_weights_hash
+def _is_equal(baseline: RecordedRun, treatment: RecordedRun) -> bool:
+    return baseline.final_weights_hash == treatment.final_weights_hash
 
 
-def _floors(baseline: RecordedRun, repeats: Sequence[RecordedRun]) -> list[float]:
-    """Return how far repetitions of a baseline end from it, as far as that is known."""
-    ended = [repeat for repeat in repeats if repeat.finished]
-    floors = [0.0 if _equal(baseline, repeat) else _relative(baseline, repeat) for repeat in ended]
-    return [floor for floor in floors if floor is not None]
+def _rerun_distances(baseline: RecordedRun, reruns: Sequence[RecordedRun]) -> list[float]:
+    """Return the known distances of a baseline's finished reruns from it."""
+    finished = [rerun for rerun in reruns if rerun.finished]
+    distances = [
+        0.0 if _is_equal(baseline, rerun) else _relative_distance(baseline, rerun) for rerun in finished
+    ]
+    return [distance for distance in distances if distance is not None]
 
 
-def _relative(baseline: RecordedRun, other: RecordedRun) -> float | None:
-    """Return the distance in norms of the baseline; None where a sketch is missing, or of other tensors."""
-    left, right = baseline.final_sketch(), other.final_sketch()
-    if not _comparable(left, right):
+def _relative_distance(baseline: RecordedRun, run: RecordedRun) -> float | None:
+    """Return the distance relative to the baseline's norm; None if sketches are missing or differ in
+    tensors.
+    """
+    baseline_sketch, run_sketch = baseline.final_sketch(), run.final_sketch()
+    if not _is_comparable(baseline_sketch, run_sketch):
         return None
-    apart = _square_of_difference(left, right)
-    size = sum(square for one in left.values() if np.isfinite(square := float(np.square(one).sum())))
-    if apart == 0:
+    difference = _square_of_difference(baseline_sketch, run_sketch)
+    size = sum(
+        square
+        for numbers in baseline_sketch.values()
+        if np.isfinite(square := float(np.square(numbers).sum()))
+    )
+    if difference == 0:
         return 0.0
-    return float(np.sqrt(apart / size)) if size > 0 else np.inf
+    return float(np.sqrt(difference / size)) if size > 0 else np.inf
 
 
-def _order(value: float) -> float:
+def _sort_key(value: float) -> float:
     return np.inf if np.isnan(value) else value

@@ -1,4 +1,4 @@
-"""What a comparison would have caught: faults injected in the baseline, each judged as a treatment is."""
+"""Sensitivity of a comparison: faults injected in the baseline, each judged like a treatment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +19,21 @@ Evidence = Literal["step one", "guard", "claim", "nothing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFound:
-    """One injected fault against the baseline, by the ordinary judge."""
+    """One injected fault, judged against the baseline by the ordinary judge."""
 
     fault: str
     arm: str
-    size: float | None  # None: it has none
+    size: float | None  # None if the fault has no size
     unit: str
     verdict: Verdict
-    caught_by: Evidence  # what makes the verdict MISMATCH, the earliest of it; nothing: it is none
-    metric: str | None  # that of the step or of the claim, or the guard's name
-    step: int | None  # when it could be known: the guard's first step above its limit, a claim's last
-    num_pairs: int  # or runs of each arm, where they are not paired
-    # Of what caught it, beside the limit; of one not caught, what the first claim found, if anything
+    caught_by: Evidence  # earliest evidence; "nothing" unless the verdict is MISMATCH
+    metric: str | None  # metric of the step or claim, or name of the guard
+    step: int | None  # first step that shows it: for a claim its last step
+    num_pairs: int  # unpaired: runs of each arm
+    # Value and limit of what caught it; for a missed fault, the first claim's estimate, if any.
     figures: Reason | None
-    reason: Reason  # the verdict's first
-    advice: Reason | None  # of one not caught: what could show it
+    reason: Reason  # first reason of the verdict
+    advice: Reason | None  # for a missed fault: what could show it
 
     @property
     def caught(self) -> bool:
@@ -42,32 +42,32 @@ class FaultFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Of the injected faults, in the order of the recipe."""
+    """All injected faults, in the order of the recipe."""
 
     num_caught: int
-    num_judged: int  # those that are INVALID say nothing
-    num_pairs: int  # at most, of a fault
-    num_steps: int  # of the runs
+    num_judged: int  # all but INVALID ones
+    num_pairs: int  # maximum over faults
+    num_steps: int  # of the longest run
     faults: list[FaultFound]
 
 
-def sensitivity(experiment: Experiment) -> Sensitivity | None:
-    """None where no fault is injected. Never part of a verdict: each fault is judged by itself."""
+def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
+    """Judge each injected fault by itself; None if there is none. Never part of a verdict."""
     faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
     if not faults or experiment.regression:
         return None
-    found = [_found(experiment, arm, injected) for arm, injected in faults.items()]
+    judged_faults = [_judge_fault(experiment, arm, injected) for arm, injected in faults.items()]
     return Sensitivity(
-        num_caught=sum(one.caught for one in found),
-        num_judged=sum(one.verdict != "INVALID" for one in found),
-        num_pairs=max(one.num_pairs for one in found),
-        num_steps=_num_steps(experiment),
-        faults=found,
+        num_caught=sum(fault.caught for fault in judged_faults),
+        num_judged=sum(fault.verdict != "INVALID" for fault in judged_faults),
+        num_pairs=max(fault.num_pairs for fault in judged_faults),
+        num_steps=_max_num_steps(experiment),
+        faults=judged_faults,
     )
 
 
-def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
-    alone = replace(
+def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
+    fault_experiment = replace(
         experiment,
         arms=(experiment.baseline, arm),
         compare=experiment.compare.model_copy(update={"interim": []}),
@@ -79,10 +79,10 @@ def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFo
         injected={},
         controls={},
     )
-    (judged,) = judge(alone, alone.compare.claims)
-    caught_by, metric, step, figures = _evidence(judged, alone)
+    (judged,) = judge(fault_experiment, fault_experiment.compare.claims)
+    caught_by, metric, step, figures = _find_evidence(judged, fault_experiment)
     fault = LIBRARY[injected.name]
-    missed = caught_by == "nothing" and judged.verdict != "INVALID"
+    is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
     return FaultFound(
         fault=fault.name,
         arm=arm,
@@ -94,23 +94,27 @@ def _found(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFo
         step=step,
         num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
         figures=figures,
-        advice=_advice(fault, injected.amount, judged, _num_steps(experiment)) if missed else None,
+        advice=_advise(fault, injected.amount, judged, _max_num_steps(experiment)) if is_missed else None,
         reason=next(
-            (one for one in judged.reasons if one.code is Code.STEP_ONE_DIFFERS and one["metric"] == metric),
+            (
+                reason
+                for reason in judged.reasons
+                if reason.code is Code.STEP_ONE_DIFFERS and reason["metric"] == metric
+            ),
             judged.reasons[0],
         ),
     )
 
 
-def _evidence(
+def _find_evidence(
     judged: ArmVerdict, experiment: Experiment
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
-    """The earliest that makes it a mismatch: step one, then a guard, then a claim; and its figures."""
+    """Return the earliest evidence of a mismatch (step one, then guards, then claims) with its figures."""
     if judged.verdict != "MISMATCH":
-        return "nothing", None, None, _figures(judged.claims[0]) if judged.claims else None
-    differing = [one for one in judged.step_one if one.result == "fail"]
+        return "nothing", None, None, _claim_figures(judged.claims[0]) if judged.claims else None
+    differing = [evidence for evidence in judged.step_one if evidence.result == "fail"]
     if differing:
-        worst = max(differing, key=lambda one: one.deviation / one.tolerance)
+        worst = max(differing, key=lambda evidence: evidence.deviation / evidence.tolerance)
         figures = Code.FOUND_BY_STEP_ONE(
             deviation=worst.deviation,
             scale=worst.scale,
@@ -118,49 +122,52 @@ def _evidence(
             tolerance=worst.tolerance,
         )
         return "step one", worst.metric, worst.step, figures
-    failing = next((one for one in judged.guards if one.result == "fail"), None)
+    failing = next((evidence for evidence in judged.guards if evidence.result == "fail"), None)
     if failing is not None:
         limit = experiment.compare.guards.token_mult_prob_error_median
         is_error = failing.reason.code is Code.TOKEN_ERROR_EXCEEDED
-        step = _first_above(experiment.pairs(judged.arm), limit) if is_error else None
-        known = failing.value is not None and failing.limit is not None
-        figures = Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if known else failing.reason
+        step = _first_step_above(experiment.pairs(judged.arm), limit) if is_error else None
+        has_figures = failing.value is not None and failing.limit is not None
+        figures = (
+            Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if has_figures else failing.reason
+        )
         return "guard", failing.guard, step, figures
     differing = next(result for result in judged.claims if result.result == "different")
     claim = differing.claim
-    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _figures(differing)
+    return "claim", claim.metric, claim.steps[1] if claim.steps else None, _claim_figures(differing)
 
 
-def _figures(result: ClaimResult) -> Reason | None:
-    """Return what a claim found, beside what it allows; None: nothing."""
-    claim, estimate = result.claim, result.estimate
+def _claim_figures(result: ClaimResult) -> Reason | None:
+    """Return a claim's estimate and its allowed size; None without an estimate."""
+    terms, estimate = result.claim, result.estimate
     if estimate.limited is not None:
-        return Code.LIMITED_METRIC(metric=claim.metric, value=estimate.limited, limit=claim.margin_text)
+        return Code.LIMITED_METRIC(metric=terms.metric, value=estimate.limited, limit=terms.margin_text)
     if estimate.mean_difference is None:
         return None
     return Code.MOVED_METRIC(
-        metric=claim.metric,
+        metric=terms.metric,
         difference=estimate.mean_difference,
-        bound=certified_text(estimate.certified_bound, estimate.certified_number, claim.margin_unit),
-        margin=claim.margin_text,
+        bound=certified_text(estimate.certified_bound, estimate.certified_number, terms.margin_unit),
+        margin=terms.margin_text,
     )
 
 
-def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> Reason:
+def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> Reason:
     """Return what a larger experiment, or a larger fault, could show."""
     num_pairs = min(judged.num_runs) if judged.num_runs else judged.num_pairs
-    unsure = [one.metric for one in judged.step_one if one.result == "open"]
-    within = [
-        one
-        for one in judged.step_one
-        if one.aa_deviation is not None and one.aa_deviation < one.deviation <= one.tolerance
+    undecided_metrics = [step_one.metric for step_one in judged.step_one if step_one.result == "open"]
+    within_tolerance = [
+        step_one
+        for step_one in judged.step_one
+        if step_one.aa_deviation is not None
+        and step_one.aa_deviation < step_one.deviation <= step_one.tolerance
     ]
-    worst = max(within, key=lambda one: one.deviation, default=None)
+    worst = max(within_tolerance, key=lambda step_one: step_one.deviation, default=None)
     can_grow = fault.size is not None and (fault.most is None or amount < fault.most)
     return Code.FAULT_MISSED(
         num_pairs=num_pairs if judged.verdict == "INCONCLUSIVE" else None,
         paired=judged.num_runs is None,
-        rounded_metric=unsure[0] if unsure else None,
+        rounded_metric=undecided_metrics[0] if undecided_metrics else None,
         tolerance=worst
         and {"metric": worst.metric, "deviation": worst.deviation, "aa_deviation": worst.aa_deviation},
         amount=amount if can_grow else None,
@@ -170,14 +177,14 @@ def _advice(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
     )
 
 
-def _num_steps(experiment: Experiment) -> int:
-    """Of the longest run."""
+def _max_num_steps(experiment: Experiment) -> int:
+    """Return the number of steps of the longest run."""
     steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
-    return max((int(each[-1]) for each in steps if len(each)), default=0)
+    return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)
 
 
-def _first_above(pairs: Sequence[Pair], limit: float) -> int | None:
-    """The first step at which the engine and the trainer of any run are further apart than a guard allows."""
+def _first_step_above(pairs: Sequence[Pair], limit: float) -> int | None:
+    """Return the first step at which any run exceeds the guard on engine and trainer; None if none does."""
     steps = [
         series.steps[above][0]
         for pair in pairs

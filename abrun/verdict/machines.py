@@ -1,4 +1,4 @@
-"""Versions, devices and code of runs: what differs between them, and what of that is the treatment."""
+"""Versions, devices and code of runs: their differences, and which of these are the treatment."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,92 +8,115 @@ from abrun.recipe.run import compare_precisions
 from abrun.recorded.experiment import Experiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
-OF_THE_STACK = ("versions", "python")
-OF_THE_MACHINE = (*OF_THE_STACK, "devices")
-# What of environment.json must not differ between paired runs. Hosts may.
-ENVIRONMENT = (*OF_THE_MACHINE, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
+SOFTWARE_KEYS = ("versions", "python")
+MACHINE_KEYS = (*SOFTWARE_KEYS, "devices")
+# Keys of environment.json that must be equal in paired runs. Hosts may differ.
+PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
-def other_machine(experiment: Experiment, arm: str) -> bool:
-    """Return whether the arms ran with other versions or devices by design: not even step one repeats."""
-    treated = treated_keys(experiment)
-    return any(machine_differences(pair.baseline, pair.treatment, treated) for pair in experiment.pairs(arm))
+def has_treated_machine(experiment: Experiment, arm: str) -> bool:
+    """Return True if the arms ran with other versions or devices by design; then not even step one
+    repeats.
+    """
+    keys = treated_machine_keys(experiment)
+    return any(
+        find_machine_differences(pair.baseline, pair.treatment, keys) for pair in experiment.pairs(arm)
+    )
 
 
-def treated_keys(experiment: Experiment) -> Sequence[str]:
-    """Return what of the machine may differ between the arms, as part of what is tested."""
-    return OF_THE_MACHINE if experiment.regression else OF_THE_STACK if experiment.versions_differ else ()
+def treated_machine_keys(experiment: Experiment) -> Sequence[str]:
+    """Return the environment keys that may differ between the arms, as part of what is tested."""
+    return MACHINE_KEYS if experiment.regression else SOFTWARE_KEYS if experiment.versions_differ else ()
 
 
-def machine_differences(left: RecordedRun, right: RecordedRun, keys: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the versions and devices that differ, dotted key -> both values."""
-    found = {}
+def find_machine_differences(
+    baseline: RecordedRun, treatment: RecordedRun, keys: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Return the versions and devices that differ, as dotted key -> both values."""
+    differences = {}
     if "versions" in keys:
-        found = {f"versions.{name}": list(both) for name, both in _other_versions(left, right).items()}
+        differences = {
+            f"versions.{name}": list(values)
+            for name, values in _find_version_differences(baseline, treatment).items()
+        }
     for key in keys:
-        both = [(run.environment or {}).get(key) for run in (left, right)]
-        if both[0] != both[1] and key != "versions":
-            found[key] = both
-    return found
+        values = [(run.environment or {}).get(key) for run in (baseline, treatment)]
+        if values[0] != values[1] and key != "versions":
+            differences[key] = values
+    return differences
 
 
-def _other_versions(left: RecordedRun, right: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Packages that either imports, of which they have other versions; None: not installed, or not said."""
-    versions: list[dict[str, Any]] = [(run.environment or {}).get("versions") or {} for run in (left, right)]
+def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> dict[str, tuple[Any, Any]]:
+    """Return packages that either run imports with different versions; None: not installed, or not
+    recorded.
+    """
+    versions: list[dict[str, Any]] = [
+        (run.environment or {}).get("versions") or {} for run in (baseline, treatment)
+    ]
     names = sorted({*versions[0], *versions[1]})
-    both = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
+    version_pairs = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
     return {
         name: (a, b)
-        for name, (a, b) in both.items()
-        if a != b and (left.imports(name) or right.imports(name))
+        for name, (a, b) in version_pairs.items()
+        if a != b and (baseline.imports(name) or treatment.imports(name))
     }
 
 
 def versions_follow_arms(experiment: Experiment) -> bool:
-    """Return True where arms of one version each differ in theirs, and none is declared as the treatment."""
+    """Return True if versions are constant within arms, differ between them, and are not a declared
+    treatment.
+    """
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
-    says = all((run.environment or {}).get("versions") for runs in arms for run in runs)
-    if treated_keys(experiment) or not (says and all(arms)) or any(within_arms(arms, OF_THE_STACK)):
+    all_recorded = all((run.environment or {}).get("versions") for runs in arms for run in runs)
+    if (
+        treated_machine_keys(experiment)
+        or not (all_recorded and all(arms))
+        or any(find_differences_within_arms(arms, SOFTWARE_KEYS))
+    ):
         return False
-    return any(machine_differences(arms[0][0], runs[0], OF_THE_STACK) for runs in arms[1:])
+    return any(find_machine_differences(arms[0][0], runs[0], SOFTWARE_KEYS) for runs in arms[1:])
 
 
-def within_arms(arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]) -> Iterator[Reason]:
-    """Yield what differs between the runs of one arm, of what may differ between arms."""
+def find_differences_within_arms(
+    arms: Sequence[Sequence[RecordedRun]], keys: Sequence[str]
+) -> Iterator[Reason]:
+    """Yield differences within one arm, in the keys that may differ between arms."""
     for runs in arms:
         for key in keys:
-            known = [run for run in runs if (run.environment or {}).get(key) is not None]
-            for run in known[1:]:
-                yield from environment_difference(known[0], run, key)
+            recorded = [run for run in runs if (run.environment or {}).get(key) is not None]
+            for run in recorded[1:]:
+                yield from find_environment_difference(recorded[0], run, key)
 
 
-def environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) -> Iterator[Reason]:
-    """Yield what of the environment differs, if anything: both values, or both versions by package."""
+def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: str) -> Iterator[Reason]:
+    """Yield a difference of one environment key, if any: both values, or both versions by package."""
     assert baseline.environment is not None and run.environment is not None
-    left, right = baseline.environment.get(key), run.environment.get(key)
-    if isinstance(left, dict) and isinstance(right, dict):
-        values: Any = _other_versions(baseline, run)
+    baseline_value, run_value = baseline.environment.get(key), run.environment.get(key)
+    if isinstance(baseline_value, dict) and isinstance(run_value, dict):
+        values: Any = _find_version_differences(baseline, run)
     else:
-        values = [] if left == right else [left, right]
+        values = [] if baseline_value == run_value else [baseline_value, run_value]
     if values:
         yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)
 
 
-def stack_notes(experiment: Experiment) -> Iterator[Reason]:
-    """Yield what a reader has to know: runs of different code, and arms of another precision."""
+def environment_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield notes on runs of different code, and on arms of different precision."""
     yield from code_notes(experiment)
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
-        difference = compare_precisions(arm, _precision(sides.baselines), _precision(sides.treatments))
+        difference = compare_precisions(
+            arm, _recorded_precision(sides.baselines), _recorded_precision(sides.treatments)
+        )
         if difference:
             yield difference
 
 
 def code_notes(experiment: Experiment) -> list[Reason]:
-    """Return a note where runs, or attempts of one, are of different code.
+    """Return a note if runs, or attempts of one run, are of different code.
 
-    Other code is no ground for INVALID: an edit of a plot changes no number. A reference was made from other
-    code by intention.
+    Different code does not make runs INVALID: an edit of a plot changes no number, and a reference was made
+    from other code on purpose.
     """
     runs_of: dict[tuple[str, ...], list[str]] = {}
     for run in experiment.runs.values():
@@ -104,7 +127,7 @@ def code_notes(experiment: Experiment) -> list[Reason]:
     return [Code.CODE_DIFFERS(versions=[{"code": code, "runs": runs} for code, runs in runs_of.items()])]
 
 
-def _precision(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    """Return the precision of LM head and logits that the first run has recorded; empty where none has."""
+def _recorded_precision(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """Return the precision of LM head and logits from the first run that recorded it; else empty."""
     precisions = ((run.environment or {}).get("precision") for run in runs)
-    return next((each for each in precisions if isinstance(each, dict)), {})
+    return next((precision for precision in precisions if isinstance(precision, dict)), {})

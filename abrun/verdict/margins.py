@@ -1,4 +1,4 @@
-"""How far arms may differ and still be called equivalent: a claim's margin in numbers."""
+"""Margins of claims in numbers: the largest difference that still counts as equivalent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,30 +13,31 @@ from abrun.recorded.experiment import Experiment, RecordedRun, Reference, stack,
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound
-from abrun.verdict.summaries import climbs, summaries
+from abrun.verdict.summaries import measure_climbs, summarize_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """A number and what it is in: the metric's own unit (""), the baseline's sigma, level or climb."""
+    """A number and its unit: the metric's own (""), or the baseline's sigma, level or climb."""
 
     number: float
     unit: Unit
     text: str
 
 
-def resolved_margin(claim: Claim, reference: Reference | None) -> Margin:
-    """A claim's margin. Sigmas of a reference become absolute, by the lower 95 % bound of its sigma: were the
-    estimate taken as it is, every second margin would be wider than what was declared.
+def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
+    """Return a claim's margin; sigmas of a reference become absolute by the lower 95 % bound of its sigma.
 
-    Raises ComparisonError where the reference does not know its sigma.
+    With the estimate itself, every second margin would be wider than declared. Raises ComparisonError if the
+    reference does not know its sigma.
     """
     number, unit = claim.margin_in
     if unit != "sigma" or reference is None:
         return Margin(number=number, unit=unit, text=margin_text(number, unit))
     if not any(
-        (c.metric, c.window, c.transform) == (claim.metric, claim.window, claim.transform)
-        for c in reference.compare.claims
+        (frozen_claim.metric, frozen_claim.window, frozen_claim.transform)
+        == (claim.metric, claim.window, claim.transform)
+        for frozen_claim in reference.compare.claims
     ):
         raise ComparisonError(
             Code.SIGMA_UNKNOWN(
@@ -44,53 +45,60 @@ def resolved_margin(claim: Claim, reference: Reference | None) -> Margin:
                 margin=claim.margin,
                 window=claim.window,
                 reference=reference.name,
-                known=[f"{c.metric} over {c.window}" for c in reference.compare.claims],
+                known=[
+                    f"{frozen_claim.metric} over {frozen_claim.window}"
+                    for frozen_claim in reference.compare.claims
+                ],
             )
         )
     runs = [run for run in reference.runs if not run.name.rerun]
-    margin = number * _sigma_bound(claim, runs, {"reference": reference.name})
+    margin = number * _sigma_lower_bound(claim, runs, {"reference": reference.name})
     return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
-def frozen_claims(experiment: Experiment, arm: str) -> Compare:
-    """An experiment's comparison with margins in sigmas of `arm` made absolute, as a reference keeps them.
+def freeze_claims(experiment: Experiment, arm: str) -> Compare:
+    """Return the experiment's comparison with margins in sigmas of `arm` made absolute, as references store
+    them.
 
-    A later run is compared with these very seeds: a margin of their own sd would be wider whenever it is.
+    A later run is compared with these very seeds. A margin of their own sd would be wider whenever that sd
+    is.
     """
     runs = list(experiment.arm(arm).values())
-    kept = []
+    frozen = []
     for claim in experiment.compare.claims:
         number, unit = claim.margin_in if claim.margin is not None else (0.0, "")
         if unit == "sigma":
-            margin = number * _sigma_bound(claim, runs, {"arm": arm, "experiment": experiment.name})
+            margin = number * _sigma_lower_bound(claim, runs, {"arm": arm, "experiment": experiment.name})
             claim = claim.model_copy(update={"margin": float(f"{margin:.3g}")})
-        kept.append(claim)
-    return experiment.compare.model_copy(update={"claims": kept})
+        frozen.append(claim)
+    return experiment.compare.model_copy(update={"claims": frozen})
 
 
-def _sigma_bound(claim: Claim, runs: list[RecordedRun], whose: dict[str, str]) -> float:
+def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, str]) -> float:
     """Return the lower bound of the runs' sigma in units of the transformed metric."""
-    values = window_summaries(runs, claim)
+    values = summarize_window(runs, claim)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.margin, whose=whose))
+        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.margin, whose=source))
     return sigma_lower_bound(sigma, len(values))
 
 
-def window_summaries(runs: list[RecordedRun], claim: Claim) -> Array:
-    """A claim's window of every run, one number a run [R]."""
+def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
+    """Return one number per run [R] for a claim's window."""
     grid = union(run.series(claim.metric).steps for run in runs)
-    first, last = window_bounds(claim.window, grid, claim.metric)
+    first_step, last_step = window_bounds(claim.window, grid, claim.metric)
     steps, values = stack(runs, claim.metric)
-    return summaries(values[:, (first <= steps) & (steps <= last)], claim)
+    return summarize_runs(values[:, (first_step <= steps) & (steps <= last_step)], claim)
 
 
-def yardstick(
-    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last: int
+def measure_yardstick(
+    margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last_step: int
 ) -> Array | None:
-    """What a relative margin is a share of, one number a pair [P], above 0 in the mean; None: it has none."""
+    """Return the number that a relative margin is a share of, one per pair [P], positive in the mean;
+    else None.
+    """
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":
-        return climbs(baselines, claim, last)
+        return measure_climbs(baselines, claim, last_step)
     return None

@@ -1,4 +1,4 @@
-"""Repeated comparisons of the same runs: how many there were, and what that does to the level."""
+"""Repeated comparisons ("readings") of the same runs: their number, and the resulting familywise error."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -7,39 +7,45 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest, claim_test_of
 from abrun.recorded.experiment import Experiment
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.sequential import level_of_readings
+from abrun.stats.sequential import simulate_familywise_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """All comparisons of a treatment's runs that left a report, this one among them."""
+    """All comparisons of a treatment's runs that left a report, including this one."""
 
     arm: str
-    num_pairs: list[int]  # of each different set of pairs that these claims were tested on
-    false_match: (
-        float | None
-    )  # rate at the margin, where the first match is taken; None: tested once, or interim analyses
-    num_comparisons: int  # of these runs, each with other claims
+    num_pairs: list[int]  # size of each distinct set of pairs on which these claims were tested
+    # Familywise rate of a false match at the margin; None if tested once, or with interim analyses.
+    false_match: float | None
+    num_comparisons: int  # comparisons of these runs with different claims
 
 
 def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:
     """Count the earlier readings that share a pair with this one."""
     reading = claim_test_of(experiment, arm)
-    same_runs = {reading, *(one for one in earlier if one.pairs & reading.pairs)}
+    same_runs = {
+        reading,
+        *(earlier_reading for earlier_reading in earlier if earlier_reading.pairs & reading.pairs),
+    }
     counted = {reading}
     if not experiment.compare.interim:  # declared: their levels allow for all of them
-        counted = {one for one in same_runs if one.question == reading.question}
-    sets = sorted((sorted(one.pairs) for one in counted), key=lambda pairs: (len(pairs), pairs))
+        counted = {
+            earlier_reading for earlier_reading in same_runs if earlier_reading.question == reading.question
+        }
+    sets = sorted(
+        (sorted(earlier_reading.pairs) for earlier_reading in counted), key=lambda pairs: (len(pairs), pairs)
+    )
     return Readings(
         arm=arm,
         num_pairs=[len(pairs) for pairs in sets],
-        false_match=level_of_readings(sets) if len(sets) > 1 else None,
-        num_comparisons=len({one.question for one in same_runs}),
+        false_match=simulate_familywise_error(sets) if len(sets) > 1 else None,
+        num_comparisons=len({earlier_reading.question for earlier_reading in same_runs}),
     )
 
 
 def reading_notes(readings: Readings, *, paired: bool, arms: int) -> Iterator[Reason]:
-    """Yield how often the runs were compared; nothing where it was once."""
+    """Yield how often the runs were compared; nothing if it was once."""
     arm = readings.arm if arms > 1 else None
     if readings.false_match is not None:
         yield Code.READ_SEVERAL_TIMES(

@@ -1,7 +1,7 @@
-"""Assay sensitivity (ICH E10, 1.5): whether these runs could have shown a difference, had there been one.
+"""Assay sensitivity (ICH E10, 1.5): could these runs have shown a difference, had there been one?
 
 A match of runs that learn nothing, repeat each other or stop early says nothing about the treatment. Each
-function returns why not; None: nothing is amiss.
+check returns the problem as a reason, or None.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,203 +26,245 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack
 from abrun.stats.equivalence import t_interval
-from abrun.stats.series import NO_SERIES, Array, Series
-from abrun.verdict.summaries import climbs, direction_in, last_digit
-from abrun.verdict.whole_curve import COPIED, copied, has_detail
+from abrun.stats.series import EMPTY_SERIES, Array, Series
+from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
+from abrun.verdict.whole_curve import COPY_CORRELATION, find_copies, has_detail
 
-# What is 0 at every step where nothing can be learned.
-DRIVERS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
+# Metrics that are 0 at every step if nothing can be learned.
+LEARNING_SIGNALS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 
 
-def no_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason | None:
-    """Why these runs would have agreed on a metric whatever the treatment does.
+def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reason | None:
+    """Return why these runs would agree on a metric whatever the treatment does; None if they could differ.
 
-    `may_repeat`: bit-identical arms are what was declared, not a treatment that was not applied.
+    `may_repeat`: bit-identical arms were declared, and are not a treatment that was never applied.
     """
-    found = find_metric(metric)
-    if found and "given" in found.roles:
+    definition = find_metric(metric)
+    if definition and "given" in definition.roles:
         return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
     for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
-        for driver in DRIVERS:
-            values = _recorded(runs, driver)
+        for signal in LEARNING_SIGNALS:
+            values = _recorded_values(runs, signal)
             if len(values) and not np.nan_to_num(values, posinf=0.0, neginf=0.0).any():
                 finite = bool(np.isfinite(values).all())
-                return Code.NOTHING_LEARNED(metric=driver, arm=arm, finite=finite)
-        ends = [_recorded(runs, end) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
-        if all(len(one) and not one.any() for one in ends):
+                return Code.NOTHING_LEARNED(metric=signal, arm=arm, finite=finite)
+        ends = [_recorded_values(runs, end) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
+        if all(len(advantages) and not advantages.any() for advantages in ends):
             return Code.ADVANTAGES_ZERO(arm=arm)
-    values = _recorded(sides.runs, metric)
+    values = _recorded_values(sides.runs, metric)
     values = values[np.isfinite(values)]
-    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory need not move
+    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory may be constant
         return Code.NEVER_MOVED(value=values[0])
-    return cut_short(sides.runs) or (None if may_repeat else _untouched(sides))
+    return check_run_lengths(sides.runs) or (None if may_repeat else _check_arms_differ(sides))
 
 
-def not_learned(baselines: Sequence[RecordedRun], claim: Claim, last: int, margin: float) -> Reason | None:
-    """Why the baseline learned too little for a claim to mean anything.
+def check_learning(
+    baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float
+) -> Reason | None:
+    """Return why the baseline learned too little for a claim to be meaningful; None if it learned enough.
 
-    A metric that learning moves in one direction must have climbed by more than the margin by the window's
-    end: the lower 95 % bound over seeds. Of any other (a norm, an entropy, trainer against engine) no
-    such thing is known: there some metric that has a direction must have climbed at all, where one is
-    recorded. Time and memory do not depend on what is learned.
+    A metric with a learning direction must have climbed by more than the margin by the window's end, by the
+    lower 95 % bound over seeds. For any other metric (a norm, an entropy, trainer against engine), some
+    recorded metric with a direction must have climbed at all. Time and memory do not depend on learning.
     """
     if not claim.climbs or is_clock(claim.metric) or unit_of(claim.metric) == "bytes":
         return None
-    if direction_in(baselines[0], claim.metric):
-        low, still = (
-            climb_bound(climbs(baselines, claim, last)),
-            dead_seeds(baselines, claim, last, margin),
+    if learning_direction(baselines[0], claim.metric):
+        lower_bound, num_dead_seeds = (
+            climb_lower_bound(measure_climbs(baselines, claim, last_step)),
+            count_dead_seeds(baselines, claim, last_step, margin),
         )
-        if low > margin and 2 * still < len(baselines):
+        if lower_bound > margin and 2 * num_dead_seeds < len(baselines):
             return None
-        if low > margin:
-            return Code.DEAD_SEEDS(num=still, of=len(baselines), margin=margin, step=last)
-        mean = float(np.mean(climbs(baselines, claim, last)))
-        return Code.CLIMB_NOT_SHOWN(margin=margin, step=last, climb=mean, bound=low)
+        if lower_bound > margin:
+            return Code.DEAD_SEEDS(num=num_dead_seeds, of=len(baselines), margin=margin, step=last_step)
+        mean = float(np.mean(measure_climbs(baselines, claim, last_step)))
+        return Code.CLIMB_NOT_SHOWN(margin=margin, step=last_step, climb=mean, bound=lower_bound)
     learners = learning_metrics(baselines)
-    # Any of them will do: each at its share of the 5 %, or flat ones would pass by their number (Bonferroni).
-    bounds = {one: climb_bound(_climbs(baselines, one, last), len(learners)) for one in learners}
+    # Any one suffices, so each is tested at its share of 5 %: many flat ones must not pass (Bonferroni).
+    bounds = {
+        metric: climb_lower_bound(_measure_metric_climbs(baselines, metric, last_step), len(learners))
+        for metric in learners
+    }
     if not bounds or max(bounds.values()) > 0:
         return None
-    return Code.NOTHING_CLIMBED(step=last, metrics=[*bounds], bound=max(bounds.values()))
+    return Code.NOTHING_CLIMBED(step=last_step, metrics=[*bounds], bound=max(bounds.values()))
 
 
-def dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last: int, margin: float) -> int:
-    """How many climbed by no more than the margin; 0 of a metric without a direction, or that need not."""
-    return int((climbs(baselines, claim, last) <= margin).sum()) if claim.climbs else 0
+def count_dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float) -> int:
+    """Count the seeds that climbed by no more than the margin; 0 if the metric has no direction or need
+    not climb.
+    """
+    return int((measure_climbs(baselines, claim, last_step) <= margin).sum()) if claim.climbs else 0
 
 
 def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
-    """The metrics that learning moves in one direction, and that every run recorded more than once."""
+    """Return the metrics with a learning direction that every run recorded more than once."""
     return [
         metric
         for metric in (runs[0].metrics if runs else ())
-        if direction_in(runs[0], metric) and all(len(run.series(metric)) > 1 for run in runs)
+        if learning_direction(runs[0], metric) and all(len(run.series(metric)) > 1 for run in runs)
     ]
 
 
-def climb_bound(values: Array, num_metrics: int = 1) -> float:
-    """The lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf where it is not known."""
-    known = len(values) > 1 and np.isfinite(values).all()
-    return t_interval(values, 1 - 0.1 / num_metrics)[0] if known else -np.inf
+def climb_lower_bound(values: Array, num_metrics: int = 1) -> float:
+    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if it is
+    unknown.
+    """
+    is_testable = len(values) > 1 and np.isfinite(values).all()
+    return t_interval(values, 1 - 0.1 / num_metrics)[0] if is_testable else -np.inf
 
 
-def _climbs(runs: Sequence[RecordedRun], metric: str, last: int) -> Array:
-    return climbs(runs, Claim(metric=metric, margin=1.0, transform=default_transform(metric)), last)
+def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: int) -> Array:
+    return measure_climbs(
+        runs, Claim(metric=metric, margin=1.0, transform=default_transform(metric)), last_step
+    )
 
 
-def cut_short(runs: Sequence[RecordedRun]) -> Reason | None:
-    """A run whose last recorded step is further from its last configured one than its steps are apart."""
+def check_run_lengths(runs: Sequence[RecordedRun]) -> Reason | None:
+    """Return the first run that ends more than one step interval before its last configured step."""
     for run in runs:
         configured, steps = (run.config or {}).get("steps"), run.steps
         if isinstance(configured, int) and len(steps) > 1:
-            apart = int(np.diff(steps).max())
-            if steps[-1] + apart <= configured and steps[-1] + 1 < configured:
+            max_interval = int(np.diff(steps).max())
+            if steps[-1] + max_interval <= configured and steps[-1] + 1 < configured:
                 return Code.CUT_SHORT(run=str(run), step=steps[-1], configured=configured)
     return None
 
 
-def _untouched(sides: Sides) -> Reason | None:
-    """Arms that hold the same numbers in every pair: the treatment may not have been applied at all."""
+def _check_arms_differ(sides: Sides) -> Reason | None:
+    """Return a reason if the arms are identical in every pair: the treatment may not have been applied."""
     if not sides.paired:
         return None
     pairs = list(zip(sides.baselines, sides.treatments, strict=True))
-    of_reference = any(run.thinned for run in sides.baselines)  # a later version may well repeat it
-    if pairs and not of_reference and all(_same_numbers(*pair) for pair in pairs):
+    # A later version may repeat a reference exactly.
+    has_reference = any(run.thinned for run in sides.baselines)
+    if pairs and not has_reference and all(_has_same_numbers(*pair) for pair in pairs):
         return Code.ARMS_IDENTICAL()
     return None
 
 
-def _recorded(runs: Sequence[RecordedRun], metric: str) -> Array:
-    return np.concatenate([run.series(metric).values for run in runs] or [NO_SERIES.values])
+def _recorded_values(runs: Sequence[RecordedRun], metric: str) -> Array:
+    return np.concatenate([run.series(metric).values for run in runs] or [EMPTY_SERIES.values])
 
 
-def _of_two_seeds(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
-    """Every two runs that are to be two observations: all but those of one pair, which may well agree."""
-    for one, other in combinations(sides.runs, 2):
-        if not sides.paired or one.name.seed != other.name.seed:
-            yield one, other
+def _independent_runs(sides: Sides) -> Iterator[tuple[RecordedRun, RecordedRun]]:
+    """Yield every two runs that must be independent observations: all but those of one pair."""
+    for run, other_run in combinations(sides.runs, 2):
+        if not sides.paired or run.name.seed != other_run.name.seed:
+            yield run, other_run
 
 
-def one_run_as_two_seeds(sides: Sides, metric: str | None = None) -> Reason | None:
-    """Two seeds with the same numbers, but for what a machine adds, are not two observations; nor are two of
-    which a claim reads one curve, whatever else was logged beside it. Nothing can be tested over them.
+def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | None:
+    """Return a reason if two seeds are one run, so that nothing can be tested over them.
 
-    Noise or rounding makes no second run of a copy: see `copied`.
+    Two seeds with the same numbers (apart from time and memory) are not two observations. Neither are two
+    that share the claimed metric's curve, whatever else was logged. Noise or rounding does not make a copy a
+    second run: see `find_copies`.
     """
-    precision = cache(_precision)  # of each curve once, not of each pair
-    for one, other in _of_two_seeds(sides):
-        if _same_numbers(one, other):
-            return _repeated(other, one)
-        if metric and _same_curve(one.series(metric), other.series(metric), precision):
-            return _repeated(other, one, [metric])
-    return _noisy_copy(sides, metric) if metric else None
+    precision = cache(_measure_precision)  # computed once per curve, not per pair
+    for run, other_run in _independent_runs(sides):
+        if _has_same_numbers(run, other_run):
+            return _repeated_run_reason(other_run, run)
+        if metric and _has_same_curve(run.series(metric), other_run.series(metric), precision):
+            return _repeated_run_reason(other_run, run, [metric])
+    return _find_noisy_copy(sides, metric) if metric else None
 
 
-def _repeated(
-    run: RecordedRun, other: RecordedRun, metrics: Sequence[str] = (), correlation: float | None = None
+def _repeated_run_reason(
+    run: RecordedRun, original: RecordedRun, metrics: Sequence[str] = (), correlation: float | None = None
 ) -> Reason:
-    return Code.ONE_RUN_AS_TWO_SEEDS(run=str(run), other=str(other), metrics=metrics, correlation=correlation)
+    return Code.ONE_RUN_AS_TWO_SEEDS(
+        run=str(run), other=str(original), metrics=metrics, correlation=correlation
+    )
 
 
-def _noisy_copy(sides: Sides, metric: str) -> Reason | None:
-    """Name two seeds whose claimed metric moves alike at every step; for a discrete one, all their others."""
+def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
+    """Return two seeds whose claimed metric changes alike at every step; for a discrete one, all their
+    others.
+    """
     runs = sides.runs
     values = stack(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
-    metrics, alike = ([metric], copied(values)) if detailed else _copied_elsewhere(runs, metric)
-    for left, right in zip(*np.nonzero(np.triu(alike, 1)), strict=True):
-        one, other = runs[left], runs[right]
-        if one.name.seed != other.name.seed:
-            return _repeated(other, one, metrics[:3], COPIED)
+    metrics, is_copy = (
+        ([metric], find_copies(values)) if detailed else _find_copies_in_other_metrics(runs, metric)
+    )
+    for row, column in zip(*np.nonzero(np.triu(is_copy, 1)), strict=True):
+        run, other_run = runs[row], runs[column]
+        if run.name.seed != other_run.name.seed:
+            return _repeated_run_reason(other_run, run, metrics[:3], COPY_CORRELATION)
     return None
 
 
-def _copied_elsewhere(runs: Sequence[RecordedRun], metric: str) -> tuple[list[str], NDArray[np.bool_]]:
-    """Return which two runs [R, R] move alike in every other metric that can tell, and those metrics.
+def _find_copies_in_other_metrics(
+    runs: Sequence[RecordedRun], metric: str
+) -> tuple[list[str], NDArray[np.bool_]]:
+    """Return the other metrics with enough detail, and which two runs [R, R] change alike in all of them.
 
-    Values that are the same to the last bit (a learning rate) follow from the configuration.
+    Values that are equal to the last bit in all runs (a learning rate) follow from the configuration.
     """
-    metrics, alike = [], np.ones((len(runs), len(runs)), bool)
-    for other in runs[0].metrics if runs else ():
-        known = find_metric(other)
-        given = known is not None and "given" in known.roles
-        if other == metric or given or is_clock(other) or unit_of(other) == "bytes":
+    compared_metrics, is_copy = [], np.ones((len(runs), len(runs)), bool)
+    for other_metric in runs[0].metrics if runs else ():
+        definition = find_metric(other_metric)
+        is_configured = definition is not None and "given" in definition.roles
+        if (
+            other_metric == metric
+            or is_configured
+            or is_clock(other_metric)
+            or unit_of(other_metric) == "bytes"
+        ):
             continue
-        values = stack(runs, other)[1]
-        equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
-        if has_detail(values).all() and not equal:
-            metrics.append(other)
-            alike &= copied(values)
-    return metrics, alike if metrics else np.zeros_like(alike)
+        values = stack(runs, other_metric)[1]
+        is_equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
+        if has_detail(values).all() and not is_equal:
+            compared_metrics.append(other_metric)
+            is_copy &= find_copies(values)
+    return compared_metrics, is_copy if compared_metrics else np.zeros_like(is_copy)
 
 
-def _precision(series: Series) -> tuple[int, float]:
-    """Return how many distinct values a curve has, and its last digit."""
-    return len(np.unique(series.values)), last_digit(series.values)
+def _measure_precision(series: Series) -> tuple[int, float]:
+    """Return the number of distinct values of a curve, and the unit of its last digit."""
+    return len(np.unique(series.values)), last_decimal_unit(series.values)
 
 
-def _same_curve(one: Series, other: Series, precision: Callable[[Series], tuple[int, float]]) -> bool:
-    """Ten steps and more that agree to the last digit of the coarser log, of a curve that moves."""
-    if len(one) < 10 or not np.array_equal(one.steps, other.steps) or not np.isfinite(one.values).all():
+def _has_same_curve(
+    series: Series, other_series: Series, precision: Callable[[Series], tuple[int, float]]
+) -> bool:
+    """Return True for ten or more steps that agree to the last digit of the coarser log, on a curve that
+    moves.
+    """
+    if (
+        len(series) < 10
+        or not np.array_equal(series.steps, other_series.steps)
+        or not np.isfinite(series.values).all()
+    ):
         return False
-    distance, size = np.abs(one.values - other.values).max(), np.ptp(one.values)
-    if not distance <= size / 18 or min(precision(series)[0] for series in (one, other)) < 10:
-        return False  # a digit that ten values differ in is no more than a ninth of their range
+    distance, size = np.abs(series.values - other_series.values).max(), np.ptp(series.values)
+    if not distance <= size / 18 or min(precision(curve)[0] for curve in (series, other_series)) < 10:
+        # With ten distinct values, one digit is at most a ninth of their range.
+        return False
     if distance <= 1e-6 * size:
         return True
-    digit, error = max(precision(series)[1] for series in (one, other)), one.values - other.values
+    digit, error = (
+        max(precision(curve)[1] for curve in (series, other_series)),
+        series.values - other_series.values,
+    )
     if distance > 0.501 * digit:
         return False
-    jumps = np.var(np.diff(error)) > np.var(error)  # as rounding errors do, and two smooth curves do not
+    # Rounding errors jump from step to step; the difference of two smooth curves does not.
+    jumps = np.var(np.diff(error)) > np.var(error)
     return bool(jumps)
 
 
-def _same_numbers(run: RecordedRun, other: RecordedRun) -> bool:
-    learned = [one for one in {*run.metrics, *other.metrics} if not is_clock(one) and unit_of(one) != "bytes"]
-    return bool(learned) and all(
-        np.array_equal(run.series(one).steps, other.series(one).steps)
-        and np.array_equal(run.series(one).values, other.series(one).values, equal_nan=True)
-        for one in learned
+def _has_same_numbers(run: RecordedRun, other_run: RecordedRun) -> bool:
+    learned_metrics = [
+        metric
+        for metric in {*run.metrics, *other_run.metrics}
+        if not is_clock(metric) and unit_of(metric) != "bytes"
+    ]
+    return bool(learned_metrics) and all(
+        np.array_equal(run.series(metric).steps, other_run.series(metric).steps)
+        and np.array_equal(run.series(metric).values, other_run.series(metric).values, equal_nan=True)
+        for metric in learned_metrics
     )

@@ -1,4 +1,4 @@
-"""T1: the first step, before any treated update can have had an effect, must be the same."""
+"""Step one: the first step, before any treated update can have an effect, must agree."""
 
 import math
 from collections.abc import Sequence, Set
@@ -26,15 +26,15 @@ from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
 
-# How far rounding alone may move a step-one metric, relative to its scale. float32 sums over a batch in
+# Rounding tolerance of a step-one metric, relative to its scale. float32 sums over a batch in
 # another order differ by 1e-6 to 1e-5; bfloat16 keeps 8 bits (2^-8 = 4e-3) and rounds at every layer.
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
-GROSS = 0.5  # of its scale: no rounding, in any precision
-# Rounding raises these, whichever way it goes: they measure how far trainer and engine are apart, and are low
-# where both happen to round alike. A fault raises them, too.
+GROSS_DEVIATION = 0.5  # relative to its scale: more than rounding in any precision
+# Rounding in either direction raises these: they measure the mismatch of trainer and engine, and are low
+# if both happen to round alike. A fault raises them, too.
 RAISED_BY_ROUNDING = (GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR)
-SHARED_REWARDS = 3  # distinct first rewards, each equal within its pair, that show shared prompts
-_NUM_NODES = 2000  # dense towards 0, where the ratio's tail comes from
+MIN_SHARED_REWARDS = 3  # distinct first rewards, equal within pairs, as evidence of shared prompts
+_NUM_NODES = 2000  # dense near 0, which determines the tail of the ratio
 # Entropy of a peaked policy is near 0 while its rounding error is that of log-probs, of order 1.
 ENTROPY_SCALE = 0.1
 
@@ -44,10 +44,10 @@ StepOneResult = Literal["pass", "fail", "open", "not tested"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOne:
-    """T1 for one metric: the pair that deviates most, before any treated update can have had an effect.
+    """Step one for one metric: the pair that deviates most, before any treated update can have an effect.
 
-    `deviation` is |treatment - baseline| / scale (of train/gen_kl_error both as sqrt(2 KL)), and `scale_from`
-    says what the scale is.
+    `deviation` is |treatment - baseline| / scale (for train/gen_kl_error both as sqrt(2 KL)), and
+    `scale_from` says what the scale is.
     """
 
     arm: str
@@ -62,21 +62,21 @@ class StepOne:
     scale_from: str
     tolerance: float
     tolerance_from: str
-    aa_deviation: float | None  # the largest among same-seed baseline reruns
-    # "not tested": beyond what rounding does as a rule, and nothing says what it does here. "open": in the
-    # median pair, by rounding or by a fault, which is no ground for a match.
+    aa_deviation: float | None  # largest among A/A reruns
+    # "not tested": beyond the usual rounding, but the rounding of these runs is unknown. "open": so in the
+    # median pair, from rounding or from a fault, which prevents a match.
     result: StepOneResult
 
 
-def step_one(
+def check_step_one(
     arm: str, pairs: Sequence[Pair], compare: Compare, alpha: float = ALPHA, num_pairs: int | None = None
 ) -> list[StepOne]:
-    """T1 for every metric of the list that the first step of some pair has in both arms, at `alpha` in all.
+    """Check every step-one metric that some pair has in both arms at its first step, at `alpha` over all.
 
-    A failure is one of any pair, also after an interim analysis of the first `num_pairs`; what is open is so
-    by those.
-    A deviation is relative to the metric's own size, or to that of its rounding errors: see `_scale`. Nothing
-    where the first recorded step is a later one than the runs' first, or may be: updates have been made.
+    Any pair can fail, also one after the first `num_pairs` of an interim analysis; only those `num_pairs`
+    can leave a metric open. A deviation is relative to the metric's own size, or to that of its rounding
+    errors: see `_rounding_scale`. Returns nothing if the first recorded step is, or may be, later than the
+    runs' first step: updates have been made by then.
     """
     analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
@@ -85,44 +85,54 @@ def step_one(
         if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment) and not pair.begins_anew
     ]
     share = alpha / len(STEP_ONE)
-    found = (_step_one(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
-    return [one for one in found if one]
+    checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
+    return [result for result in checked if result]
 
 
-def _step_one(
+def _check_metric(
     arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, analysed_seeds: Set[int]
 ) -> StepOne | None:
     deviations = []
     for pair in pairs:
         values = _first_values(pair.baseline, pair.treatment, metric)
         if values and math.isfinite(values[0]):
-            deviations.append((_deviation(pair.baseline, metric, *values), pair, values))
+            deviations.append((_relative_deviation(pair.baseline, metric, *values), pair, values))
     if not deviations:
         return None
-    deviation, pair, (baseline, treatment) = max(deviations, key=lambda one: one[0])
-    scale, scale_from = _scale(pair.baseline, metric, baseline, treatment)
-    again = [
-        _deviation(pair.baseline, metric, *values)
+    deviation, pair, (baseline, treatment) = max(deviations, key=lambda pair_deviation: pair_deviation[0])
+    scale, scale_from = _rounding_scale(pair.baseline, metric, baseline, treatment)
+    rerun_deviations = [
+        _relative_deviation(pair.baseline, metric, *values)
         for pair in pairs
         for rerun in pair.reruns
         if (values := _first_values(pair.baseline, rerun, metric)) and math.isfinite(values[0])
     ]
-    aa_deviation = max((one for one in again if math.isfinite(one)), default=None)
-    tolerance, source, known = _tolerance(metric, pair, compare, len(deviations), again, alpha)
+    aa_deviation = max(
+        (pair_deviation for pair_deviation in rerun_deviations if math.isfinite(pair_deviation)), default=None
+    )
+    tolerance, source, is_certain = _find_tolerance(
+        metric, pair, compare, len(deviations), rerun_deviations, alpha
+    )
     result: StepOneResult = "pass"
-    if tolerance >= 1 and math.isfinite(deviation):  # nothing below would tell anything
+    if tolerance >= 1 and math.isfinite(deviation):  # no finite deviation could fail
         result = "not tested"
     elif deviation > tolerance:
-        moved = [_moved(metric, *values) for _, _, values in deviations]
-        if known or deviation > GROSS:
+        signed_deviations = [_signed_deviation(metric, *values) for _, _, values in deviations]
+        if is_certain or deviation > GROSS_DEVIATION:
             result = "fail"
         elif metric in RAISED_BY_ROUNDING:
-            early = [
-                far for far, (_, one, _) in zip(moved, deviations, strict=True) if one.seed in analysed_seeds
+            counted_deviations = [
+                signed_deviation
+                for signed_deviation, (_, pair_deviation, _) in zip(
+                    signed_deviations, deviations, strict=True
+                )
+                if pair_deviation.seed in analysed_seeds
             ]
-            result = "open" if early and np.median(early) > tolerance else "not tested"
+            result = (
+                "open" if counted_deviations and np.median(counted_deviations) > tolerance else "not tested"
+            )
         else:
-            result = "fail" if _shifted(moved, tolerance, alpha) else "not tested"
+            result = "fail" if _is_shifted(signed_deviations, tolerance, alpha) else "not tested"
     return StepOne(
         arm=arm,
         metric=metric,
@@ -141,99 +151,108 @@ def _step_one(
     )
 
 
-def shares_prompts(pairs: Sequence[Pair]) -> bool:
-    """Whether the runs show that both arms of every pair that has begun did so with the same prompts.
+def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
+    """Return True if the runs show that both arms of every started pair began with the same prompts.
 
-    By their hashes; or by a metric of the first step that varies from pair to pair, and not within any. A
-    reward, often 0 in all runs but one or two, must be the same number in both runs of every pair, and have
-    three values or more.
+    The evidence is the prompts' hashes, or a metric of the first step that varies between pairs but not
+    within any. A reward is often 0 in all runs but one or two. It must be equal within every pair, and
+    have three or more distinct values.
     """
     pairs = [
-        pair for pair in pairs if any(_first_values(pair.baseline, pair.treatment, one) for one in STEP_ONE)
+        pair
+        for pair in pairs
+        if any(_first_values(pair.baseline, pair.treatment, metric) for metric in STEP_ONE)
     ]
     hashes = [
         [(run.environment or {}).get("prompts_sha256") for run in (pair.baseline, pair.treatment)]
         for pair in pairs
     ]
-    if all(left and left == right for left, right in hashes):
+    if all(baseline_hash and baseline_hash == treatment_hash for baseline_hash, treatment_hash in hashes):
         return True
-    others = (one for one in (MEAN_PROMPT_LENGTH, *STEP_ONE) if one != REWARD)
-    return any(_begins_alike(pairs, one) for one in others) or _same_first_rewards(pairs)
+    metrics = (metric for metric in (MEAN_PROMPT_LENGTH, *STEP_ONE) if metric != REWARD)
+    return any(_has_same_first_values(pairs, metric) for metric in metrics) or _has_same_first_rewards(pairs)
 
 
-def _same_first_rewards(pairs: Sequence[Pair]) -> bool:
-    """Check that every pair begins with one reward, and that the pairs have three rewards or more.
+def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
+    """Return True if every pair begins with one reward, and the pairs have three or more distinct rewards.
 
-    Where prompts are not shared, 3 to 10 pairs are so in 0.5 % of experiments or less (test_whole_curve.py).
+    Without shared prompts, 3 to 10 pairs look like this in 0.5 % of experiments or less
+    (test_whole_curve.py).
     """
     values = [_first_values(pair.baseline, pair.treatment, REWARD) for pair in pairs]
-    equal = all(both is not None and math.isfinite(both[0]) and both[0] == both[1] for both in values)
-    return equal and len({both[0] for both in values if both is not None}) >= SHARED_REWARDS
+    equal = all(
+        rewards is not None and math.isfinite(rewards[0]) and rewards[0] == rewards[1] for rewards in values
+    )
+    return equal and len({rewards[0] for rewards in values if rewards is not None}) >= MIN_SHARED_REWARDS
 
 
-def _begins_alike(pairs: Sequence[Pair], metric: str) -> bool:
-    """Whether a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
+def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
+    """Return True if a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
     values = [_first_values(pair.baseline, pair.treatment, metric) for pair in pairs]
-    known = np.array([both for both in values if both is not None]).reshape(-1, 2)
-    if len(known) < max(len(pairs), 2) or not np.isfinite(known).all():
+    first_values = np.array([pair_values for pair_values in values if pair_values is not None]).reshape(-1, 2)
+    if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
         return False
-    spread = float(known[:, 0].std(ddof=1))
-    return spread > 0 and float(np.abs(known[:, 1] - known[:, 0]).max()) <= 0.01 * spread
+    spread = float(first_values[:, 0].std(ddof=1))
+    return spread > 0 and float(np.abs(first_values[:, 1] - first_values[:, 0]).max()) <= 0.01 * spread
 
 
 def first_step(run: RecordedRun) -> int:
-    """The first step of a run's training; 0 where it has none. (Evaluations may come before.)"""
-    return min((int(run.series(one).steps[0]) for one in STEP_ONE if len(run.series(one))), default=0)
+    """Return the first training step of a run; 0 if it has none. (Evaluations may come earlier.)"""
+    return min(
+        (int(run.series(metric).steps[0]) for metric in STEP_ONE if len(run.series(metric))), default=0
+    )
 
 
-def _first_values(baseline: RecordedRun, other: RecordedRun, metric: str) -> tuple[float, float] | None:
-    first = first_step(baseline)
-    left, right = baseline.series(metric).at(first), other.series(metric).at(first)
-    return None if left is None or right is None else (left, right)
+def _first_values(baseline: RecordedRun, run: RecordedRun, metric: str) -> tuple[float, float] | None:
+    step = first_step(baseline)
+    baseline_value, run_value = baseline.series(metric).value_at(step), run.series(metric).value_at(step)
+    return None if baseline_value is None or run_value is None else (baseline_value, run_value)
 
 
-def _deviation(baseline: RecordedRun, metric: str, left: float, right: float) -> float:
-    if left == right:
+def _relative_deviation(baseline: RecordedRun, metric: str, baseline_value: float, run_value: float) -> float:
+    if baseline_value == run_value:
         return 0.0
-    if not math.isfinite(right):
+    if not math.isfinite(run_value):
         return math.inf
     if metric == GEN_KL_ERROR:
-        return abs(_moved(metric, left, right))
-    return abs(right - left) / _scale(baseline, metric, left, right)[0]
+        return abs(_signed_deviation(metric, baseline_value, run_value))
+    return abs(run_value - baseline_value) / _rounding_scale(baseline, metric, baseline_value, run_value)[0]
 
 
-def _scale(baseline: RecordedRun, metric: str, left: float, right: float) -> tuple[float, str]:
-    """What a rounding error of this metric is proportional to, and what that is."""
+def _rounding_scale(
+    baseline: RecordedRun, metric: str, baseline_value: float, run_value: float
+) -> tuple[float, str]:
+    """Return the size that rounding errors of this metric are proportional to, and its name."""
     if metric == GEN_KL_ERROR:
         return 1.0, "a nat of log-prob error, sqrt(2 KL)"
-    size = max(abs(left), abs(right)) if math.isfinite(right) else abs(left)
-    least, least_from = 0.0, ""
+    size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
+    min_scale, min_scale_source = 0.0, ""
     if metric.endswith("entropy"):
-        least, least_from = ENTROPY_SCALE, "the least scale of an entropy"
+        min_scale, min_scale_source = ENTROPY_SCALE, "the minimum scale of an entropy"
     if metric == LOSS:
-        # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel: what was rounded are the
+        # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
-        first = first_step(baseline)
-        ends = [baseline.series(end).at(first) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
-        known = [abs(end) for end in ends if end is not None and math.isfinite(end)]
-        least = max(known, default=1.0)
-        least_from = "the largest advantage" if known else "the least scale of a loss"
-    return (size, "its size") if size >= least else (least, least_from)
+        step = first_step(baseline)
+        ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
+        advantages = [abs(end) for end in ends if end is not None and math.isfinite(end)]
+        min_scale = max(advantages, default=1.0)
+        min_scale_source = "the largest advantage" if advantages else "the minimum scale of a loss"
+    return (size, "its size") if size >= min_scale else (min_scale, min_scale_source)
 
 
-def share_of_scale(deviation: float, scale: float, scale_from: str) -> str:
-    """`0.047 of the largest advantage (2.47)`: with what it is divided by, for whoever divides again."""
+def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
+    """Return a deviation with its scale, such as `0.047 of the largest advantage (2.47)`."""
     return f"{deviation:.2g} of {scale_from} ({scale:.3g})"
 
 
-def _tolerance(
-    metric: str, pair: Pair, compare: Compare, num_pairs: int, again: Sequence[float], alpha: float
+def _find_tolerance(
+    metric: str, pair: Pair, compare: Compare, num_pairs: int, rerun_deviations: Sequence[float], alpha: float
 ) -> tuple[float, str, bool]:
-    """The tolerance, where it is from, and whether a deviation beyond it is no rounding.
+    """Return the tolerance, its source, and if a deviation beyond it is certainly more than rounding.
 
-    bfloat16's rounding is a rule of thumb: an optimizer step within the first step, or a norm of cancelling
-    terms, may enlarge it; that is known only where reruns, or the recipe, say how much. Of what rounding
-    raises reruns do not: the baseline rounds as the baseline does.
+    The tolerance for bfloat16 is a rule of thumb: an optimizer step within the first step, or a norm of
+    cancelling terms, can exceed it. Only reruns or the recipe say by how much. For metrics that rounding
+    always raises, reruns say nothing: the baseline rounds like itself.
     """
     declared = compare.step_one_tolerance
     if isinstance(declared, dict):
@@ -241,31 +260,31 @@ def _tolerance(
     if declared is not None:
         return declared, "recipe", True
     dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
-    if None in dtypes:  # a foreign framework's, which is most often the coarsest
-        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in a precision that the runs do not say"
+    if None in dtypes:  # unknown precision of another framework: assume the coarsest
+        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in an unrecorded precision"
     else:
         coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
         rounding, rounding_of = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
-    exact = rounding <= ROUNDING["float32"]
-    raised = not exact and metric in RAISED_BY_ROUNDING
-    repeated = [one for one in again if math.isfinite(one)]
-    if repeated and max(repeated) > 0 and not raised:
-        factor = factor_of_maxima(num_pairs, len(repeated), alpha)
-        if factor * max(repeated) > rounding:
-            what = f"{factor:.3g}x the largest A/A deviation of {len(repeated)}"
-            return factor * max(repeated), what, True
-    return rounding, rounding_of, exact
+    is_exact = rounding <= ROUNDING["float32"]
+    is_raised = not is_exact and metric in RAISED_BY_ROUNDING
+    finite_deviations = [deviation for deviation in rerun_deviations if math.isfinite(deviation)]
+    if finite_deviations and max(finite_deviations) > 0 and not is_raised:
+        factor = maxima_ratio_quantile(num_pairs, len(finite_deviations), alpha)
+        if factor * max(finite_deviations) > rounding:
+            source = f"{factor:.3g}x the largest A/A deviation of {len(finite_deviations)}"
+            return factor * max(finite_deviations), source, True
+    return rounding, rounding_of, is_exact
 
 
-def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:
-    """The 1 - alpha quantile of max |x_1..n| / max |y_1..m| for independent normal x, y of one spread.
+def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> float:
+    """Return the 1 - alpha quantile of max |x_1..n| / max |y_1..m| for independent normal x, y with equal sd.
 
-    P(ratio > c) is the integral of 1 - F(c y)^n over the law of the largest of m, F the half-normal, by
-    quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
+    P(ratio > c) is the integral of 1 - F(c y)^n over the distribution of the largest of m, F the half-normal,
+    by quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
     """
-    nodes, weights = _quadrature()
+    nodes, weights = _quadrature_nodes()
     share = (nodes + 1) / 2
-    largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # y at these quantiles of the largest
+    largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # quantiles of max |y|
 
     def beyond(factor: float) -> float:
         inside = special.erf(factor * largest / math.sqrt(2)) ** num_pairs
@@ -281,16 +300,17 @@ def factor_of_maxima(num_pairs: int, num_reruns: int, alpha: float) -> float:
 
 
 @cache
-def _quadrature() -> tuple[Array, Array]:
-    """Gauss-Legendre's; a second's work, which only reruns ask for."""
+def _quadrature_nodes() -> tuple[Array, Array]:
+    """Return Gauss-Legendre nodes and weights. They take a second to compute, and only reruns need them."""
     return np.polynomial.legendre.leggauss(_NUM_NODES)
 
 
-def _moved(metric: str, baseline: float, treatment: float) -> float:
-    """With its sign, how far the treatment is from its baseline: log(treatment / baseline).
+def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
+    """Return log(treatment / baseline): the signed relative deviation of the treatment.
 
-    inf where one is 0, or the signs differ. Of a KL in nats of the log-prob error x that it stands for, as
-    k3(x) is x^2 / 2 for small x. (Below 0 it is the rounding of a trainer that computes it in float32.)
+    inf if one is 0, or if the signs differ. A KL in nats is converted to the log-prob error x that it
+    stands for, since k3(x) is x^2 / 2 for small x. (Below 0 it is rounding of a trainer that computes it
+    in float32.)
     """
     if baseline == treatment:
         return 0.0
@@ -300,24 +320,26 @@ def _moved(metric: str, baseline: float, treatment: float) -> float:
     return math.log(share) if share > 0 and math.isfinite(share) else math.inf
 
 
-def _shifted(signed: Sequence[float], tolerance: float, alpha: float) -> bool:
-    """Whether the pairs deviate in one direction by more than the tolerance: rounding goes either way."""
-    if len(signed) < 2 or not np.isfinite(signed).all():
+def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: float) -> bool:
+    """Return True if the pairs deviate in one direction by more than the tolerance: rounding goes either
+    way.
+    """
+    if len(signed_deviations) < 2 or not np.isfinite(signed_deviations).all():
         return False
-    return equivalence_test(np.zeros(len(signed)), signed, tolerance).p_beyond < alpha
+    return equivalence_test(np.zeros(len(signed_deviations)), signed_deviations, tolerance).p_beyond < alpha
 
 
-def unreadable(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
-    """Return why nothing is read of the first step of runs that abrun did not launch."""
+def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
+    """Return why the first step is not evaluated in runs that abrun did not launch."""
     if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
         return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
-    apart = next((both for both in firsts if both[0] != both[1]), None)
-    if apart:
-        return Code.FIRST_STEPS_DIFFER(baseline=apart[0], treatment=apart[1])
-    first = max((first for first, _ in firsts), default=0)
-    if first > 1:
-        return Code.FIRST_STEP_LATE(step=first)
+    differing = next((steps for steps in firsts if steps[0] != steps[1]), None)
+    if differing:
+        return Code.FIRST_STEPS_DIFFER(baseline=differing[0], treatment=differing[1])
+    latest = max((latest for latest, _ in firsts), default=0)
+    if latest > 1:
+        return Code.FIRST_STEP_LATE(step=latest)
     if any(
         all(name in run.metrics for pair in pairs for run in (pair.baseline, pair.treatment))
         for name in STEP_ONE

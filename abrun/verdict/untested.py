@@ -1,4 +1,4 @@
-"""What of a comparison a reader might believe was looked at, and was not."""
+"""Limits of a comparison: what a reader might believe was tested, and was not."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,19 +12,19 @@ from abrun.recorded.experiment import Experiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
-from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, other_machine
+from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, has_treated_machine
 from abrun.verdict.sensitivity import learning_metrics
-from abrun.verdict.step_one import RAISED_BY_ROUNDING, StepOne, shares_prompts, unreadable
+from abrun.verdict.step_one import RAISED_BY_ROUNDING, StepOne, first_step_unread_reason, has_shared_prompts
 
 
-def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> Reason | None:
-    """Return why step one says nothing about the treatment; None: it does."""
+def step_one_unread_reason(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> Reason | None:
+    """Return why step one says nothing about the treatment; None if it does."""
     if not experiment.compare.paired:
         return Code.FIRST_STEP_NOT_PAIRED()
     if not experiment.compare.step_one:
         option = "compare.step_one: false" if experiment.has_recipe else "--no-step-one"
         return Code.FIRST_STEP_OFF(option=option)
-    if other_machine(experiment, arm):
+    if has_treated_machine(experiment, arm):
         if experiment.regression:
             return Code.FIRST_STEP_OTHER_REFERENCE()
         return Code.FIRST_STEP_OTHER_VERSIONS()
@@ -32,32 +32,32 @@ def step_one_unread(experiment: Experiment, arm: str, first_steps: Sequence[Step
     if pairs and all(pair.begins_anew for pair in pairs):
         return Code.FIRST_STEP_COUNTED_ANEW()
     if not first_steps and experiment.launched_compare_sha256 is None:
-        return unreadable(experiment.pairs(arm), experiment.metrics())
-    differing = [one for one in first_steps if one.result in ("fail", "open")]
-    if not differing or shares_prompts(experiment.pairs(arm)):
+        return first_step_unread_reason(experiment.pairs(arm), experiment.metrics())
+    differing = [step_one for step_one in first_steps if step_one.result in ("fail", "open")]
+    if not differing or has_shared_prompts(experiment.pairs(arm)):
         return None
-    worst_one = max(differing, key=lambda one: one.deviation)
+    worst = max(differing, key=lambda step_one: step_one.deviation)
     return Code.PROMPTS_NOT_KNOWN(
-        metric=worst_one.metric,
+        metric=worst.metric,
         baseline=experiment.baseline,
-        baseline_value=worst_one.baseline,
+        baseline_value=worst.baseline,
         arm=arm,
-        value=worst_one.treatment,
-        step=worst_one.step,
-        seed=worst_one.seed,
+        value=worst.treatment,
+        step=worst.step,
+        seed=worst.seed,
         hashes=experiment.has_recipe,
     )
 
 
 def _claimed_metrics(sides: Sides, claims: Sequence[Claim]) -> set[str]:
-    """Return the metrics that claims are on; one on `memory` is on the peaks of all phases."""
+    """Return the metrics under claims; a claim on `memory` covers the peaks of all phases."""
     claimed = {claim.metric for claim in claims}
     runs = sides.finished.runs
     counter = shared_peak_counter(runs) if MEMORY_PEAK in claimed else None
     return claimed | {*(shared_memory_metrics(runs, counter) if counter else ())}
 
 
-def not_tested(
+def list_not_tested(
     experiment: Experiment,
     sides: Sides,
     claims: Sequence[Claim],
@@ -65,39 +65,42 @@ def not_tested(
     diverged: Sequence[Divergence],
     step_one_unread: Reason | None,
 ) -> list[Reason]:
-    """Return what a reader might believe was looked at, and was not."""
+    """Return what a reader might believe was tested, and was not."""
     begun = [run for run in sides.runs if run.status != "pending"]
-    runs = [run for run in begun if run.status not in ("missing", "unreadable")]  # that is said
+    # Missing and unreadable runs are reported as INVALID.
+    runs = [run for run in begun if run.status not in ("missing", "unreadable")]
     steps = experiment.all_steps()
-    others = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
-    unsettled = [one for one in first_steps if one.result == "not tested"]
+    num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
+    unsettled = [record for record in first_steps if record.result == "not tested"]
     reasons = [*experiment.left_out]
-    reasons += [_step_one_not_settled(one, has_recipe=experiment.has_recipe) for one in unsettled]
-    reasons += [*_unsaid(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
+    reasons += [
+        _step_one_not_settled_reason(record, has_recipe=experiment.has_recipe) for record in unsettled
+    ]
+    reasons += [*_note_unrecorded(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
     if step_one_unread:
         reasons.append(Code.STEP_ONE_NOT_READ(why=step_one_unread))
-    reasons += _unmeasured_token_error(runs)
+    reasons += _note_unmeasured_token_error(runs)
     if not sides.paired:
         shared = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
         reasons.append(Code.NOT_PAIRED(num_shared_seeds=len(shared) if experiment.seeds_known else 0))
-    reasons += _unused_seeds(experiment, sides)
-    reasons += _unfinished_ulps(experiment)
-    if any(one.noise_floor == "unknown" for one in diverged):
+    reasons += _note_unused_seeds(experiment, sides)
+    reasons += _note_unfinished_ulp_runs(experiment)
+    if any(record.noise_floor == "unknown" for record in diverged):
         reasons.append(Code.NO_RERUNS(has_recipe=experiment.has_recipe))
     baselines = [run for run in runs if run.name.arm == experiment.baseline]
     if baselines and claims and not learning_metrics(baselines):
         reasons.append(Code.LEARNING_NOT_RECORDED())
-    clean = len(sides.finished.treatments)
-    if clean and clean == len(sides.treatments):
-        rate = 1 - ALPHA ** (1 / clean)
-        reasons.append(Code.RARE_FAILURES(num_runs=clean, paired=sides.paired, rate=rate))
-    reasons += _unclaimed(claims)
+    num_clean = len(sides.finished.treatments)
+    if num_clean and num_clean == len(sides.treatments):
+        rate = 1 - ALPHA ** (1 / num_clean)
+        reasons.append(Code.RARE_FAILURES(num_runs=num_clean, paired=sides.paired, rate=rate))
+    reasons += _note_unclaimed(claims)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if claims and launched and all(injected.name == ONE_ULP for injected in experiment.injected.values()):
         faults = experiment.faults_of_arms()
         reasons.append(Code.NO_FAULT_INJECTED(faults=faults, can_inject=experiment.can_inject))
-    if claims and others > 0:
-        reasons.append(Code.METRICS_WITHOUT_CLAIM(num_metrics=others))
+    if claims and num_unclaimed > 0:
+        reasons.append(Code.METRICS_WITHOUT_CLAIM(num_metrics=num_unclaimed))
     if len(steps):
         reasons.append(
             Code.OTHER_CONDITIONS(first=steps[0], last=steps[-1], has_recipe=experiment.has_recipe)
@@ -105,8 +108,8 @@ def not_tested(
     return reasons
 
 
-def _unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
-    """Yield what the claims leave out as they were declared."""
+def _note_unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
+    """Yield what the declared claims leave out."""
     if claims and all(claim.margin is None for claim in claims):
         yield Code.NO_MARGIN()
     unlearned = [claim.metric for claim in claims if not claim.climbs]
@@ -114,55 +117,52 @@ def _unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
         yield Code.LEARNING_NOT_CHECKED(metrics=unlearned)
 
 
-def _unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
+def _note_unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
     values = [run.series(TOKEN_MULT_PROB_ERROR).values for run in runs]
     if all(TOKEN_MULT_PROB_ERROR not in run.metrics for run in runs):
         yield Code.TOKEN_ERROR_NOT_MEASURED(metric=TOKEN_MULT_PROB_ERROR, recorded=False)
-    elif not any(np.isfinite(one).any() for one in values):
+    elif not any(np.isfinite(curve).any() for curve in values):
         yield Code.TOKEN_ERROR_NOT_MEASURED(metric=TOKEN_MULT_PROB_ERROR, recorded=True)
 
 
-def _unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
-    """Later runs may have fewer seeds than their reference."""
+def _note_unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
+    """Yield the seeds of a reference that the later runs do not have."""
     seeds = {run.name.seed for run in sides.treatments}
     if experiment.regression and sides.paired and seeds:
-        left = sorted(experiment.arm(experiment.baseline).keys() - seeds)
-        if left:
-            yield Code.REFERENCE_SEEDS_UNUSED(seeds=left)
+        unused_seeds = sorted(experiment.arm(experiment.baseline).keys() - seeds)
+        if unused_seeds:
+            yield Code.REFERENCE_SEEDS_UNUSED(seeds=unused_seeds)
 
 
-def _unfinished_ulps(experiment: Experiment) -> Iterator[Reason]:
+def _note_unfinished_ulp_runs(experiment: Experiment) -> Iterator[Reason]:
     for name, run in experiment.controls.items():
         if experiment.injected[name.arm].name == ONE_ULP and not run.finished:
             yield Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
 
 
-def _step_one_not_settled(one: StepOne, *, has_recipe: bool) -> Reason:
-    """Return that a first step neither agrees nor shows a fault."""
+def _step_one_not_settled_reason(step_one: StepOne, *, has_recipe: bool) -> Reason:
+    """Return that a step-one metric neither agrees nor shows a fault."""
     return Code.STEP_ONE_NOT_SETTLED(
-        metric=one.metric,
-        seed=one.seed,
-        deviation=one.deviation,
-        scale=one.scale,
-        scale_from=one.scale_from,
-        tolerance=one.tolerance,
-        tolerance_from=one.tolerance_from,
-        raised_by_rounding=one.metric in RAISED_BY_ROUNDING,
+        metric=step_one.metric,
+        seed=step_one.seed,
+        deviation=step_one.deviation,
+        scale=step_one.scale,
+        scale_from=step_one.scale_from,
+        tolerance=step_one.tolerance,
+        tolerance_from=step_one.tolerance_from,
+        raised_by_rounding=step_one.metric in RAISED_BY_ROUNDING,
         has_recipe=has_recipe,
     )
 
 
-def _unsaid(runs: Sequence[RecordedRun], sides: Sides) -> list[Reason]:
-    unknown = {
-        "how they ended": any(run.status == "unknown" for run in runs),
-        "their configurations": any(run.config is None for run in runs),
+def _note_unrecorded(runs: Sequence[RecordedRun], sides: Sides) -> list[Reason]:
+    is_unrecorded = {
+        "exit status": any(run.status == "unknown" for run in runs),
+        "configurations": any(run.config is None for run in runs),
         "package versions and devices": any(not (run.environment or {}).get("versions") for run in runs),
     }
     if sides.paired:
-        for what, key in (
-            ("prompts", "prompts_sha256"),
-            ("initial weights", INITIAL_WEIGHTS),
-        ):
-            unknown[f"their {what}"] = any(not (run.environment or {}).get(key) for run in runs)
-    silent = [what for what, is_unknown in unknown.items() if runs and is_unknown]
-    return [Code.RUNS_DO_NOT_SAY(missing=silent)] if silent else []
+        for name, key in (("prompts", "prompts_sha256"), ("initial weights", INITIAL_WEIGHTS)):
+            is_unrecorded[name] = any(not (run.environment or {}).get(key) for run in runs)
+    unrecorded = [name for name, is_unknown in is_unrecorded.items() if runs and is_unknown]
+    return [Code.RUNS_DO_NOT_SAY(missing=unrecorded)] if unrecorded else []

@@ -1,4 +1,4 @@
-"""INVALID comes first: what must hold before two arms are comparable at all (verdict.md, rule 3)."""
+"""Validity checks, which come first: are two arms comparable at all? (verdict.md)"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,31 +20,31 @@ from abrun.recipe.claims import Claim
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
 from abrun.redaction import in_yaml
-from abrun.stats.series import Array, Steps, shared_steps, window_bounds
-from abrun.verdict.grids import lacking, text_in_windows, unlike_grids
+from abrun.stats.series import Array, Steps, intersect_steps, window_bounds
+from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter
 from abrun.verdict.machines import (
-    ENVIRONMENT,
     INITIAL_WEIGHTS,
-    OF_THE_MACHINE,
+    MACHINE_KEYS,
+    PAIRED_KEYS,
     STARTED_FROM,
-    environment_difference,
-    machine_differences,
-    treated_keys,
-    within_arms,
+    find_differences_within_arms,
+    find_environment_difference,
+    find_machine_differences,
+    treated_machine_keys,
 )
 
-MOST_NAMED = 12
-OTHER_TRAINER = ("trainer.type", "trainer.python", "trainer.argv")
+MAX_NAMED = 12
+TRAINER_KEYS = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
     experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
-    """Return each thing that makes this arm and the baseline incomparable; empty: comparable.
+    """Return everything that makes this arm and the baseline incomparable; empty if they are comparable.
 
-    Of the pairs, the first `num_pairs` must have ended; independent runs may differ in prompts and initial
-    weights. A treatment that failed where its baseline finished is a result (see guards).
+    The first `num_pairs` pairs must have ended. Independent runs may differ in prompts and initial weights. A
+    treatment that failed while its baseline finished is a result (see guards).
     """
     sides, pairs = experiment.sides(arm), experiment.pairs(arm)
     runs, baselines = sides.runs, sides.baselines
@@ -59,60 +59,62 @@ def invalid_reasons(
             run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
         )
     return [
-        *(_unpaired(experiment, arm) if sides.paired else ()),
-        *_unfinished(baselines, treatments, paired=sides.paired),
-        *_mistaken(runs),
-        *_copies(runs),
-        *_config_differences(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
-        *_environment_differences(experiment, arm, sides),
-        *_unlike_metrics(experiment, finished, claims),
-        *_baseline_not_a_number(experiment, [run for run in baselines if not run.name.rerun], claims),
+        *(_check_seeds(experiment, arm) if sides.paired else ()),
+        *_check_finished(baselines, treatments, paired=sides.paired),
+        *_check_identities(runs),
+        *_check_copies(runs),
+        *_check_configs(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
+        *_check_environments(experiment, arm, sides),
+        *_check_recorded_steps(experiment, finished, claims),
+        *_check_baseline_finite(experiment, [run for run in baselines if not run.name.rerun], claims),
     ]
 
 
-def _unlike_metrics(
+def _check_recorded_steps(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """Yield what finished runs lack at the steps where claims and guards read them."""
-    yield from _other_steps(experiment, [run for run in finished if not run.thinned], claims)
-    yield from _other_windows(experiment, finished, claims)
-    yield from _missing_metrics(experiment, finished, claims)
-    yield from text_in_windows(experiment, finished, claims)
+    """Yield what finished runs miss at the steps that claims and guards read."""
+    yield from _check_steps(experiment, [run for run in finished if not run.thinned], claims)
+    yield from _check_reference_windows(experiment, finished, claims)
+    yield from _check_metrics(experiment, finished, claims)
+    yield from find_text_values(experiment, finished, claims)
 
 
-def differences(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
-    """Return what the arm differs in, dotted key -> [baseline's value, the arm's], as declared or found."""
+def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
+    """Return the arm's config differences: dotted key -> [baseline's value, the arm's], declared or found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
     sides = experiment.sides(arm)
     if not all(sides.sizes):
         return {}
-    # Of one run of each independent arm, everything that names the run would differ as well
+    # With one run of each independent arm, every key that names the run would differ as well.
     values = _config_values(sides).items() if sides.paired or min(sides.sizes) > 1 else ()
-    found = {
-        key: [left[0], right[0]]
-        for key, (left, right) in values
-        if _is_constant(left, right) and left[0] != right[0]
+    config_diff = {
+        key: [baseline[0], treatment[0]]
+        for key, (baseline, treatment) in values
+        if _is_constant(baseline, treatment) and baseline[0] != treatment[0]
     }
-    return found | machine_differences(sides.baselines[0], sides.treatments[0], treated_keys(experiment))
+    return config_diff | find_machine_differences(
+        sides.baselines[0], sides.treatments[0], treated_machine_keys(experiment)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Steps that the finished pairs, or runs, share, of those that any of them has."""
+    """Number of steps that all finished pairs, or runs, share, out of those that any of them has."""
 
     shared_steps: int
     all_steps: int
 
 
-def coverage(sides: Sides) -> Coverage:
+def measure_coverage(sides: Sides) -> Coverage:
     finished = sides.finished.runs
-    everything = union(run.steps for run in finished)
-    shared = shared_steps(everything, *(run.steps for run in finished))
-    return Coverage(shared_steps=len(shared), all_steps=len(everything))
+    all_steps = union(run.steps for run in finished)
+    shared = intersect_steps(all_steps, *(run.steps for run in finished))
+    return Coverage(shared_steps=len(shared), all_steps=len(all_steps))
 
 
-def _unpaired(experiment: Experiment, arm: str) -> Iterator[Reason]:
+def _check_seeds(experiment: Experiment, arm: str) -> Iterator[Reason]:
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
     can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
@@ -124,16 +126,16 @@ def _unpaired(experiment: Experiment, arm: str) -> Iterator[Reason]:
             can_unpair=can_unpair,
         )
         return
-    for without, seeds in (
+    for lacking_arm, seeds in (
         (arm, sorted(baseline.keys() - treatment.keys())),
         (experiment.baseline, sorted(treatment.keys() - baseline.keys())),
     ):
-        if not seeds or (experiment.regression and without == arm):
+        if not seeds or (experiment.regression and lacking_arm == arm):
             continue  # a later run may have fewer seeds than the reference
-        yield Code.UNPAIRED_SEEDS(seeds=seeds, arm=without, can_unpair=can_unpair)
+        yield Code.UNPAIRED_SEEDS(seeds=seeds, arm=lacking_arm, can_unpair=can_unpair)
 
 
-def _unfinished(
+def _check_finished(
     baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun], *, paired: bool
 ) -> Iterator[Reason]:
     failed: dict[tuple[bool, str], list[str]] = {}
@@ -141,10 +143,10 @@ def _unfinished(
         if run.status == "failed":
             failed.setdefault((run.name.rerun > 0, run.failure), []).append(str(run))
     for (is_rerun, failure), runs in failed.items():
-        # No pair lacks a rerun. But step one may end in a mismatch by the noise floor, and one of those that
-        # survived alone is smaller than the declared one.
-        of_baseline = Code.BASELINE_FAILED if paired else Code.UNPAIRED_BASELINE_FAILED
-        yield (Code.RERUN_FAILED if is_rerun else of_baseline)(runs=runs, failure=failure)
+        # Pairs are complete without reruns, but step one can fail by the noise floor. A noise floor from only
+        # the surviving reruns is smaller than the declared one.
+        baseline_code = Code.BASELINE_FAILED if paired else Code.UNPAIRED_BASELINE_FAILED
+        yield (Code.RERUN_FAILED if is_rerun else baseline_code)(runs=runs, failure=failure)
     for run in [*baselines, *treatments]:
         if run.status == "unreadable":
             yield Code.RUN_UNREADABLE(run=str(run), problem=run.failure, forbidden=run.forbidden)
@@ -152,77 +154,80 @@ def _unfinished(
             yield Code.RUN_NOT_FINISHED(run=str(run), status=run.status)
 
 
-def _mistaken(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
+def _check_identities(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
     for run in runs:
         planned = {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
         if run.status != "missing" and run.identity is not None and run.identity != planned:
             yield Code.RUNS_EXCHANGED(run=str(run), identity=run.identity)
 
 
-def _copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
-    """Runs may repeat each other's numbers, but not their seconds. (A reference is a copy by intention.)"""
+def _check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
+    """Yield copied runs: runs may repeat each other's numbers, but not their times. (References are
+    copies.)
+    """
     earlier: list[RecordedRun] = []
     for run in runs:
         if run.thinned:
             continue
-        original = next((other for other in earlier if _repeats(run, other)), None)
+        original = next((earlier_run for earlier_run in earlier if _is_copy(run, earlier_run)), None)
         if original:
             yield Code.RUN_COPIED(run=str(run), original=str(original))
         earlier.append(run)
 
 
-def _repeats(run: RecordedRun, other: RecordedRun) -> bool:
-    """Whether all metrics of both agree where both have them, to float32 (TensorBoard's; wandb has more)."""
-    metrics = run.metrics.keys() & other.metrics.keys()
+def _is_copy(run: RecordedRun, earlier_run: RecordedRun) -> bool:
+    """Return True if all shared metrics agree to float32, times included (TensorBoard's precision)."""
+    metrics = run.metrics.keys() & earlier_run.metrics.keys()
     is_timed = False
     for metric in sorted(metrics, key=is_clock, reverse=True):
-        one, two = run.metrics[metric], other.metrics[metric]
-        shared = shared_steps(one.steps, two.steps)
-        values = one.values_at(shared)
-        if not _same_to_float32(values, two.values_at(shared)):
+        series, earlier_series = run.metrics[metric], earlier_run.metrics[metric]
+        shared = intersect_steps(series.steps, earlier_series.steps)
+        values = series.values_at(shared)
+        if not _is_equal_to_float32(values, earlier_series.values_at(shared)):
             return False
         is_timed |= is_clock(metric) and len(values) > 0 and bool(np.ptp(values) > 0)
     return is_timed
 
 
-def _same_to_float32(values: Array, others: Array) -> bool:
-    """Return np.allclose of the two without its overhead, which all pairs of 500 runs would pay."""
+def _is_equal_to_float32(values: Array, other_values: Array) -> bool:
+    """Return np.allclose without its overhead, which all pairs of 500 runs would pay."""
     with np.errstate(invalid="ignore", over="ignore"):
-        close = np.abs(values - others) <= 1e-6 * np.abs(others)
-    close &= np.isfinite(others)
-    return bool((close | (values == others) | (np.isnan(values) & np.isnan(others))).all())
+        is_close = np.abs(values - other_values) <= 1e-6 * np.abs(other_values)
+    is_close &= np.isfinite(other_values)
+    return bool((is_close | (values == other_values) | (np.isnan(values) & np.isnan(other_values))).all())
 
 
-def _config_differences(
+def _check_configs(
     experiment: Experiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
 ) -> Iterator[Reason]:
-    """Yield where a run's resolved configuration differs by more than the declared treatment.
+    """Yield config differences of a run beyond the declared treatment.
 
-    Where nothing was declared: keys that follow neither the arm nor the seed, nor name the run.
+    If nothing was declared: keys that follow neither the arm nor the seed, and do not name the run.
     """
     if experiment.treatment_diff is None:
-        for key, (left, right) in _config_values(sides).items():
-            if _is_mixed(left, right, paired=sides.paired):
+        for key, (baseline, treatment) in _config_values(sides).items():
+            if _is_mixed(baseline, treatment, paired=sides.paired):
                 values = [
-                    (str(run), in_yaml(value)) for run, value in zip(sides.runs, [*left, *right], strict=True)
+                    (str(run), in_yaml(value))
+                    for run, value in zip(sides.runs, [*baseline, *treatment], strict=True)
                 ]
                 groups = [[value] for value in values]
                 if sides.paired:
-                    halves = values[: len(left)], values[len(left) :]
-                    groups = [[*both] for both in zip(*halves, strict=True)]
+                    halves = values[: len(baseline)], values[len(baseline) :]
+                    groups = [[*pair_values] for pair_values in zip(*halves, strict=True)]
                 yield Code.CONFIG_MIXED(key=key, values=groups, paired=sides.paired)
         return
     baselines = [*sides.baselines, *reruns]
     reference = next((run for run in baselines if run.config), None)
-    declared = {key: values[1] for key, values in differences(experiment, arm).items()}
+    declared = {key: values[1] for key, values in find_treatment_diff(experiment, arm).items()}
     if _declares_other_weights(declared):
-        declared["initial_weights"] = ...  # follows from such a treatment: any value
+        declared["initial_weights"] = ...  # such a treatment may have any initial weights
     if reference is None:
         return
     for run in baselines:
-        yield from _differences(run, reference, {})
+        yield from _check_config(run, reference, {})
     for run in sides.treatments:
-        yield from _differences(run, reference, declared)
+        yield from _check_config(run, reference, declared)
 
 
 def _declares_other_weights(declared: Iterable[str]) -> bool:
@@ -232,180 +237,187 @@ def _declares_other_weights(declared: Iterable[str]) -> bool:
     )
 
 
-def _differences(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[Reason]:
+def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, Any]) -> Iterator[Reason]:
     if run.status in ("missing", "unreadable"):
-        return  # already said: not finished
+        return  # already reported as not finished
     if run.config is None:
         yield Code.CONFIG_MISSING(run=str(run))
         return
-    config, of_reference = _compared(run), _compared(reference)
-    for key in sorted({*config, *of_reference}):
-        got, expected = config.get(key), declared.get(key, of_reference.get(key))
-        if got != expected and expected is not ...:
-            value, other = in_yaml(got), in_yaml(expected)
+    config, reference_config = _compared_config(run), _compared_config(reference)
+    for key in sorted({*config, *reference_config}):
+        actual, expected = config.get(key), declared.get(key, reference_config.get(key))
+        if actual != expected and expected is not ...:
+            value, expected_text = in_yaml(actual), in_yaml(expected)
             if key in declared:
-                yield Code.CONFIG_NOT_AS_DECLARED(run=str(run), key=key, value=value, declared=other)
+                yield Code.CONFIG_NOT_AS_DECLARED(run=str(run), key=key, value=value, declared=expected_text)
             else:
                 yield Code.CONFIG_DIFFERS(
-                    run=str(run), key=key, value=value, expected=other, reference=str(reference)
+                    run=str(run), key=key, value=value, expected=expected_text, reference=str(reference)
                 )
 
 
-def _compared(run: RecordedRun) -> Mapping[str, Any]:
-    """Return a run's configuration without the keys of abrun's that cannot change a number."""
+def _compared_config(run: RecordedRun) -> Mapping[str, Any]:
+    """Return a run's configuration without those of abrun's keys that cannot change a number."""
     config = run.config or {}
-    of_abrun = "trainer.type" in config
-    return {key: value for key, value in config.items() if not of_abrun or can_change_numbers(key)}
+    is_abrun = "trainer.type" in config
+    return {key: value for key, value in config.items() if not is_abrun or can_change_numbers(key)}
 
 
 def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Return dotted key -> its values in both arms; nothing where a run's configuration is unknown."""
+    """Return dotted key -> its values in both arms; empty if a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
-    left, right = (list(map(_compared, runs)) for runs in (sides.baselines, sides.treatments))
-    keys = sorted({key for config in (*left, *right) for key in config})
-    return {key: ([one.get(key) for one in left], [one.get(key) for one in right]) for key in keys}
+    baseline, treatment = (list(map(_compared_config, runs)) for runs in (sides.baselines, sides.treatments))
+    keys = sorted({key for run_config in (*baseline, *treatment) for key in run_config})
+    return {
+        key: ([config.get(key) for config in baseline], [config.get(key) for config in treatment])
+        for key in keys
+    }
 
 
-def _is_constant(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Return whether a key has one value in all runs of each arm."""
-    return all(value == of[0] for of in (left, right) for value in of)
+def _is_constant(baseline: Sequence[Any], treatment: Sequence[Any]) -> bool:
+    """Return True if a key has one value in all runs of each arm."""
+    return all(value == arm_values[0] for arm_values in (baseline, treatment) for value in arm_values)
 
 
-def _is_mixed(left: list[Any], right: list[Any], *, paired: bool) -> bool:
-    """Return whether a key follows neither the arm nor the seed, nor names the run."""
-    if _is_constant(left, right) or (paired and left == right):
+def _is_mixed(baseline: list[Any], treatment: list[Any], *, paired: bool) -> bool:
+    """Return True if a key follows neither the arm nor the seed, and does not name the run."""
+    if _is_constant(baseline, treatment) or (paired and baseline == treatment):
         return False
-    samples = [[*left, *right]] if paired else [left, right]
-    return any(len({repr(value) for value in of}) < len(of) for of in samples)
+    samples = [[*baseline, *treatment]] if paired else [baseline, treatment]
+    return any(len({repr(value) for value in sample}) < len(sample) for sample in samples)
 
 
-def _environment_differences(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
-    """Yield rule 3: what of the environment differs within pairs, or among independent runs.
+def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
+    """Yield environment differences within pairs, or among independent runs.
 
-    Against a reference, other versions and devices are what is tested; with another trainer as the treatment,
+    Against a reference, other versions and devices are what is tested. If the treatment is another trainer,
     other packages belong to it.
     """
-    declared, treated = differences(experiment, arm), treated_keys(experiment)
-    keys = [key for key in (ENVIRONMENT if sides.paired else OF_THE_MACHINE) if key not in treated]
+    declared, machine_keys = find_treatment_diff(experiment, arm), treated_machine_keys(experiment)
+    keys = [key for key in (PAIRED_KEYS if sides.paired else MACHINE_KEYS) if key not in machine_keys]
     if not experiment.regression:
-        if any(key in OTHER_TRAINER for key in declared):
+        if any(key in TRAINER_KEYS for key in declared):
             keys = ["devices"]
-        yield from within_arms([sides.baselines, sides.treatments], treated)
-    by_treatment = {INITIAL_WEIGHTS} if _declares_other_weights(declared) else set[str]()
-    by_treatment |= {STARTED_FROM} if "checkpoint.start_from" in declared else set()
+        yield from find_differences_within_arms([sides.baselines, sides.treatments], machine_keys)
+    treated_keys = {INITIAL_WEIGHTS} if _declares_other_weights(declared) else set[str]()
+    treated_keys |= {STARTED_FROM} if "checkpoint.start_from" in declared else set()
     compared = [(sides.runs[0], run) for run in sides.runs[1:]]
     if sides.paired:
         pairs = experiment.pairs(arm)
         compared = [(pair.baseline, run) for pair in pairs for run in (pair.treatment, *pair.reruns)]
     is_declared = experiment.treatment_diff is not None and sides.paired
     for baseline, run in compared:
-        for one in (baseline, run):
-            if is_declared and one.status == "finished" and one.environment is None:
-                yield Code.ENVIRONMENT_MISSING(run=str(one))
+        for paired_run in (baseline, run):
+            if is_declared and paired_run.status == "finished" and paired_run.environment is None:
+                yield Code.ENVIRONMENT_MISSING(run=str(paired_run))
         if baseline.environment is None or run.environment is None:
             continue
         for key in keys:
-            unsaid = None in (baseline.environment.get(key), run.environment.get(key))
-            if key in by_treatment or (unsaid and (not is_declared or key == INITIAL_WEIGHTS)):
-                continue  # a framework, or an older version, that does not say: among the not tested
-            yield from environment_difference(baseline, run, key)
+            is_unrecorded = None in (baseline.environment.get(key), run.environment.get(key))
+            if key in treated_keys or (is_unrecorded and (not is_declared or key == INITIAL_WEIGHTS)):
+                continue  # not recorded by this framework or version: listed as not tested
+            yield from find_environment_difference(baseline, run, key)
 
 
-def _windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each claim's metric with the first and last step of its window, where any run recorded steps."""
+def _claim_windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
         grid = experiment.steps_of(claim.metric)
         if len(grid):
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
-def _other_steps(
+def _check_steps(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """Every run must hold a claim's window whole; where abrun trained them, every step of the training."""
-    if apart := no_shared_step(finished):
-        yield apart
+    """Yield runs that lack a claim's window; runs of abrun's own trainer must hold every step."""
+    if reason := no_shared_step(finished):
+        yield reason
         return
     windows: dict[str, tuple[int, int] | None] = {}
     trained_here = any((run.config or {}).get("trainer.type") == "abrun" for run in finished)
     if trained_here:
-        recorded = [one for one in STEP_ONE if all(len(run.series(one)) for run in finished)]
+        recorded = [
+            metric_name for metric_name in STEP_ONE if all(len(run.series(metric_name)) for run in finished)
+        ]
         windows = dict.fromkeys(recorded[:1])
-    for metric, bounds in _windows(experiment, claims):
+    for metric, bounds in _claim_windows(experiment, claims):
         windows.setdefault(metric, bounds)
     for metric, bounds in windows.items():
-        yield from unlike_grids(finished, metric, bounds, strict=trained_here)
+        yield from find_grid_problems(finished, metric, bounds, strict=trained_here)
 
 
-def _other_windows(
+def _check_reference_windows(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    """A reference holds every step of its claims' windows, and so must the later runs."""
-    for metric, (first, last) in _windows(experiment, claims if experiment.regression else ()):
-        held: dict[bool, Steps] = {}
+    """Yield windows in which the later runs hold other steps than the reference."""
+    for metric, (first_step, last_step) in _claim_windows(
+        experiment, claims if experiment.regression else ()
+    ):
+        held_steps: dict[bool, Steps] = {}
         for thinned in (True, False):
             steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
-            held[thinned] = steps[(first <= steps) & (steps <= last)]
-        if not np.array_equal(held[True], held[False]):
+            held_steps[thinned] = steps[(first_step <= steps) & (steps <= last_step)]
+        if not np.array_equal(held_steps[True], held_steps[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
                 metric=metric,
-                first=first,
-                last=last,
-                num_reference=len(held[True]),
-                num_later=len(held[False]),
+                first=first_step,
+                last=last_step,
+                num_reference=len(held_steps[True]),
+                num_later=len(held_steps[False]),
             )
 
 
-def _missing_metrics(
+def _check_metrics(
     experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
-    of_whole_runs = (MEMORY_PEAK, FINAL_WEIGHTS)  # found missing where they are judged
-    needed = {one.metric: "claim" for one in claims if one.metric not in of_whole_runs}
+    run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # checked when they are judged
+    needed = {claim.metric: "claim" for claim in claims if claim.metric not in run_level_metrics}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
-        needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not measuring
+        needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not recording it
     for metric, role in needed.items():
-        everything = union(run.series(metric).steps for run in finished)
-        if finished and not len(everything):
-            yield _missing(metric, role, None, None, finished[0])
+        all_steps = union(run.series(metric).steps for run in finished)
+        if finished and not len(all_steps):
+            yield _metric_missing_reason(metric, role, None, None, finished[0])
             continue
         for run in finished:
             grid = run.series(metric).steps
             if not len(grid):
-                yield _missing(metric, role, run, None, run)
+                yield _metric_missing_reason(metric, role, run, None, run)
             elif role == "guard" and not run.thinned:
-                absent = lacking(run, metric, shared_steps(everything, run.steps))
+                absent = find_missing_steps(run, metric, intersect_steps(all_steps, run.steps))
                 if len(absent):
-                    yield _missing(metric, role, run, int(absent[0]), run)
+                    yield _metric_missing_reason(metric, role, run, int(absent[0]), run)
     if guards.peak_memory_ratio is not None and finished and shared_peak_counter(finished) is None:
         yield Code.PEAK_MEMORY_MISSING(counters=" or ".join(PEAK_MEMORY))
 
 
-def _missing(
+def _metric_missing_reason(
     metric: str, role: str, run: RecordedRun | None, step: int | None, example: RecordedRun
 ) -> Reason:
-    """Return that a run, or every run (None), lacks a metric. An example says what its log has instead."""
-    named = (example.config or {}).get(f"trainer.aliases.{metric}")
-    alias = {"name": str(named), "logged": sorted(example.metrics)[:MOST_NAMED]}
+    """Return that a run, or every run (None), lacks a metric. `example` shows what its log has instead."""
+    alias_name = (example.config or {}).get(f"trainer.aliases.{metric}")
+    alias = {"name": str(alias_name), "logged": sorted(example.metrics)[:MAX_NAMED]}
     return Code.METRIC_MISSING(
         metric=metric,
         role=role,
         run=None if run is None else str(run),
         step=step,
         unread=example.unread.get(metric),
-        alias=None if named is None else alias,
+        alias=None if alias_name is None else alias,
     )
 
 
-def _baseline_not_a_number(
+def _check_baseline_finite(
     experiment: Experiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
-    for metric, (first, last) in _windows(experiment, claims):
+    for metric, (first_step, last_step) in _claim_windows(experiment, claims):
         for run in baselines:
-            step = run.first_non_finite(metric, first, last)
+            step = run.first_non_finite(metric, first_step, last_step)
             if step is not None:
-                value = run.series(metric).at(step)
+                value = run.series(metric).value_at(step)
                 yield Code.BASELINE_NOT_FINITE(run=str(run), metric=metric, value=value, step=step)

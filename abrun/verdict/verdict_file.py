@@ -1,4 +1,4 @@
-"""What `verdict.json` holds: the contract with whoever reads it. Its JSON schema is `verdict.schema.json`."""
+"""Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import Experiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
-from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst
+from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.injected import Sensitivity, sensitivity
-from abrun.verdict.machines import code_notes, stack_notes
+from abrun.verdict.injected import Sensitivity, measure_sensitivity
+from abrun.verdict.machines import code_notes, environment_notes
 from abrun.verdict.readings import Readings, count_readings, reading_notes
-from abrun.verdict.results import ClaimResult, ClaimTerms, Estimate, Power
+from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.step_one import StepOne
 
 SCHEMA_VERSION = 6
@@ -34,7 +34,8 @@ _EVIDENCE = (
     "final_weights",
     "savings",
 )
-_PARTS = {"claim": ClaimTerms, "estimate": Estimate, "power": Power}  # of a result, which make one row
+# Records of a ClaimResult, flattened into one row.
+_PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -49,7 +50,7 @@ class EnvironmentOfRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictFile:
-    """The verdict over all treatments, the worst of theirs, and all evidence; every entry names its arm."""
+    """The verdict over all treatments (their worst) with all evidence; every record names its arm."""
 
     schema_version: int
     experiment: str
@@ -59,37 +60,38 @@ class VerdictFile:
     reasons: list[Reason]
     post_hoc: bool
     num_pairs: int
-    paired: bool  # False: the arms' runs are independent, whatever their seeds (Welch)
+    paired: bool  # False: the arms are independent, whatever their seeds (Welch)
     claims: list[ClaimResult]
-    descriptions: list[Description]  # of arms with one run each, or where nothing is claimed
+    descriptions: list[Description]  # for arms with one run each, or without claims
     guards: list[Guard]
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
     savings: list[Saving]
     arms: dict[str, ArmSection]
-    readings: list[Readings]  # of each treatment whose claims were tested, this comparison among them
+    readings: list[Readings]  # one per treatment with tested claims, including this comparison
     not_tested: list[Reason]
-    guessed: list[Reason]  # of runs that abrun did not launch: what names and columns were taken for
-    # What launch and reading had to decide, pairs that were placed differently, arms of other precision
+    guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
+    # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]
-    wandb: dict[str, str]  # by run, where its mirror is seen
+    wandb: dict[str, str]  # run -> URL of its wandb run
     environments: list[EnvironmentOfRuns]
-    sensitivity: Sensitivity | None  # of injected faults; None: the experiment has none (controls.faults)
-    reference: str | None  # name of the frozen ensemble that was the baseline, or that sigma comes from
+    sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
+    reference: str | None  # name of the frozen reference that is the baseline or gives sigma
 
 
-def verdict_file(
+def build_verdict_file(
     experiment: Experiment,
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
 ) -> VerdictFile:
-    """`post_hoc` says why the comparison was not declared before the runs; None where it was.
+    """Build the content of `verdict.json` from the arms' verdicts.
 
-    `earlier`: the comparisons that reports beside this one were written for.
+    `post_hoc` is the reason why the comparison was not declared before the runs, or None. `earlier` are the
+    comparisons of the reports in neighbouring folders.
     """
-    verdict = worst([arm.verdict for arm in arms])
+    verdict = worst_verdict([arm.verdict for arm in arms])
     shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
     reasons = [
         *(
@@ -101,7 +103,7 @@ def verdict_file(
         ),
         *shared,
     ]
-    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested(arms)]
+    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
@@ -112,7 +114,9 @@ def verdict_file(
         reasons=[
             *reasons,
             *experiment.left_out,
-            *grid_notes(experiment, [one.arm for one in arms if one.verdict != "INVALID"]),
+            *grid_notes(
+                experiment, [arm_verdict.arm for arm_verdict in arms if arm_verdict.verdict != "INVALID"]
+            ),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
             *code_notes(experiment),
@@ -129,19 +133,19 @@ def verdict_file(
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[
-            *stack_notes(experiment),
+            *environment_notes(experiment),
             *experiment.decided,
-            *_notes_of_runs(experiment),
+            *_run_notes(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
-        environments=_environments(experiment),
-        sensitivity=sensitivity(experiment),
+        environments=_group_environments(experiment),
+        sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
 
 
-def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
-    """Yield each note of the runs' logs once, with the runs that it is on."""
+def _run_notes(experiment: Experiment) -> Iterator[Reason]:
+    """Yield each note on the runs' logs once, with the runs that it applies to."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
@@ -150,40 +154,44 @@ def _notes_of_runs(experiment: Experiment) -> Iterator[Reason]:
         yield Code.NOTE_OF_RUNS(runs=runs, note=note)
 
 
-def tested(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
-    """The treatments of which a claim was tested: of an INVALID one nothing is shown."""
+def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
+    """Return the treatments with a tested claim; an INVALID one has none."""
     return [
         arm
         for arm in arms
-        if arm.verdict != "INVALID" and any(one.result != "not tested" for one in arm.claims)
+        if arm.verdict != "INVALID" and any(result.result != "not tested" for result in arm.claims)
     ]
 
 
 def _reading_notes(
     experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
 ) -> list[Reason]:
-    """Return the notes on comparisons made before; none where the claims were declared before the runs."""
+    """Return the notes on earlier comparisons; none if the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
         return []
     paired = experiment.compare.paired
-    return [note for one in readings for note in reading_notes(one, paired=paired, arms=num_arms)]
+    return [
+        note
+        for arm_readings in readings
+        for note in reading_notes(arm_readings, paired=paired, arms=num_arms)
+    ]
 
 
-def of_arm(content: VerdictFile, arm: str) -> VerdictFile:
+def select_arm(content: VerdictFile, arm: str) -> VerdictFile:
     """Return the verdict file as if `arm` were the only treatment."""
-    evidence = {key: [one for one in getattr(content, key) if one.arm == arm] for key in _EVIDENCE}
+    evidence = {key: [record for record in getattr(content, key) if record.arm == arm] for key in _EVIDENCE}
     section = content.arms[arm]
     return replace(content, **evidence, arms={arm: section}, verdict=section.verdict)
 
 
 def as_json(content: VerdictFile) -> dict[str, Any]:
-    """Return what verdict.json holds: sentences where reasons stand, and their codes beside them."""
+    """Return the content of verdict.json: a sentence for each reason, with its code next to it."""
     return {**records.as_json(content), "claims": claim_rows(content)}
 
 
 def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
-    """Return a row for each claim's result, as verdict.json has it."""
-    return [row_of_claim(records.as_json(result)) for result in content.claims]
+    """Return a row for each claim's result, as in verdict.json."""
+    return [flatten_claim(records.as_json(result)) for result in content.claims]
 
 
 def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
@@ -192,22 +200,22 @@ def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
     return [reason.values for reason in reasons if reason.code in codes]
 
 
-def row_of_claim(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a claim's parts side by side, and its warnings as one text."""
-    parts = {key: value for part in _PARTS for key, value in result.pop(part).items()}
+def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a claim's records as one row, with its warnings as one text."""
+    fields = {key: value for record_name in _PARTS for key, value in result.pop(record_name).items()}
     warning = "; ".join(result.pop("warnings")) or None
-    return {"arm": result.pop("arm"), **parts, "warning": warning, **result}
+    return {"arm": result.pop("arm"), **fields, "warning": warning, **result}
 
 
-def _parts_of_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what `row_of_claim` made a row of."""
-    rest = {**row, "warnings": row.get("warning") or []}
-    rest.pop("warning", None)
-    parts = {
-        part: {name: rest.pop(name) for name in record.__dataclass_fields__ if name in rest}
-        for part, record in _PARTS.items()
+def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the records from which `flatten_claim` made a row."""
+    remaining = {**row, "warnings": row.get("warning") or []}
+    remaining.pop("warning", None)
+    records_by_name = {
+        record_name: {name: remaining.pop(name) for name in record.__dataclass_fields__ if name in remaining}
+        for record_name, record in _PARTS.items()
     }
-    return rest | parts
+    return remaining | records_by_name
 
 
 def read_verdict_file(path: Path) -> VerdictFile:
@@ -218,21 +226,21 @@ def read_verdict_file(path: Path) -> VerdictFile:
         raise StoreError(
             Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION)
         )
-    return verdict_file_of(content, path)
+    return parse_verdict_file(content, path)
 
 
-def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
-    """Return what `as_json` made a mapping of; NaN and Inf may be text. Raises StoreError."""
+def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
+    """Parse the mapping that `as_json` returned; NaN and Inf may be text. Raises StoreError."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
         restored = records.with_reasons(_with_note_codes(content))
-        restored["claims"] = [_parts_of_row(row) for row in restored["claims"]]
+        restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise StoreError(Code.VERDICT_DAMAGED(path=path, field=place, problem=first["msg"])) from None
+        first_error = error.errors()[0]
+        place = ".".join(map(str, first_error["loc"]))
+        raise StoreError(Code.VERDICT_DAMAGED(path=path, field=place, problem=first_error["msg"])) from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
@@ -240,40 +248,40 @@ def verdict_file_of(content: Mapping[str, Any], path: Path) -> VerdictFile:
 
 def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
-    noted = zip(content["note_codes"], content["notes"], strict=True)
-    notes = [records.stored_reason(code, text) for code, text in noted]
+    codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
+    notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
     return {**content, "note_codes": records.coded(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _VerdictAlone:
+class _VerdictOnly:
     """The field of verdict.json that is the same in every schema version."""
 
     verdict: Verdict
 
 
 def read_verdict(path: Path) -> Verdict:
-    """Read the verdict alone, of any schema version. Raises StoreError."""
-    return read_as(_VerdictAlone, path).verdict
+    """Read only the verdict, from a file of any schema version. Raises StoreError."""
+    return read_as(_VerdictOnly, path).verdict
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of `verdict.json`, as `verdict.schema.json` beside this module holds it."""
+    """Return the JSON schema of `verdict.json`; `verdict.schema.json` in this package is a copy."""
     from pydantic import TypeAdapter
 
-    schema = _with_codes(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
-    schema = _with_numbers_of_the_store(schema)
-    _flatten_claims(schema["$defs"])
+    schema = _add_code_fields(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
+    schema = _allow_non_finite_numbers(schema)
+    _flatten_claim_schema(schema["$defs"])
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
 
 
-def _flatten_claims(records_of: dict[str, Any]) -> None:
+def _flatten_claim_schema(definitions: dict[str, Any]) -> None:
     """Change the schema of a claim's result to that of its row."""
-    result = records_of["ClaimResult"]
-    for part, record in _PARTS.items():
-        properties = records_of.pop(record.__name__)
-        del result["properties"][part]
+    result = definitions["ClaimResult"]
+    for record_name, record in _PARTS.items():
+        properties = definitions.pop(record.__name__)
+        del result["properties"][record_name]
         result["properties"] |= properties["properties"]
         result["required"] = [*result["required"], *properties.get("required", ())]
     del result["properties"]["warnings"]
@@ -281,51 +289,51 @@ def _flatten_claims(records_of: dict[str, Any]) -> None:
     result["required"].remove("claim")
 
 
-def _with_codes(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of `records.as_json`: sentences where reasons stand, and their codes beside them."""
+def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of `records.as_json`: a sentence for each reason, with its code next to it."""
     for record in (schema, *schema.get("$defs", {}).values()):
         properties = record.get("properties", {})
         for name, content in list(properties.items()):
             if _REASON in repr(content):
-                several = content.get("type") == "array"
-                beside = records.name_of_codes(name, list[Reason] if several else Reason)
-                properties |= {name: _sentences(content), beside: content}
+                is_list = content.get("type") == "array"
+                codes_field = records.name_of_codes(name, list[Reason] if is_list else Reason)
+                properties |= {name: _replace_reasons_by_text(content), codes_field: content}
                 if name in record.get("required", ()):
-                    record["required"].append(beside)
+                    record["required"].append(codes_field)
     if "Code" in schema.get("$defs", {}):
         schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
         schema["$defs"]["Reason"]["required"] = ["code", "values"]
     return schema
 
 
-def _sentences(schema: Any) -> Any:
+def _replace_reasons_by_text(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_sentences(entry) for entry in schema]
+        return [_replace_reasons_by_text(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("$ref") == _REASON:
         return {"type": "string"}
-    return {key: _sentences(entry) for key, entry in schema.items()}
+    return {key: _replace_reasons_by_text(entry) for key, entry in schema.items()}
 
 
-def _with_numbers_of_the_store(schema: Any) -> Any:
-    """JSON has no NaN and Inf: the store writes them as text."""
+def _allow_non_finite_numbers(schema: Any) -> Any:
+    """Return the schema with NaN and Inf allowed as text, since JSON has no numbers for them."""
     if isinstance(schema, list):
-        return [_with_numbers_of_the_store(item) for item in schema]
+        return [_allow_non_finite_numbers(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("type") == "number":
         return {"$ref": "#/$defs/Number"}
-    return {key: _with_numbers_of_the_store(value) for key, value in schema.items()}
+    return {key: _allow_non_finite_numbers(value) for key, value in schema.items()}
 
 
-def _environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
+def _group_environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
     distinct: dict[str, EnvironmentOfRuns] = {}
     for run in experiment.runs.values():
         environment = run.environment or {}
-        known = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
-        known |= {"code": list(run.code)} if run.code else {}
-        if known:
-            one = distinct.setdefault(repr(known), EnvironmentOfRuns(runs=[], environment=known))
-            one.runs.append(str(run))
+        recorded = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
+        recorded |= {"code": list(run.code)} if run.code else {}
+        if recorded:
+            group = distinct.setdefault(repr(recorded), EnvironmentOfRuns(runs=[], environment=recorded))
+            group.runs.append(str(run))
     return list(distinct.values())

@@ -1,4 +1,4 @@
-"""Whole curves behind a claim: copies among them, smoothing, and what happened before the window.
+"""Checks of whole curves behind a claim: copies, smoothing, and events before the window.
 
 R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
@@ -12,40 +12,44 @@ from numpy.typing import NDArray
 from abrun.metric_names import Transform, find_metric
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack
-from abrun.stats.equivalence import ALPHA, difference, mean_of, p_above
+from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps
-from abrun.verdict.summaries import direction_in, outside_domain, reduced, transformed
+from abrun.verdict.summaries import find_outside_domain, learning_direction, reduce_window, transform_values
 
-COPIED = 0.99  # correlation of two runs' step changes; distinct seeds of the evidence reach 0.76
-REPEATED = 0.9999  # the same where every run moves alike: noise below 1 % of what they share
-SMOOTHED = 0.9  # correlation of a run's step changes with its previous ones
-MIN_STEPS = 10  # and as many distinct values: of fewer, chance gives equal changes
+COPY_CORRELATION = 0.99  # of two runs' step changes; distinct seeds in docs/evidence reach 0.76
+REPEAT_CORRELATION = 0.9999  # the same if all runs move alike: noise below 1 % of the shared change
+SMOOTH_CORRELATION = 0.9  # of a run's step changes with its previous ones
+MIN_STEPS = 10  # and distinct values; with fewer, changes can be equal by chance
 NUM_BLOCKS = 8
-_CLIP = 3.0  # standard deviations: one jump that all seeds make is no copy
-_ORDERS = (1, 2, 3)  # of differences: a trend that all seeds follow is gone from the third
+_CLIP_SDS = 3.0  # robust sds; a single jump shared by all seeds must not look like a copy
+_DIFFERENCE_ORDERS = (1, 2, 3)  # third differences contain no trend shared by all seeds
 
 
-def copied(values: Array) -> NDArray[np.bool_]:
-    """Return which two curves of [R, S] are one run but for noise [R, R]: changes of every order agree.
+def find_copies(values: Array) -> NDArray[np.bool_]:
+    """Return which two curves of [R, S] are one run plus noise [R, R]: changes of every order agree.
 
-    Seeds that see the same batches agree as well, in all runs. So changes must agree after removing the mean
-    change of all runs, too, unless almost nothing but that mean is left.
+    Seeds that see the same batches agree as well, in all runs. So the changes must also agree after the mean
+    change of all runs is removed, unless almost nothing but that mean is left.
     """
-    num_runs, known = len(values), has_detail(values)
-    if not known.any():
+    num_runs, detailed = len(values), has_detail(values)
+    if not detailed.any():
         return np.zeros((num_runs, num_runs), bool)
-    whole, residual = np.ones((num_runs, num_runs)), np.ones((num_runs, num_runs))
-    for order in _ORDERS:
-        changes = _clipped_changes(values[known], order)
+    correlations, residual_correlations = np.ones((num_runs, num_runs)), np.ones((num_runs, num_runs))
+    for order in _DIFFERENCE_ORDERS:
+        changes = _clipped_changes(values[detailed], order)
         changes -= changes.mean(axis=-1, keepdims=True)
         shared = changes.mean(axis=0)
         squares = float(shared @ shared)
         loadings = changes @ shared / squares if squares else np.zeros(len(changes))
-        inside = np.ix_(known, known)
-        whole[inside] = np.minimum(whole[inside], _cosines(changes))
-        residual[inside] = np.minimum(residual[inside], _cosines(changes - np.outer(loadings, shared)))
-    alike = ((whole > COPIED) & (residual > COPIED)) | (whole > REPEATED)
-    return alike & known[:, None] & known[None, :]
+        inside = np.ix_(detailed, detailed)
+        correlations[inside] = np.minimum(correlations[inside], _cosines(changes))
+        residual_correlations[inside] = np.minimum(
+            residual_correlations[inside], _cosines(changes - np.outer(loadings, shared))
+        )
+    is_copy = ((correlations > COPY_CORRELATION) & (residual_correlations > COPY_CORRELATION)) | (
+        correlations > REPEAT_CORRELATION
+    )
+    return is_copy & detailed[:, None] & detailed[None, :]
 
 
 def _cosines(changes: Array) -> Array:
@@ -63,29 +67,34 @@ def has_detail(values: Array) -> NDArray[Any]:
     sorted_values = np.sort(np.where(finite[:, None], values, 0.0), axis=-1)
     distinct = 1 + (np.diff(sorted_values, axis=-1) > 0).sum(axis=-1)
     changes = np.diff(np.where(finite[:, None], values, 0.0), axis=-1)
-    return finite & (distinct >= MIN_STEPS) & (_spread(changes)[..., 0] > 0)
+    return finite & (distinct >= MIN_STEPS) & (_robust_sd(changes)[..., 0] > 0)
 
 
 def _clipped_changes(values: Array, order: int) -> Array:
-    """Differences [R, S - order], none further than `_CLIP` robust standard deviations from their median."""
+    """Return differences [R, S - order], clipped at `_CLIP_SDS` robust sds from their median."""
     changes = np.diff(np.where(np.isfinite(values), values, 0.0), order, axis=-1)
-    middle, spread = np.median(changes, axis=-1, keepdims=True), _CLIP * _spread(changes)
+    middle, spread = np.median(changes, axis=-1, keepdims=True), _CLIP_SDS * _robust_sd(changes)
     return np.clip(changes, middle - spread, middle + spread)
 
 
-def _spread(changes: Array) -> Array:
-    """Median absolute deviation [R, 1], scaled to the standard deviation of a normal law."""
+def _robust_sd(changes: Array) -> Array:
+    """Return the median absolute deviation [R, 1], scaled to the standard deviation of a normal
+    distribution.
+    """
     middle = np.median(changes, axis=-1, keepdims=True)
     return 1.4826 * np.median(np.abs(changes - middle), axis=-1, keepdims=True)
 
 
-def smoothness(values: Array) -> float | None:
-    """Return how step changes of [R, S] correlate with the previous ones, median over runs; None: unknown."""
-    known = values[has_detail(values)] if len(values) else values
-    if not len(known) or len(known) < len(values):
+def measure_smoothness(values: Array) -> float | None:
+    """Return the correlation of consecutive step changes of [R, S], median over runs; None if unknown."""
+    detailed = values[has_detail(values)] if len(values) else values
+    if not len(detailed) or len(detailed) < len(values):
         return None
-    changes = _clipped_changes(known, 1)
-    later, earlier = (part - part.mean(axis=-1, keepdims=True) for part in (changes[:, 1:], changes[:, :-1]))
+    changes = _clipped_changes(detailed, 1)
+    later, earlier = (
+        changes_part - changes_part.mean(axis=-1, keepdims=True)
+        for changes_part in (changes[:, 1:], changes[:, :-1])
+    )
     norms = np.sqrt((later**2).sum(axis=-1) * (earlier**2).sum(axis=-1))
     return float(np.median((later * earlier).sum(axis=-1) / np.where(norms > 0, norms, np.inf)))
 
@@ -93,24 +102,30 @@ def smoothness(values: Array) -> float | None:
 def curve_warnings(
     sides: Sides, metric: str, transform: Transform, bounds: tuple[int, int], margin: float, *, holds: bool
 ) -> Iterator[Reason]:
-    """Yield what a window hides: a running mean; of a claim that holds, collapse and earlier differences."""
+    """Yield what a window hides: a running mean, and for a claim that holds collapse and earlier
+    differences.
+    """
     steps, values = stack(sides.runs, metric)
     num_baselines = len(sides.baselines)
-    if not len(steps) or not np.isfinite(values).all() or outside_domain(values, transform):
+    if not len(steps) or not np.isfinite(values).all() or find_outside_domain(values, transform):
         return
-    smooth = smoothness(values)
-    if smooth is not None and smooth > SMOOTHED:
+    smooth = measure_smoothness(values)
+    if smooth is not None and smooth > SMOOTH_CORRELATION:
         yield Code.RUNNING_MEAN(metric=metric, correlation=smooth)
     if not holds or len(steps) < 2 * NUM_BLOCKS:
         return
-    scaled = transformed(values, transform, metric)
+    scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
-    direction = direction_in(sides.baselines[0], metric)
+    direction = learning_direction(sides.baselines[0], metric)
     if direction or find_metric(metric) is None:
         for arm, rows in arms.items():
-            yield from _collapse(arm, steps, values[rows], scaled[rows], metric, bounds, margin, direction)
-    left, right = (_block_levels(scaled[rows], metric) for rows in arms.values())
-    yield from _differing_blocks(steps, left, right, margin, is_paired=sides.paired)
+            yield from _find_collapse(
+                arm, steps, values[rows], scaled[rows], metric, bounds, margin, direction
+            )
+    baseline_levels, treatment_levels = (_block_levels(scaled[rows], metric) for rows in arms.values())
+    yield from _find_differing_blocks(
+        steps, baseline_levels, treatment_levels, margin, is_paired=sides.paired
+    )
 
 
 def _blocks(num_steps: int) -> list[NDArray[np.intp]]:
@@ -119,11 +134,11 @@ def _blocks(num_steps: int) -> list[NDArray[np.intp]]:
 
 
 def _block_levels(values: Array, metric: str) -> Array:
-    """Summaries [R, B] of curves [R, S]."""
-    return np.stack([reduced(values[:, block], metric) for block in _blocks(values.shape[1])], axis=1)
+    """Return summaries [R, B] of curves [R, S]."""
+    return np.stack([reduce_window(values[:, block], metric) for block in _blocks(values.shape[1])], axis=1)
 
 
-def _collapse(
+def _find_collapse(
     arm: str,
     steps: Steps,
     values: Array,
@@ -136,8 +151,8 @@ def _collapse(
     """Yield an arm's level in the window and its best eighth, if that is shown to be better by the margin.
 
     One-sided t-tests over seeds at 5 %, shared by the eighths up to the window's end. The level is that of
-    the last quarter of those steps, as far as the window reaches. For a metric of unknown direction "best" is
-    the level furthest from the first eighth's.
+    the last quarter of those steps, as far as the window reaches. For a metric of unknown direction the best
+    level is the one furthest from the first eighth's.
     """
     num_steps = int((steps <= bounds[1]).sum())
     late = np.flatnonzero(steps[:num_steps] >= max(bounds[0], steps[3 * num_steps // 4]))
@@ -148,32 +163,38 @@ def _collapse(
     if direction is None:
         moved = levels.mean(axis=0) - levels[:, 0].mean()
         sign, tests = 1 if moved[np.abs(moved).argmax()] > 0 else -1, 2 * NUM_BLOCKS
-    lost = sign * (levels - reduced(scaled[:, late], metric)[:, None])
-    shown = [
-        block for block in range(NUM_BLOCKS) if p_above(*mean_of(lost[:, block]), margin) < ALPHA / tests
+    losses = sign * (levels - reduce_window(scaled[:, late], metric)[:, None])
+    better_blocks = [
+        block
+        for block in range(NUM_BLOCKS)
+        if p_above(*estimate_mean(losses[:, block]), margin) < ALPHA / tests
     ]
-    if shown:
-        best = max(shown, key=lambda block: float(lost[:, block].mean()))
-        inside = _blocks(num_steps)[best]
-        level, highest = (float(values[:, of].mean()) for of in (late, inside))
-        yield Code.COLLAPSED(arm=arm, level=level, best=highest, steps=[steps[inside[0]], steps[inside[-1]]])
+    if better_blocks:
+        best = max(better_blocks, key=lambda block: float(losses[:, block].mean()))
+        best_steps = _blocks(num_steps)[best]
+        level, highest = (float(values[:, columns].mean()) for columns in (late, best_steps))
+        yield Code.COLLAPSED(
+            arm=arm, level=level, best=highest, steps=[steps[best_steps[0]], steps[best_steps[-1]]]
+        )
 
 
-def _differing_blocks(
-    steps: Steps, left: Array, right: Array, margin: float, *, is_paired: bool
+def _find_differing_blocks(
+    steps: Steps, baseline_levels: Array, treatment_levels: Array, margin: float, *, is_paired: bool
 ) -> Iterator[Reason]:
-    """Yield the eighths of training whose levels are shown to differ by more than the margin, 5 % in all."""
-    differences = right.mean(axis=0) - left.mean(axis=0)
-    shown = []
+    """Yield the eighths of training shown to differ by more than the margin, at a familywise 5 %."""
+    differences = treatment_levels.mean(axis=0) - baseline_levels.mean(axis=0)
+    differing = []
     for block in range(NUM_BLOCKS):
-        one, other = left[:, block], right[:, block]
-        mean, error, freedom = difference(one, other, paired=is_paired)
-        if p_above(abs(mean), error, freedom, margin) < ALPHA / NUM_BLOCKS:
-            shown.append(block)
-    if shown:
+        baseline, treatment = baseline_levels[:, block], treatment_levels[:, block]
+        mean, error, dof = estimate_difference(baseline, treatment, paired=is_paired)
+        if p_above(abs(mean), error, dof, margin) < ALPHA / NUM_BLOCKS:
+            differing.append(block)
+    if differing:
         blocks = _blocks(len(steps))
-        most = max(shown, key=lambda block: abs(float(differences[block])))
-        where = [f"{steps[blocks[block][0]]}-{steps[blocks[block][-1]]}" for block in shown]
+        largest_block = max(differing, key=lambda block: abs(float(differences[block])))
+        block_ranges = [f"{steps[blocks[block][0]]}-{steps[blocks[block][-1]]}" for block in differing]
         yield Code.DIFFERS_EARLIER(
-            blocks=where, largest=where[shown.index(most)], difference=differences[most]
+            blocks=block_ranges,
+            largest=block_ranges[differing.index(largest_block)],
+            difference=differences[largest_block],
         )

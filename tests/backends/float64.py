@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from abrun.backends.dtensor import fsdp
-from abrun.backends.head import IGNORED, Entropies, Head, HeadOutput
+from abrun.backends.head import IGNORE_INDEX, EntropyMode, HeadOutput, LmHead
 
 
 def compute_in_float64(patch: Any) -> None:
     """By a `pytest.MonkeyPatch`: what FSDP gathers and reduces, and log-probs from hidden states."""
     patch.setitem(fsdp.DTYPES, "float32", torch.float64)
     patch.setattr(fsdp, "MixedPrecisionPolicy", _unreduced)
-    patch.setattr(Head, "logprobs", _logprobs)
+    patch.setattr(LmHead, "compute_logprobs", _logprobs)
 
 
 def to_float64(network: Any) -> Any:
@@ -33,17 +33,17 @@ def _unreduced(*, reduce_dtype: object, **settings: Any) -> MixedPrecisionPolicy
 
 
 def _logprobs(
-    self: Head,
+    self: LmHead,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    entropies: Entropies,
+    entropies: EntropyMode,
     token_loss: None = None,
     support: None = None,
 ) -> HeadOutput:
     logprobs = (hidden @ weight.T).log_softmax(dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-    keep = target != IGNORED
+    keep = target != IGNORE_INDEX
     chosen = logprobs.gather(-1, target.where(keep, 0)[..., None])[..., 0]
     asked = None if entropies == "none" else torch.where(keep, entropy, 0.0)
     return HeadOutput(torch.where(keep, chosen, 0.0), asked, loss=None)

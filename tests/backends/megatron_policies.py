@@ -109,9 +109,9 @@ def gradients(backend: Any) -> dict[str, Tensor]:
     """This stage's gradients by their Hugging Face names, reduced as for a step. Collective."""
     from megatron.core.distributed import finalize_model_grads
 
-    from abrun.backends.megatron.cpu import standing_in
+    from abrun.backends.megatron.cpu import emulate_cuda
 
-    with standing_in(CPU):
+    with emulate_cuda(CPU):
         finalize_model_grads([backend._parameters.module], None, force_all_reduce=True)
-    of_stage = backend._names.whole(lambda name: backend.model.get_parameter(name).main_grad)
-    return {name: gradient.clone() for name, gradient in backend._stages.each_from_its_stage(of_stage)}
+    of_stage = backend._weight_names.full_weights(lambda name: backend.model.get_parameter(name).main_grad)
+    return {name: gradient.clone() for name, gradient in backend._stages.broadcast_weights(of_stage)}

@@ -22,12 +22,12 @@ class Row:
     completion: list[int]
     inference: list[float]
     reward: float = 0.0
-    counted: bool = True
+    merge_counts: bool = True
     pad: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.completion) if self.counted else 0
+        return len(self.completion) if self.merge_counts else 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -196,8 +196,8 @@ class Oracle:
         ]
         updates = minibatches * rl.epochs_per_step
         norms, critic_norms = [], []
-        for picked in updates:
-            norm, critic_norm = self._one_update(rows, picked, old, reference, advantages, values, returns)
+        for select in updates:
+            norm, critic_norm = self._one_update(rows, select, old, reference, advantages, values, returns)
             norms.append(norm)
             critic_norms.append(critic_norm)
         return {
@@ -267,14 +267,14 @@ class Oracle:
         ]
 
     def _one_update(
-        self, rows: Any, picked: Any, old: Any, reference: Any, advantages: Any, values: Any, returns: Any
+        self, rows: Any, select: Any, old: Any, reference: Any, advantages: Any, values: Any, returns: Any
     ) -> tuple[float, float]:
-        rl, weights = self.algorithm, self._weights([rows[index] for index in picked])
+        rl, weights = self.algorithm, self._weights([rows[index] for index in select])
         critic_norm = 0.0
         records: list[dict[str, Tensor]] = []
         if values is not None:
             loss = torch.zeros(())
-            for index, weight in zip(picked, weights, strict=True):
+            for index, weight in zip(select, weights, strict=True):
                 v = self.valued(rows[index], graph=True)
                 each, clipped = (v - returns[index]) ** 2, torch.zeros_like(v)
                 if rl.value_clip_range is not None:
@@ -290,10 +290,10 @@ class Oracle:
         replayed = self.policy.replay_routing
         found = [
             self.judged(self.network, rows[index], self.routes[index] if replayed else None)
-            for index in picked
+            for index in select
         ]
         total = torch.zeros(())
-        for place, (index, weight, one) in enumerate(zip(picked, weights, found, strict=True)):
+        for place, (index, weight, one) in enumerate(zip(select, weights, found, strict=True)):
             c, p, a, g = (
                 one.logprobs,
                 old[index],

@@ -21,8 +21,8 @@ from transformers import (
 
 from abrun.backends import B
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.dtensor.fsdp import whole
-from abrun.backends.head import Entropies
+from abrun.backends.dtensor.fsdp import full_tensor
+from abrun.backends.head import EntropyMode
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.policy import Filters, Policy
 from abrun.rl.batch import Sequences, collate
@@ -117,7 +117,7 @@ class WeightedLoss:
     shapes: list[torch.Size] = field(default_factory=list)  # of the log-probs that it was asked about
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return "gradient"
 
     def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
@@ -199,7 +199,7 @@ def gradients(backend: DtensorBackend) -> dict[str, Tensor]:
 def whole_gradients(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Of what has one, by names without the prefix. Collective."""
     return {
-        name.removeprefix(prefix): whole(parameter.grad).clone()
+        name.removeprefix(prefix): full_tensor(parameter.grad).clone()
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
@@ -208,4 +208,6 @@ def whole_gradients(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 def parameters(backend: DtensorBackend) -> dict[str, Tensor]:
     """Whole parameters by their names in the network. Collective."""
     named: Any = backend.module.named_parameters()
-    return {name.removeprefix("network."): whole(parameter.detach()).clone() for name, parameter in named}
+    return {
+        name.removeprefix("network."): full_tensor(parameter.detach()).clone() for name, parameter in named
+    }

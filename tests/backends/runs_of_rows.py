@@ -16,7 +16,7 @@ from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.phases import Phases
 from abrun.train.ppo import PpoAlgorithm
-from abrun.train.setup import Setup
+from abrun.train.setup import RunSetup
 from abrun.train.sft import SftAlgorithm
 from tests.backends.oracle import Row
 
@@ -34,7 +34,7 @@ def config_of(folder: Path, world_size: int, settings: dict[str, Any], steps: in
 
 def batch_of(rows: list[Row], config: OwnRunConfig, pad_id: int) -> Any:
     sequences = collate([row.prompt for row in rows], [row.completion for row in rows], pad_id=pad_id)
-    counted = torch.tensor([row.counted for row in rows])
+    counted = torch.tensor([row.merge_counts for row in rows])
     sequences = replace(sequences, token_mask=sequences.token_mask & counted[:, None])
     if config.algorithm.type == "dpo":
         return replace(sequences, rows_per_sample=2)
@@ -61,7 +61,7 @@ def steps_on_ranks(
     phases = Phases(ranks.device)
     learner = Learner(policy, values, config.policy.optimizer, phases, config.steps)
     nothing: Any = None
-    setup = Setup(
+    setup = RunSetup(
         config=config,
         seed=0,
         initial_weights=None,
@@ -79,7 +79,7 @@ def steps_on_ranks(
         "sft": lambda: SftAlgorithm(setup),
         "dpo": lambda: DpoAlgorithm(setup, kind),
     }[kind.type]()
-    initial = {name: weight.clone() for name, weight in policy.weights()}
+    initial = {name: weight.clone() for name, weight in policy.gather_weights()}
     metrics: list[dict[str, float]] = []
     saved: dict[str, Tensor] = {}
     batch: Any = None
@@ -87,7 +87,7 @@ def steps_on_ranks(
         batch = batch_of(rows[ranks.data_slice(len(rows))], config, pad_id)
         saved = {name: tensor.clone() for name, tensor in learner.local_state().items()}
         metrics.append(algorithm.update(batch, number))
-    weights = {name: weight.clone() for name, weight in policy.weights()}
+    weights = {name: weight.clone() for name, weight in policy.gather_weights()}
     after = {name: tensor.clone() for name, tensor in learner.local_state().items()}
     learner.load_local_state(saved)
     again = algorithm.update(batch, len(steps))
@@ -98,7 +98,7 @@ def steps_on_ranks(
         "initial": initial if rank == 0 else None,
         "metrics": metrics,
         "weights": weights if rank == 0 else None,
-        "values": _rows(values.values(batch), batch.token_mask) if values else None,
+        "values": _rows(values.compute_values(batch), batch.token_mask) if values else None,
         "share": (ranks.data.rank(), ranks.data.size()),
         "resumed": resumed and all(same.values()),
     }

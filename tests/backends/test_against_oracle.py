@@ -92,7 +92,7 @@ def some_rows(draw: random.Random, number: int, vocabulary: int) -> list[Row]:
                 completion=completion if index != 3 else [],
                 inference=[-draw.uniform(0.5, 4) for _ in completion] if index != 3 else [],
                 reward=draw.choice([0.0, 1.0, 0.3]),
-                counted=index not in (1, number - 1),
+                merge_counts=index not in (1, number - 1),
                 pad=END,
             )
         )
@@ -147,7 +147,7 @@ def test_layouts_train_as_the_oracle(name: str, tmp_path: Path) -> None:
 def test_a_step_whose_rows_are_all_filtered_trains_nothing(algorithm: dict[str, Any], tmp_path: Path) -> None:
     made = network("qwen2", num_hidden_layers=2)
     made.save_pretrained(tmp_path)
-    row = Row(prompt=[3, 4], completion=[6, END], inference=[-1.0, -2.0], counted=False)
+    row = Row(prompt=[3, 4], completion=[6, END], inference=[-1.0, -2.0], merge_counts=False)
     settings = {"policy": {}, "algorithm": algorithm, "rollout": {"max_new_tokens": 2}}
     found = run_ranks(steps_on_ranks, 1, tmp_path, settings, [[row] * 8], 0)[0]
     assert found["metrics"][0]["train/grad_norm"] == found["metrics"][0]["train/loss"] == 0

@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 
 from abrun.backends import attention
 from abrun.backends.dtensor.layers import prepare_layers
-from abrun.backends.packing import packing_of
+from abrun.backends.packing import make_packing
 from abrun.models import load_network
 from abrun.recipe.policy import Model, Policy
 from tests.spawn import run_ranks
@@ -68,7 +68,7 @@ def stand_in_backward(*inputs: Any) -> tuple[Tensor, ...]:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen._varlen_attn.register_kernel("cpu")(stand_in_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(stand_in_backward)
-    monkeypatch.setattr(attention, "_has_kernel", lambda query: True)
+    monkeypatch.setattr(attention, "_can_use_varlen_kernel", lambda query: True)
 
 
 def gradients(prepare: Callable[[Any], None], shared: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -79,8 +79,8 @@ def gradients(prepare: Callable[[Any], None], shared: bool) -> tuple[list[Tensor
     states = []
     for lengths in LENGTHS[shared]:
         prefixes = [3 * (shared and row > 0) for row in range(len(lengths))]
-        packing = packing_of(lengths, max(lengths), torch.device("cpu"), shared=prefixes)
-        token_ids = torch.arange(packing.num_own)[None] % 20 + 3
+        packing = make_packing(lengths, max(lengths), torch.device("cpu"), shared=prefixes)
+        token_ids = torch.arange(packing.num_local_tokens)[None] % 20 + 3
         states.append(attention.hidden_states(network.model, token_ids, packing))
         states[-1].square().sum().backward()
     weights = network.named_parameters()
@@ -116,7 +116,7 @@ def _cached(rank: int, world_size: int, cache: Path, other_way_back: bool) -> tu
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     from torch._dynamo.utils import counters
 
-    way_back = attention._Keys.backward
+    way_back = attention._SelectKeys.backward
 
     def doubled(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *others = way_back(context, *gradients)
@@ -126,7 +126,7 @@ def _cached(rank: int, world_size: int, cache: Path, other_way_back: bool) -> tu
     with pytest.MonkeyPatch.context() as monkeypatch:
         stand_in(monkeypatch)
         if other_way_back:
-            monkeypatch.setattr(attention._Keys, "backward", staticmethod(doubled))
+            monkeypatch.setattr(attention._SelectKeys, "backward", staticmethod(doubled))
         policy = Policy.model_validate({"compile": True})
         norm = gradients(partial(prepare_layers, policy=policy), True)[1][KEYS].norm()
     return {key: count for key, count in counters["aot_autograd"].items() if "cache" in key}, float(norm)

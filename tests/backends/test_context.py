@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from abrun.backends import context as context_module
-from abrun.backends.attention import _by_kernel
-from abrun.backends.context import ContextSplit, context_split, spans_of
-from abrun.backends.packing import packing_of
+from abrun.backends.attention import _varlen_attention
+from abrun.backends.context import ContextSplit, make_context_split, make_spans
+from abrun.backends.packing import make_packing
 from abrun.rl.losses import clipped_policy_loss, gspo_loss, loss_weights
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, rows, some_batch
 from tests.backends.test_dtensor import LEARNING_RATES, OPTIMIZER, assert_same
@@ -39,7 +39,7 @@ class Group:
 
 def split_of(starts: Sequence[int], size: int, rank: int) -> ContextSplit:
     group: Any = Group(size, rank)
-    return context_split(starts, group, CPU)
+    return make_context_split(starts, group, CPU)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(2, 4))
@@ -50,14 +50,14 @@ def test_each_token_sees_its_sequence_up_to_itself(lengths: list[int], size: int
     seen = dict[int, list[int]]()
     for rank in range(size):
         split = split_of(starts, size, rank)
-        spans = spans_of(split.spans, CPU)
+        spans = make_spans(split.spans, CPU)
         index = spans.key_index
-        keys = torch.arange(len(split.order)) if index is None else index
+        keys = torch.arange(len(split.rank_order)) if index is None else index
         bounds = zip(pairwise(spans.query_starts.tolist()), pairwise(spans.key_starts.tolist()), strict=True)
         for (query, query_stop), (key, key_stop) in bounds:  # as the kernel reads them: bottom-right causal
             for place in range(query, query_stop):
                 last = key_stop - (query_stop - place) + 1
-                seen[int(split.own[place])] = keys[key:last].tolist()
+                seen[int(split.local_positions[place])] = keys[key:last].tolist()
         assert spans.longest_query == max(
             stop - start for start, stop in pairwise(spans.query_starts.tolist())
         )
@@ -70,7 +70,7 @@ def test_the_work_of_a_long_sequence_is_even() -> None:
     pairs = []
     for rank in range(4):
         split = split_of([0, 64], 4, rank)
-        pairs.append(sum(int(place) + 1 for place in split.own))
+        pairs.append(sum(int(place) + 1 for place in split.local_positions))
     assert len(set(pairs)) == 1
 
 
@@ -93,9 +93,11 @@ def test_the_kernel_ends_each_span_with_its_last_key(size: int) -> None:
     expected = torch.cat(whole, dim=2)[0].transpose(0, 1)  # [T, heads, D]
     for rank in range(size):
         group: Any = Group(size, rank)
-        split = context_split(starts, group, gpu)
-        found = _by_kernel(query[:, :, split.own], key, value, spans_of(split.spans, gpu), None)
-        assert float((found - expected[split.own]).abs().max()) < 0.02
+        split = make_context_split(starts, group, gpu)
+        found = _varlen_attention(
+            query[:, :, split.local_positions], key, value, make_spans(split.spans, gpu), None
+        )
+        assert float((found - expected[split.local_positions]).abs().max()) < 0.02
         found.float().square().sum().backward()
     assert query.grad is not None and key.grad is not None
     found = [states.grad.float() for states in (query, key, value)]  # pyright: ignore
@@ -111,9 +113,9 @@ def test_the_kernel_with_shared_prefixes() -> None:
     """Against each sequence alone, its prefix in front of it; gradients repeat to the last bit."""
     gpu, draw = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
     lengths, shared = [300, 290, 517, 64, 141, 200], [0, 250, 250, 0, 0, 100]
-    packing = packing_of(lengths, max(lengths), gpu, shared=shared)
+    packing = make_packing(lengths, max(lengths), gpu, shared=shared)
     query, key, value = (
-        torch.randn(1, heads, packing.num_own, 64, device=gpu, generator=draw, dtype=torch.bfloat16)
+        torch.randn(1, heads, packing.num_local_tokens, 64, device=gpu, generator=draw, dtype=torch.bfloat16)
         for heads in (8, 2, 2)
     )
     attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -127,14 +129,14 @@ def test_the_kernel_with_shared_prefixes() -> None:
 
     def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
-        for span in packing.spans.each:
-            before, own = slice(span.prefix, span.prefix_stop), slice(span.key, span.key_stop)
+        for span in packing.spans.spans:
+            before, own = slice(span.prefix_start, span.prefix_stop), slice(span.key_start, span.key_stop)
             whole: Any = [torch.cat([each[:, :, before], each[:, :, own]], dim=2) for each in (q, k, v)]
-            outputs.append(attend(*whole)[:, :, span.prefix_stop - span.prefix :])
+            outputs.append(attend(*whole)[:, :, span.prefix_stop - span.prefix_start :])
         return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
     def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _by_kernel(q, k, v, packing.spans, None)
+        return _varlen_attention(q, k, v, packing.spans, None)
 
     expected, found = gradients(one_by_one, True), gradients(by_kernel, False)
     for right, one, other in zip(expected, found, gradients(by_kernel, False), strict=True):
@@ -166,7 +168,7 @@ def measured(backend: dict[str, int], share: slice = slice(None)) -> dict[str, A
             found[f"{name}, {kind}"] = gradients(policy)
             found[f"{name}, {kind}, loss"] = {"loss": summed(parts.sums["loss"], policy.ranks.data)}
     policy = make_backend(backend=backend)
-    found["logprobs"] = {"logprobs": policy.logprobs(batch)}
+    found["logprobs"] = {"logprobs": policy.compute_logprobs(batch)}
     for backbone in ("own", "shared"):
         for right_shift in (True, False):
             _, critic = make_critic(
@@ -175,7 +177,7 @@ def measured(backend: dict[str, int], share: slice = slice(None)) -> dict[str, A
                 right_shift=right_shift,
             )
             name = f"values, {backbone}, {right_shift}"
-            found[name] = {"values": torch.where(batch.token_mask, critic.values(batch), 0.0)}
+            found[name] = {"values": torch.where(batch.token_mask, critic.compute_values(batch), 0.0)}
             critic.forward_backward(batch[share], objective(batch))
             found[f"{name}, gradients"] = head_gradients(critic)
     policy = make_backend(backend=backend, optimizer=OPTIMIZER, micro_batch_size=3)
@@ -184,7 +186,7 @@ def measured(backend: dict[str, int], share: slice = slice(None)) -> dict[str, A
         policy.forward_backward(some_batch(step)[share], loss_of(step))
         norms.append(policy.optimizer_step(learning_rate))
     found["norms"] = {"norms": torch.tensor(norms)}
-    found["weights"] = {name: weight.clone() for name, weight in policy.weights()}
+    found["weights"] = {name: weight.clone() for name, weight in policy.gather_weights()}
     return found
 
 
@@ -233,15 +235,15 @@ def test_four_ranks_do_what_one_does(context: int, group: None) -> None:
 def gather_that_sums(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
     whole = grads[0].clone()
     dist.all_reduce(whole, group=ctx.split.group)
-    return whole[..., ctx.split.own], None
+    return whole[..., ctx.split.local_positions], None
 
 
 def keys_of_own_loss_alone(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-    return grads[0][..., ctx.split.own, :], None
+    return grads[0][..., ctx.split.local_positions, :], None
 
 
 def in_the_order_of_ranks(own: Tensor, split: ContextSplit) -> Tensor:
-    return GATHERED(own, replace(split, inverse=torch.arange(len(split.order))))
+    return GATHERED(own, replace(split, stream_order=torch.arange(len(split.rank_order))))
 
 
 def positions_from_0(split: ContextSplit, values: Tensor, fill: float = 0) -> Tensor:
@@ -250,16 +252,16 @@ def positions_from_0(split: ContextSplit, values: Tensor, fill: float = 0) -> Te
     return torch.arange(cut.shape[1])[None] if starts else cut
 
 
-GATHERED, CUT = context_module._gathered, ContextSplit.cut
+GATHERED, CUT = context_module._gather_in_order, ContextSplit.to_local
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "every rank's loss counted": (context_module._Whole, "backward", staticmethod(gather_that_sums)),
+    "every rank's loss counted": (context_module._GatherTokens, "backward", staticmethod(gather_that_sums)),
     "keys without reduce-scatter": (
-        context_module._Gathered,
+        context_module._GatherKeys,
         "backward",
         staticmethod(keys_of_own_loss_alone),
     ),
-    "keys in the order of ranks": (context_module, "_gathered", in_the_order_of_ranks),
-    "positions from 0": (ContextSplit, "cut", positions_from_0),
+    "keys in the order of ranks": (context_module, "_gather_in_order", in_the_order_of_ranks),
+    "positions from 0": (ContextSplit, "to_local", positions_from_0),
 }
 
 
@@ -275,7 +277,7 @@ def with_a_fault(rank: int, world_size: int, fault: str | None) -> dict[str, Ten
 def all_with_faults(rank: int, world_size: int) -> dict[str | None, dict[str, Tensor]]:
     found = {}
     for fault in (None, *FAULTS):
-        owner, name, _ = FAULTS[fault] if fault else (context_module, "_gathered", None)
+        owner, name, _ = FAULTS[fault] if fault else (context_module, "_gather_in_order", None)
         right = owner.__dict__[name]
         found[fault] = with_a_fault(rank, world_size, fault)
         setattr(owner, name, right)
@@ -305,7 +307,7 @@ def losses_by_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     mask = torch.arange(width).expand(4, width) < lengths[:, None]
     mask = mask & (torch.arange(width) > 0)
     old, noise, advantages = (torch.randn(4, width, generator=draw).double() for _ in range(3))
-    split = context_split([0, width], dist.group.WORLD, CPU)  # pyright: ignore[reportArgumentType]
+    split = make_context_split([0, width], dist.group.WORLD, CPU)  # pyright: ignore[reportArgumentType]
     counts: Any = {"num_tokens": float(mask.sum()), "num_sequences": 4, "max_completion_tokens": 48}
     agree = {}
     for loss, reduction in (
@@ -319,12 +321,12 @@ def losses_by_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
             return (loss(logprobs, old, advantages, mask, **settings).loss * weights).sum()
 
         one = (old + 0.2 * noise).requires_grad_()
-        own = one.detach()[:, split.own].clone().requires_grad_()
-        whole, cut = total(one), total(split.whole(own))
+        own = one.detach()[:, split.local_positions].clone().requires_grad_()
+        whole, cut = total(one), total(split.to_full(own))
         (whole + cut).backward()
         assert one.grad is not None and own.grad is not None
         agree[f"{loss.__name__}, {reduction}"] = (
-            torch.equal(own.grad, one.grad[:, split.own]),
+            torch.equal(own.grad, one.grad[:, split.local_positions]),
             torch.equal(whole, cut),
         )
     return agree

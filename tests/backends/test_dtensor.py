@@ -169,7 +169,7 @@ def test_a_kernel_that_cannot_run_here_is_refused_before_any_rollout(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(RecipeError, match=r"policy\.logprobs\.impl: 'triton' runs on") as caught:
+    with pytest.raises(RecipeError, match=r"policy\.logprobs\.impl: 'triton' needs a CUDA device") as caught:
         make_backend(logprobs={"impl": "triton"})
     assert len(str(caught.value).splitlines()) == 1 and "chunked" in str(caught.value)
 
@@ -196,7 +196,7 @@ def test_logprobs_are_those_of_the_stock_forward_pass(
         expected, entropy = plain_logprobs(tiny(kind), batch, 1.3)
     for micro_batch_size in (None, 3):
         backend = make_backend(kind, temperature=1.3, logprobs=logprobs, micro_batch_size=micro_batch_size)
-        found = backend.logprobs(batch)
+        found = backend.compute_logprobs(batch)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
         found_entropy = backend.module(batch.token_ids, batch.token_mask, "value").entropies
@@ -246,7 +246,7 @@ def test_weight_decay_is_for_matrices_alone(group: None) -> None:
     for parameter in backend.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     backend.optimizer_step(0.1)
-    weights = dict(backend.weights())
+    weights = dict(backend.gather_weights())
     for name, before in tiny().state_dict().items():
         factor = 1 - 0.1 * 0.5 if before.ndim > 1 else 1.0
         torch.testing.assert_close(weights[name], before * factor)
@@ -269,7 +269,9 @@ def test_two_ranks_do_what_one_does(group: None) -> None:
         for impl in ONE_PASS_ON_TWO_RANKS:
             assert_same(found[f"{impl}, one pass"], grads, rtol=1e-4, atol=1e-6)
         assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
-        torch.testing.assert_close(found["logprobs"], backend.logprobs(batch)[rank * 4 : rank * 4 + 4])
+        torch.testing.assert_close(
+            found["logprobs"], backend.compute_logprobs(batch)[rank * 4 : rank * 4 + 4]
+        )
         assert found["gathered_logits"] == found["gathered_logits_again"]
         assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
         # Each rank holds half of the weights and of the optimizer's two moments.
@@ -297,7 +299,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     share, loss = rows(batch, rank * 4, rank * 4 + 4), WeightedLoss(float(batch.token_mask.sum()))
     found: dict[str, Any] = {}
     backend = make_backend(micro_batch_size=3)
-    found["logprobs"] = backend.logprobs(share)
+    found["logprobs"] = backend.compute_logprobs(share)
     backend.forward_backward(share, loss)
     found["gradients"] = gradients(backend)
     backend = make_backend(activation_checkpointing=True, micro_batch_size=3)
@@ -314,7 +316,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
         found[f"{impl}, one pass"] = gradients(backend)
     backend = make_backend(optimizer=OPTIMIZER, micro_batch_size=3)
     found["norms"] = train(backend, rank, world_size)
-    found["weights"] = {name: weight.clone() for name, weight in backend.weights()}
+    found["weights"] = {name: weight.clone() for name, weight in backend.gather_weights()}
     found["num_held"] = sum(tensor.numel() for tensor in backend.local_state().values())
     token_ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -341,8 +343,8 @@ def test_weights_kept_gathered_train_to_the_bit_as_those_gathered_each_time(
     for name, kept in (("each time", {}), ("once", KEPT)):
         backend = make_backend(kind, optimizer=OPTIMIZER, micro_batch_size=3, dtype=dtype, **kept)
         norms = train(backend, 0, 1)
-        after = backend.logprobs(some_batch())
-        found[name] = norms, after, {name: weight.clone() for name, weight in backend.weights()}
+        after = backend.compute_logprobs(some_batch())
+        found[name] = norms, after, {name: weight.clone() for name, weight in backend.gather_weights()}
     (norms, after, weights), expected = found["once"], found["each time"]
     assert norms == expected[0] and torch.equal(after, expected[1])
     assert_same(weights, expected[2], rtol=0, atol=0)
@@ -391,13 +393,13 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
             backend.forward_backward(other, WeightedLoss(float(other.token_mask.sum())))
         backend.optimizer_step(LEARNING_RATES[-1])
         assert counters["stats"]["unique_graphs"] == graphs <= 5 * compiled and (graphs > 0) == compiled
-        backend.logprobs(some_batch())
+        backend.compute_logprobs(some_batch())
         graphs = counters["stats"]["unique_graphs"]
         token_ids = torch.tensor([[5, 6, 7]])
         with backend.decoding() as decoder, torch.no_grad():
             logits, _ = decoder(token_ids, torch.ones_like(token_ids), torch.arange(3)[None], None)
         assert counters["stats"]["unique_graphs"] == graphs
-        found[compiled] = norms, logits, {name: weight.clone() for name, weight in backend.weights()}
+        found[compiled] = norms, logits, {name: weight.clone() for name, weight in backend.gather_weights()}
     assert len(shapes) == 6 and len({length for _, length in shapes}) > 3
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
     torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-2, atol=1e-2)
@@ -407,7 +409,7 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
 def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
     batch = some_batch()
     exact, near = make_backend(), make_backend(dtype="bfloat16")
-    difference = (exact.logprobs(batch) - near.logprobs(batch))[batch.token_mask].abs()
+    difference = (exact.compute_logprobs(batch) - near.compute_logprobs(batch))[batch.token_mask].abs()
     assert 0 < float(difference.mean()) < 0.05
     for backend in (exact, near):
         backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
@@ -424,17 +426,17 @@ def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
 
 def test_a_float32_head_is_nearer_in_bfloat16(group: None) -> None:
     batch = some_batch()
-    exact = make_backend().logprobs(batch)
+    exact = make_backend().compute_logprobs(batch)
     errors = {}
     for head_dtype in (None, "float32"):
         backend = make_backend(dtype="bfloat16", logprobs={"impl": "logits", "head_dtype": head_dtype})
-        errors[head_dtype] = float((backend.logprobs(batch) - exact)[batch.token_mask].abs().mean())
+        errors[head_dtype] = float((backend.compute_logprobs(batch) - exact)[batch.token_mask].abs().mean())
     assert errors["float32"] < errors[None]
 
 
 def test_logprobs_have_no_gradient_and_none_outside_the_mask(group: None) -> None:
     backend, batch = make_backend(), some_batch()
-    logprobs = backend.logprobs(batch)
+    logprobs = backend.compute_logprobs(batch)
     assert logprobs.shape == batch.token_ids.shape and not logprobs.requires_grad
     assert (logprobs[~batch.token_mask] == 0).all() and (logprobs[batch.token_mask] < 0).all()
     assert all(parameter.grad is None for parameter in backend.module.parameters())
@@ -445,11 +447,11 @@ def test_full_weights_make_the_same_model(group: None) -> None:
         backend = make_backend(kind)
         train(backend, 0, 1)
         fresh = tiny(kind)
-        missing, unexpected = fresh.load_state_dict(dict(backend.weights()), strict=False)
+        missing, unexpected = fresh.load_state_dict(dict(backend.gather_weights()), strict=False)
         assert unexpected == [] and missing == (["lm_head.weight"] if kind == "tied" else [])
         with torch.no_grad():
             expected, _ = plain_logprobs(fresh, some_batch())
-        torch.testing.assert_close(backend.logprobs(some_batch()), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(backend.compute_logprobs(some_batch()), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_local_state_restores_weights_and_optimizer(group: None) -> None:
@@ -459,7 +461,7 @@ def test_local_state_restores_weights_and_optimizer(group: None) -> None:
     train(first, 0, 1)
     state = {name: tensor.clone() for name, tensor in first.local_state().items()}
     second = make_backend(optimizer=OPTIMIZER)
-    second.logprobs(batch)  # which leaves whole weights behind
+    second.compute_logprobs(batch)  # which leaves whole weights behind
     second.load_local_state(state)
     for backend in (first, second):
         backend.forward_backward(batch, loss)
@@ -498,7 +500,7 @@ def test_on_one_rank_weights_go_out_as_they_lie_there(group: None, monkeypatch: 
     backend = make_backend()
     whole = {name: parameter.full_tensor() for name, parameter in backend.module.network.named_parameters()}
     monkeypatch.setattr(DTensor, "redistribute", None)
-    found = dict(backend.weights())
+    found = dict(backend.gather_weights())
     assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
     assert not any(weight.requires_grad for weight in found.values())
 
@@ -508,7 +510,7 @@ def test_weights_hold_persistent_buffers(group: None) -> None:
     network = tiny()
     network.model.layers[0].register_buffer("bias", torch.arange(3.0))
     network.model.layers[0].register_buffer("cache", torch.arange(3.0), persistent=False)
-    weights = dict(DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {})).weights())
+    weights = dict(DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {})).gather_weights())
     assert weights["model.layers.0.bias"].tolist() == [0, 1, 2] and "model.layers.0.cache" not in weights
 
 
@@ -516,8 +518,8 @@ def test_a_frozen_reference_has_no_gradient_and_no_optimizer(group: None) -> Non
     backend = make_backend(trainable=False)
     assert not any(parameter.requires_grad for parameter in backend.module.parameters())
     assert all(name.startswith("weights/") for name in backend.local_state())
-    expected = make_backend().logprobs(some_batch())
-    assert torch.equal(backend.logprobs(some_batch()), expected)
+    expected = make_backend().compute_logprobs(some_batch())
+    assert torch.equal(backend.compute_logprobs(some_batch()), expected)
     assert all(isinstance(p, DTensor) for p in backend.module.parameters()), "nothing stays gathered"
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from abrun.backends import routing
 from abrun.backends.dtensor import DtensorBackend, experts, fsdp
-from abrun.backends.dtensor.experts import Dispatched
+from abrun.backends.dtensor.experts import DispatchedExperts
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.models import experts_of, load_network
@@ -62,7 +62,7 @@ class Case:
 
 
 @dataclass(kw_only=True)
-class Trained:
+class Trainable:
     """Results of the steps."""
 
     losses: list[float]
@@ -70,7 +70,7 @@ class Trained:
     gradients: dict[str, Tensor]  # of the first step
     weights: dict[str, Tensor]
 
-    def distance(self, other: "Trained") -> dict[str, float]:
+    def distance(self, other: "Trainable") -> dict[str, float]:
         """The largest relative difference of losses, norms, first gradients and weights."""
         return {
             "loss": max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True)),
@@ -103,7 +103,7 @@ def _to_the_first_experts(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, 
     return logits, weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
-def trained(case: Case) -> Trained:
+def trained(case: Case) -> Trainable:
     """On this rank's rows of the global batches."""
     with pytest.MonkeyPatch.context() as patch:
         if case.exact:
@@ -115,7 +115,7 @@ def trained(case: Case) -> Trained:
         policy = Policy.model_validate(settings | {"router_aux_loss_coefficient": case.coefficient})
         ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=case.expert_parallel)
         backend = DtensorBackend(partial(network_of, case), policy, ranks)
-        found = Trained(losses=[], norms=[], gradients={}, weights={})
+        found = Trainable(losses=[], norms=[], gradients={}, weights={})
         for step, learning_rate in enumerate(LEARNING_RATES):
             batch = some_batch(step)
             share = batch[ranks.data_slice(len(batch))]
@@ -127,12 +127,12 @@ def trained(case: Case) -> Trained:
         return found
 
 
-def plainly_trained(case: Case) -> Trained:
+def plainly_trained(case: Case) -> Trainable:
     """By torch's own AdamW on the network as it is, in one process, row by row."""
     network = network_of(case)
     groups = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in network.parameters()]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, fused=False, foreach=False)
-    found = Trained(losses=[], norms=[], gradients={}, weights={})
+    found = Trainable(losses=[], norms=[], gradients={}, weights={})
     for step, learning_rate in enumerate(LEARNING_RATES):
         optimizer.zero_grad()
         loss = plain_loss(network, some_batch(step))
@@ -171,14 +171,14 @@ def _clip_by_own_norms(patch: pytest.MonkeyPatch) -> None:
 
 
 def _balance_by_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(routing.Load, "over", lambda load, group: load.detached())
+    patch.setattr(routing.RouterLoad, "all_reduce", lambda load, group: load.detached())
 
 
 FAULTS = {"averaged": _average_experts, "own norms": _clip_by_own_norms, "by rank": _balance_by_rank}
 FAULTY = [Case(fault=fault, coefficient=0.1 * (fault == "by rank")) for fault in FAULTS]
 
 
-def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
+def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Trainable]:
     return [trained(case) for case in cases]
 
 
@@ -267,7 +267,7 @@ def check_export(backend: DtensorBackend, folder: Path) -> None:
     backend.save(folder)
     backend.ranks.barrier()
     stored = load_file(folder / "model.safetensors")
-    weights = dict(backend.weights())
+    weights = dict(backend.gather_weights())
     assert weights.keys() == stored.keys()
     assert all(torch.equal(weights[name], stored[name]) for name in stored)
     fused = trained["model.layers.1.mlp.experts.gate_up_proj"]  # [E, gate rows and up rows, H]
@@ -288,7 +288,7 @@ def check_export(backend: DtensorBackend, folder: Path) -> None:
 def test_what_two_ranks_hold_sample_and_restore(tmp_path: Path, group: None) -> None:
     network, batch = tiny("experts"), some_batch()
     alone = make_backend("experts", packing=True)  # without padding, as ranks that share sequences
-    _, routes = alone.routed_logprobs(batch)
+    _, routes = alone.compute_logprobs_and_routes(batch)
     loss = WeightedLoss(float(batch.token_mask.sum()))
     metrics = all_reduce(alone.forward_backward(batch, loss), alone.ranks.data)
     token_ids = torch.tensor([[5, 6, 7, 8]])
@@ -312,8 +312,8 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     with torch.no_grad(), backend.decoding() as decoder:
         for _ in range(1 + rank):  # no collective: one may do more
             found["logits"], _ = decoder(token_ids, torch.ones_like(token_ids), torch.arange(4)[None], None)
-    found["logprobs"] = backend.logprobs(share)
-    found["reference"] = make_backend("experts", trainable=False, expert_parallel=2).logprobs(share)
+    found["logprobs"] = backend.compute_logprobs(share)
+    found["reference"] = make_backend("experts", trainable=False, expert_parallel=2).compute_logprobs(share)
     loss = WeightedLoss(float(batch.token_mask.sum()))
     for _ in range(2):
         backend.forward_backward(share, loss)
@@ -345,9 +345,9 @@ def replayed(batch: Any, backend: dict[str, Any]) -> dict[str, Any]:
     policy = Policy.model_validate({"backend": backend} | settings)
     ranks = make_ranks(CPU, policy.backend.shape, expert_parallel=policy.backend.expert_parallel)
     split = DtensorBackend(partial(tiny, "experts"), policy, ranks)
-    logprobs, routes = split.routed_logprobs(batch)
+    logprobs, routes = split.compute_logprobs_and_routes(batch)
     again = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
-    assert torch.equal(split.logprobs(again), logprobs)
+    assert torch.equal(split.compute_logprobs(again), logprobs)
     parts = split.forward_backward(again, WeightedLoss(float(batch.token_mask.sum())))
     return {"routes": routes, "routing metrics": all_reduce(parts, ranks.data)}
 
@@ -364,7 +364,7 @@ def on_four_ranks(rank: int, world_size: int) -> dict[str, Any]:
 def test_routes_are_recorded_and_replayed_where_sequences_are_cut_between_blocks(group: None) -> None:
     batch = some_batch()
     alone = make_backend("experts", packing=True)
-    _, routes = alone.routed_logprobs(batch)
+    _, routes = alone.compute_logprobs_and_routes(batch)
     for rank, found in enumerate(run_ranks(on_four_ranks, 4, timeout_s=280)):
         assert torch.equal(found["routes"], routes[4 * (rank // 2) : 4 * (rank // 2) + 4])
 
@@ -382,10 +382,12 @@ def test_families_experts_make_the_same_of_tokens_that_travel(kind: str, group: 
             for parameter in network.parameters():
                 nn.init.normal_(parameter, std=0.2)
         for one in layers:
-            Dispatched(one, mesh) if travel else None
+            DispatchedExperts(one, mesh) if travel else None
         logits = network(torch.arange(20).view(2, 10) + 5, use_cache=False).logits
         logits.square().mean().backward()
-        grads = {name: fsdp.whole(p.grad) for name, p in network.named_parameters() if p.grad is not None}
+        grads = {
+            name: fsdp.full_tensor(p.grad) for name, p in network.named_parameters() if p.grad is not None
+        }
         found.append(grads | {"logits": logits.detach()})
     assert _distance(*found) < 1e-4
 
@@ -400,7 +402,7 @@ def test_families_experts_make_the_same_of_tokens_that_travel(kind: str, group: 
 def test_what_cannot_be_spread_is_one_line(kind: str, size: int, family: str, snapshot: Snapshot) -> None:
     network = tiny(kind)
     with pytest.raises(RecipeError) as raised:
-        experts.check_spread(network, [one.num_experts for one in experts_of(network)], size)
+        experts.check_expert_counts(network, [one.num_experts for one in experts_of(network)], size)
     assert str(raised.value).startswith(f"policy.backend.expert_parallel: got {size} with {family}, ")
     snapshot(raised.value)
 
@@ -412,7 +414,7 @@ def test_copies_of_a_group_have_some_experts_each_or_some_rows_of_each(
     layer: Any = nn.Module()
     layer.num_experts, layer.weight = number, nn.Parameter(torch.zeros(number, size, 3))
     if dim is not None:
-        assert experts.cut_dimension(layer, 4) == dim
+        assert experts.fsdp_shard_dim(layer, 4) == dim
         return
     with pytest.raises(RecipeError, match=r"^policy\.backend\.expert_parallel: the 6 experts"):
-        experts.cut_dimension(layer, 4)
+        experts.fsdp_shard_dim(layer, 4)

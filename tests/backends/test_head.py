@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.backends.head import Head
+from abrun.backends.head import LmHead
 from abrun.recipe.policy import NO_FILTERS, Filters, Logprobs
 
 draw = torch.Generator().manual_seed(0)
@@ -16,8 +16,8 @@ TARGET = torch.arange(6)
 EXACT = HIDDEN.double() @ WEIGHT.double().T
 
 
-def make_head(engine_dtype: str | None = None, filters: Filters = NO_FILTERS, **logprobs: Any) -> Head:
-    return Head(
+def make_head(engine_dtype: str | None = None, filters: Filters = NO_FILTERS, **logprobs: Any) -> LmHead:
+    return LmHead(
         Logprobs(**logprobs),
         temperature=1.0,
         filters=filters,
@@ -60,7 +60,7 @@ def test_the_trainer_scores_with_logits_of_its_own_precision(
     """With a filtered sampler as without; the engine's precision does not matter."""
     for engine in (None, "float32"):
         head = make_head(engine, filters, impl=impl, **trainer)
-        output = head.logprobs(HIDDEN, WEIGHT, TARGET, "value")
+        output = head.compute_logprobs(HIDDEN, WEIGHT, TARGET, "value")
         kept = EXACT
         if filters.drop_tokens:
             dropped = EXACT.argmin(dim=1, keepdim=True)

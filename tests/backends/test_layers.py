@@ -31,9 +31,9 @@ def test_rotated_position_by_position_to_the_same_bits(
 
     family = sys.modules[type(network.model.layers[0]).__module__]
     monkeypatch.setattr(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)  # to be put back
-    layers._rotate_position_by_position(family)
+    layers._replace_rotation(family)
     states, gradients = found()
-    assert family.apply_rotary_pos_emb is layers._rotated
+    assert family.apply_rotary_pos_emb is layers._apply_rotary
     monkeypatch.undo()
     expected = found()
     assert torch.equal(states, expected[0])
@@ -44,7 +44,7 @@ def test_rotated_position_by_position_to_the_same_bits(
 @pytest.mark.parametrize("of_states", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_shape_is_rotated_to_the_same_bits(of_states: torch.dtype, of_table: torch.dtype) -> None:
     """One table for all rows, tables that are scaled, of another dtype, and no positions at all."""
-    draw, rotations = torch.Generator().manual_seed(0), [layers.STOCK_ROTATION, layers._rotated]
+    draw, rotations = torch.Generator().manual_seed(0), [layers.STOCK_ROTATION, layers._apply_rotary]
     for rows, heads, length, half in [(1, 1, 0, 1), (1, 3, 7, 1), (2, 4, 9, 8), (3, 2, 5, 5)]:
         for tables in (1, rows):
             cos, sin = (1.3 * torch.randn(2, tables, length, 2 * half, generator=draw)).to(of_table)
@@ -61,8 +61,8 @@ def test_any_shape_is_rotated_to_the_same_bits(of_states: torch.dtype, of_table:
 def test_what_rotates_otherwise_is_left_as_it_is() -> None:
     """Cohere's pairs are neighbours, not halves."""
     stock = modeling_cohere.apply_rotary_pos_emb
-    layers._rotate_position_by_position(modeling_cohere)
-    layers._rotate_position_by_position(torch)
+    layers._replace_rotation(modeling_cohere)
+    layers._replace_rotation(torch)
     assert modeling_cohere.apply_rotary_pos_emb is stock is not modeling_qwen2.apply_rotary_pos_emb
 
 
@@ -78,6 +78,6 @@ def test_a_compiler_takes_lengths_alone_for_numbers_that_change(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=seen))
     torch.compiler.reset()
-    make_backend(compile=True, micro_batch_size=2).logprobs(batch)
+    make_backend(compile=True, micro_batch_size=2).compute_logprobs(batch)
     torch.compiler.reset()
     assert found and all(len(symbols) == 2 for symbols in found), found  # rows and their length

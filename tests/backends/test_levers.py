@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatches
 from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import ActorCriticBatch
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
-from abrun.train.ppo import ValueObjective
+from abrun.train.ppo import PpoValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, plain_logprobs, tiny
 from tests.backends.test_dtensor import assert_same
 from tests.backends.test_packing import of_prompts
@@ -89,7 +89,7 @@ class Watched:
     told: Tensor  # [2, all tokens]
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return self.objective.entropies
 
     def losses(self, batch: ActorCriticBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
@@ -116,7 +116,7 @@ def found_with(policy: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients(backend),
         "tokens": watched.told,
         "rows": rows,
-        "logprobs": backend.logprobs(share),
+        "logprobs": backend.compute_logprobs(share),
         "metrics": all_reduce(parts, backend.ranks.data),
     }
 
@@ -236,7 +236,7 @@ def test_a_step_reads_one_number_back_when_it_is_done(
     matrices and one for vectors, and at last the gradient's norm. So with the value model."""
     batch, of_policy = policy_step()
     backend, critic = make_critic(policy=policy)
-    of_values = ValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
+    of_values = PpoValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
 
     def update() -> None:
         critic.forward_backward(batch, of_values)

@@ -17,7 +17,7 @@ from abrun.backends.microbatches import Microbatches
 from abrun.backends.ranks import make_ranks
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Policy
-from abrun.train.ppo import ValueObjective
+from abrun.train.ppo import PpoValueObjective
 from tests.backends.policies import WeightedLoss, gradients, make_backend, tiny
 from tests.backends.test_levers import GROUPS, policy_step
 from tests.backends.test_packing import of_prompts
@@ -73,12 +73,12 @@ def test_levers_are_no_worse_than_none(name: str, gpu: torch.device, patched: No
     batch = of_prompts(GROUPS)
     exact, loss = make_backend(), WeightedLoss(float(batch.token_mask.sum()))
     expected_loss = float(exact.forward_backward(batch, loss).sums["loss"])
-    expected, logprobs = gradients(exact), exact.logprobs(batch)
+    expected, logprobs = gradients(exact), exact.compute_logprobs(batch)
 
     def errors(**policy: Any) -> tuple[float, float, float]:
         """Absolute for log-probs and loss; relative, the worst, for gradients."""
         backend = backend_of(gpu, **policy)
-        found = backend.logprobs(batch.to(gpu)).cpu()
+        found = backend.compute_logprobs(batch.to(gpu)).cpu()
         found_loss = float(backend.forward_backward(batch.to(gpu), loss).sums["loss"])
         of_weights = [
             float((gradient.cpu() - expected[key]).norm() / expected[key].norm())
@@ -103,7 +103,7 @@ def test_no_microbatch_waits_for_the_gpu(
     batch, of_policy = policy_step()
     batch, backend = batch.to(gpu), backend_of(gpu, **LEVERS[name])
     critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
-    of_values = ValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
+    of_values = PpoValueObjective(clip_range=0.2, num_tokens=of_policy.num_tokens)
     updates: list[tuple[Any, Any]] = [(critic, of_values), (backend, of_policy)]
     for _ in range(2):  # compiles, and tries kernels out
         for model, objective in updates:

@@ -31,7 +31,7 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back_to_the_bit(kind: str, group: None) -> None:
-    found, expected = dict(make_backend(kind).weights()), weights_of(network(kind))
+    found, expected = dict(make_backend(kind).gather_weights()), weights_of(network(kind))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
@@ -49,7 +49,7 @@ def test_logprobs_are_those_of_the_hugging_face_model(kind: str, group: None) ->
         {"logprobs": {"impl": "chunked"}},
     ]
     for settings in choices:
-        found = make_backend(kind, temperature=1.3, **settings).logprobs(batch)
+        found = make_backend(kind, temperature=1.3, **settings).compute_logprobs(batch)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
@@ -122,7 +122,7 @@ def test_three_steps_are_those_of_torch_adamw(kind: str, distributed: bool, grou
     norms, weights = plain_training(kind)
     assert train(backend) == pytest.approx(norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-    for name, weight in backend.weights():
+    for name, weight in backend.gather_weights():
         torch.testing.assert_close(
             weight, weights[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -133,7 +133,7 @@ def test_weight_decay_is_for_matrices_alone(kind: str, group: None) -> None:
     backend = make_backend(kind, optimizer={"weight_decay": 0.5})
     backend.optimizer_step(0.1)
     before = dict(network(kind).named_parameters())
-    for name, weight in backend._whole():
+    for name, weight in backend._full_weights():
         factor = 1 - 0.1 * 0.5 if takes_weight_decay(name, weight) else 1.0
         torch.testing.assert_close(weight, before[name] * factor)
 
@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: 
     assert second.local_state().keys() <= state.keys()
     second.load_local_state(state)
     assert train(first, range(2, 3)) == train(second, range(2, 3))
-    for (name, one), (_, other) in zip(first.weights(), second.weights(), strict=True):
+    for (name, one), (_, other) in zip(first.gather_weights(), second.gather_weights(), strict=True):
         assert torch.equal(one, other), name
 
 
@@ -157,12 +157,12 @@ def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: 
 def test_masters_in_float32_are_loaded_trained_and_exported(distributed: bool, group: None) -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16", "cut": {"distributed_optimizer": distributed}}
     backend, expected = make_backend(**settings), weights_of(network())
-    for name, weight in backend.weights():
+    for name, weight in backend.gather_weights():
         assert torch.equal(weight, expected[name]), name
     for step in range(3):  # too small for bfloat16
         backend.forward_backward(some_batch(step), WeightedLoss(10.0))
         backend.optimizer_step(1e-6)
-    moved = [not torch.equal(weight, expected[name]) for name, weight in backend.weights()]
+    moved = [not torch.equal(weight, expected[name]) for name, weight in backend.gather_weights()]
     assert all(moved)
 
 
@@ -170,7 +170,7 @@ def test_bfloat16_computes_near(group: None) -> None:
     batch, found = some_batch(), []
     for dtype in ("float32", "bfloat16"):
         backend = make_backend(dtype=dtype)
-        found.append(backend.logprobs(batch))
+        found.append(backend.compute_logprobs(batch))
         assert train(backend)[0] == pytest.approx(train(make_backend())[0], rel=0.05)
     difference = (found[0] - found[1])[batch.token_mask].abs()
     assert 0 < float(difference.mean()) < 0.05
@@ -180,7 +180,7 @@ def test_bfloat16_computes_near(group: None) -> None:
 def test_decoding_from_a_cache_is_the_hugging_face_model(kind: str, group: None) -> None:
     backend = make_backend(kind, temperature=1.3, optimizer=OPTIMIZER)
     train(backend)
-    weights = dict(backend._whole())
+    weights = dict(backend._full_weights())
     plain = network(kind)
     plain.load_state_dict(weights, strict=False)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen3_moe",
         {},
         {"tensor_parallel": 2, "sequence_parallel": True},
-        r"expert_parallel: got 1 with tensor_parallel 2 and a model of experts",
+        r"expert_parallel: got 1 with tensor_parallel 2, but experts",
     ),
     "bias": (
         "llama",
@@ -301,7 +301,7 @@ def test_stretched_rotary_embeddings_are_the_familys_own(scaling: str, group: No
     with torch.no_grad():
         expected, _ = plain_logprobs(network("llama", **changes), batch)
         plain, _ = plain_logprobs(network("llama"), batch)
-    found = make_backend("llama", changes=changes).logprobs(batch)
+    found = make_backend("llama", changes=changes).compute_logprobs(batch)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     assert float((plain - expected).abs().max()) > 1e-3
 
@@ -309,7 +309,7 @@ def test_stretched_rotary_embeddings_are_the_familys_own(scaling: str, group: No
 def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version, its absence or that of what it imports, or a signature that this backend does not call."""
     installed = importlib.metadata.version("megatron-core")
-    monkeypatch.setitem(library.CALLED, "megatron.core.models.gpt:GPTModel.forward", ("renamed",))
+    monkeypatch.setitem(library.REQUIRED_ARGUMENTS, "megatron.core.models.gpt:GPTModel.forward", ("renamed",))
     with pytest.raises(RecipeError, match=rf"core {installed}, whose GPTModel\.forward .* renamed"):
         library.check()
     for version in ("0.16.1", "0.17.0", "0.19.2"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from abrun.backends.context import ContextSplit
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.losses import TokenLosses, gspo_loss, loss_weights
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.rl.values import shift_right
@@ -76,7 +76,7 @@ class SequenceRatios:
     weights: Tensor  # [B, S], of the global batch
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return "none"
 
     def losses(self, batch: Advised, logprobs: Tensor, entropy: Tensor | None) -> TokenLosses:
@@ -160,19 +160,19 @@ def test_a_sequences_ratio_is_that_of_all_its_tokens(on_two: list[dict[str, Any]
 
 
 def keys_of_own(split: ContextSplit, states: Tensor) -> Tensor:
-    whole = states.new_zeros(*states.shape[:-2], len(split.order), states.shape[-1])
-    return whole.index_copy(-2, split.own, states)
+    whole = states.new_zeros(*states.shape[:-2], len(split.rank_order), states.shape[-1])
+    return whole.index_copy(-2, split.local_positions, states)
 
 
 @contextmanager
 def averaged() -> Iterator[None]:
     """Gradients divided by the ranks of the context, of which each has some of the tokens' alone."""
-    import abrun.backends.megatron.sharded as sharded
+    import abrun.backends.megatron.parameters as parameters
 
-    reduced = sharded.DistributedDataParallel
+    reduced = parameters.DistributedDataParallel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            sharded,
+            parameters,
             "DistributedDataParallel",
             lambda config, *rest: reduced(replace(config, calculate_per_token_loss=False), *rest),
         )
@@ -195,13 +195,13 @@ def positions_from_0() -> Any:
     def made(positions: Tensor, **more: Any) -> Any:
         return passing(positions=torch.arange(len(positions)), **more)
 
-    passing = stages.Passing
-    return patched(stages, "Passing", made)()
+    passing = stages.MicrobatchParams
+    return patched(stages, "MicrobatchParams", made)()
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "averaged": averaged,
-    "keys not gathered": patched(ContextSplit, "keys_of_all", keys_of_own),
+    "keys not gathered": patched(ContextSplit, "gather_keys", keys_of_own),
     "positions from 0": positions_from_0,
 }
 
@@ -220,10 +220,10 @@ def with_fault(fault: str | None) -> list[float]:
 def shifted_in_slices() -> dict[str, Any]:
     from abrun.backends.packing import Packing
 
-    gather = Packing.whole
+    gather = Packing.to_full
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("abrun.backends.policy.shift_right", lambda values: values)
-        patch.setattr(Packing, "whole", lambda packing, own: gather(packing, shift_right(own)))
+        patch.setattr(Packing, "to_full", lambda packing, own: gather(packing, shift_right(own)))
         return train_values(*VALUES["own"])
 
 

@@ -14,7 +14,7 @@ from abrun.models import open_network
 from abrun.models.parts import Checkpoint
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Model, Policy
-from abrun.train.recorder import policy_hash
+from abrun.train.recorder import hash_policy
 from tests.backends.megatron_policies import make_backend, network, weights_of
 from tests.backends.policies import CPU, some_batch
 from tests.spawn import run_ranks
@@ -49,12 +49,12 @@ def judged(backend: Any) -> dict[str, Tensor]:
     """What a policy, its value models and its decoder make of its weights."""
     batch = some_batch()
     share = batch[backend.ranks.data_slice(len(batch))]
-    found = {"logprobs": backend.logprobs(share)}
+    found = {"logprobs": backend.compute_logprobs(share)}
     for backbone in ("own", "shared"):
         critic = backend.make_value_model(
             Ppo.model_validate({"type": "ppo", "value_backbone": backbone}), seed=3
         )
-        found[f"values of {backbone}"] = critic.values(share)
+        found[f"values of {backbone}"] = critic.compute_values(share)
     with torch.no_grad(), backend.decoding() as decoder:
         ones = torch.ones(1, 3).long()
         found["decoded"], _ = decoder(torch.tensor([[5, 6, 7]]), ones, torch.arange(3)[None], None)
@@ -75,12 +75,12 @@ def on_a_rank(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) 
         batch = some_batch()
         share = batch[backend.ranks.data_slice(len(batch))]
         of_parts, of_whole = judged(backend), judged(whole)
-        of_parts["reference"], of_whole["reference"] = reference.logprobs(share), of_whole["logprobs"]
+        of_parts["reference"], of_whole["reference"] = reference.compute_logprobs(share), of_whole["logprobs"]
         assert of_parts.keys() == of_whole.keys()
         found[case] = {
             "share": total[0] / sum(p.numel() for p in network(kind).parameters()),
-            "hash": policy_hash(backend),
-            "weights": {name: weight.clone() for name, weight in backend.weights()},
+            "hash": hash_policy(backend),
+            "weights": {name: weight.clone() for name, weight in backend.gather_weights()},
             "different": [key for key, tensor in of_whole.items() if not torch.equal(of_parts[key], tensor)],
         }
     return found
@@ -95,7 +95,7 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(
     for kind in {kind for kind, *_ in cases.values()}:
         network(kind).save_pretrained(tmp_path / kind)
         load = partial(open_network, Model(path=str(tmp_path / kind)), weights=None, seed=0, decodes=False)
-        hashes[kind] = policy_hash(DtensorBackend(load, Policy(), make_ranks(CPU, {})))
+        hashes[kind] = hash_policy(DtensorBackend(load, Policy(), make_ranks(CPU, {})))
     ranks = run_ranks(on_a_rank, 2, tmp_path, cases, timeout_s=200)
     for case, (kind, _, _, most) in cases.items():
         expected = weights_of(network(kind))

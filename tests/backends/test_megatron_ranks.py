@@ -88,9 +88,9 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
     backend = make_backend(kind, temperature=0.7, cut=cut, optimizer=OPTIMIZER, **policy)
     data, losses, norms = backend.ranks.data, [], []
     whole = some_batch()
-    found["exported"] = {name: weight.clone() for name, weight in backend.weights()}
+    found["exported"] = {name: weight.clone() for name, weight in backend.gather_weights()}
     found["rows"] = backend.ranks.data_slice(len(whole))
-    found["logprobs"] = backend.logprobs(whole[found["rows"]])
+    found["logprobs"] = backend.compute_logprobs(whole[found["rows"]])
     for step, learning_rate in enumerate(LEARNING_RATES):
         batch = some_batch(step)
         num_tokens = float(batch.token_mask.sum())
@@ -104,7 +104,11 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
             backend.forward_backward(batch[found["rows"]], WeightedLoss(num_tokens))
         norms.append(backend.optimizer_step(learning_rate))
     assert data.size() * torch.Size(backend.settings.backend.shape.values()).numel() == world_size
-    return found | {"losses": losses, "norms": norms, "weights": {n: w.clone() for n, w in backend.weights()}}
+    return found | {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: w.clone() for n, w in backend.gather_weights()},
+    }
 
 
 @cache
@@ -153,7 +157,10 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
 
 def masters(kind: str, cut: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights of a policy that computes in bfloat16, each rank with a part of its masters."""
-    return {name: weight.clone() for name, weight in make_backend(kind, cut=cut, dtype="bfloat16").weights()}
+    return {
+        name: weight.clone()
+        for name, weight in make_backend(kind, cut=cut, dtype="bfloat16").gather_weights()
+    }
 
 
 def on_both(rank: int, world_size: int) -> list[Any]:
@@ -185,7 +192,7 @@ def test_more_cuts_do_too(cases: dict[str, Case]) -> None:
 def faulty() -> dict[str, list[float]]:
     """Gradient norms of a step, right and with a fault each."""
     import abrun.backends.megatron.backend as backend_module
-    import abrun.backends.megatron.sharded as sharded
+    import abrun.backends.megatron.parameters as parameters
     import abrun.backends.megatron.stages as stages
 
     def one_step(cut: dict[str, Any]) -> list[float]:
@@ -209,11 +216,11 @@ def faulty() -> dict[str, list[float]]:
         )
         found["gradients of gathered states not added up"] = one_step(SEQUENCE)
     with pytest.MonkeyPatch.context() as patch:
-        head = backend_module.Head
-        patch.setattr(backend_module, "Head", lambda *args, **kw: head(*args, **{**kw, "vocab_size": 100}))
+        head = backend_module.LmHead
+        patch.setattr(backend_module, "LmHead", lambda *args, **kw: head(*args, **{**kw, "vocab_size": 100}))
         found["padding counted as vocabulary"] = one_step(tensor(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "finalize_model_grads", lambda modules, _: None)
+        patch.setattr(parameters, "finalize_model_grads", lambda modules, _: None)
         found["gradients of ranks not added up"] = one_step({})
     return found
 

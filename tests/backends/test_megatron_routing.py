@@ -83,10 +83,10 @@ def measured(backend: Any, gradients_of: Any) -> dict[str, Any]:
     """Log-probs, routes, metrics and gradients of a batch, as it goes by itself and as it is told to go."""
     batch, found = some_batch(), {}
     share = backend.ranks.data_slice(len(batch))
-    found["logprobs"], found["routes"] = backend.routed_logprobs(batch[share])
+    found["logprobs"], found["routes"] = backend.compute_logprobs_and_routes(batch[share])
     again = batch[share].with_fields(Advised, advantages=batch[share].advantages, routes=found["routes"])
-    found["same"] = torch.equal(backend.logprobs(again), found["logprobs"])
-    found["told logprobs"] = backend.logprobs(with_routes(batch)[share])
+    found["same"] = torch.equal(backend.compute_logprobs(again), found["logprobs"])
+    found["told logprobs"] = backend.compute_logprobs(with_routes(batch)[share])
     for name, each in (("", batch), ("told ", with_routes(batch))):
         found[f"{name}metrics"] = updated(backend, each)
         found[f"{name}gradients"] = gradients_of(backend)
@@ -175,13 +175,13 @@ def test_more_cuts_are_those_of_dtensor(cuts: dict[str, Cut], expected: dict[str
 
 def faulty() -> dict[str, dict[str, Tensor]]:
     """Gradients with a fault each, of tokens that are told where to go."""
-    from abrun.backends.megatron.routing import Routing, _WithLoss
+    from abrun.backends.megatron.routing import StageRouters, _AttachLoss
     from abrun.backends.megatron.stages import Stages
-    from abrun.backends.routing import Load
+    from abrun.backends.routing import RouterLoad
 
-    told, places = Routing.of, Stages.places
+    told, places = StageRouters.start_microbatch, Stages.token_positions
 
-    def of_other_stages(routing: Routing, batch: Any, *more: Any) -> Any:
+    def of_other_stages(routing: StageRouters, batch: Any, *more: Any) -> Any:
         routes = None if batch.routes is None else batch.routes.roll(LAYERS // 2 * CHOSEN, dims=2)
         return told(routing, replace(batch, routes=routes), *more)
 
@@ -189,10 +189,10 @@ def faulty() -> dict[str, dict[str, Tensor]]:
         return places(stages, *batch).sort().values
 
     faults: dict[str, tuple[str, Any, str, Any]] = {
-        "balanced by rank": ("cp2", Load, "over", lambda load, group: load.detached()),
-        "balanced without a gradient": ("pp2", _WithLoss, "apply", lambda values, loss: values),
-        "routes of another stage": ("pp2", Routing, "of", of_other_stages),
-        "routes of other tokens": ("ep2", Stages, "places", rows_first),
+        "balanced by rank": ("cp2", RouterLoad, "all_reduce", lambda load, group: load.detached()),
+        "balanced without a gradient": ("pp2", _AttachLoss, "apply", lambda values, loss: values),
+        "routes of another stage": ("pp2", StageRouters, "start_microbatch", of_other_stages),
+        "routes of other tokens": ("ep2", Stages, "token_positions", rows_first),
     }
     found = {}
     for fault, (cut, owner, name, value) in faults.items():

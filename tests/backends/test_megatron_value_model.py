@@ -39,7 +39,7 @@ def train(backbone: str, cut: dict[str, Any], policy: dict[str, Any], **ppo: Any
     rows = backend.ranks.data_slice(8)
     found: dict[str, Any] = {"rows": rows, "losses": [], "norms": []}
     found["head"] = [parameter.detach().clone() for parameter in critic.head.parameters()]
-    found["values"] = critic.values(some_batch()[rows])
+    found["values"] = critic.compute_values(some_batch()[rows])
     for step in range(3):
         batch = some_batch(step)
         share = batch[rows]
@@ -48,8 +48,8 @@ def train(backbone: str, cut: dict[str, Any], policy: dict[str, Any], **ppo: Any
         backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
         found["norms"].append(backend.optimizer_step(0.01))
         found["losses"].append(backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0])
-    found["weights"] = {name: weight.clone() for name, weight in backend.weights()}
-    return found | {"values_after": critic.values(some_batch()[rows])}
+    found["weights"] = {name: weight.clone() for name, weight in backend.gather_weights()}
+    return found | {"values_after": critic.compute_values(some_batch()[rows])}
 
 
 class Plain(nn.Module):
@@ -160,5 +160,5 @@ def test_it_goes_on_from_its_state_to_the_bit(group: None) -> None:
             if step == 1 or not resumed:
                 critic.forward_backward(some_batch(step), objective(some_batch(step)))
                 critic.optimizer_step(0.01)
-        found.append(critic.values(some_batch()))
+        found.append(critic.compute_values(some_batch()))
     assert torch.equal(*found)

@@ -74,7 +74,7 @@ def dealt_out(rank: int, world_size: int, cases: list[tuple[list[list[int]], int
                     assert torch.equal(own[:length], expected[:length]), (name, row)
                 assert not part.token_mask[index, length:].any()
         for name in ("token_mask", "routes", "wide", "row"):
-            came[name] = each.in_rows([getattr(part, name) for part, _ in each])
+            came[name] = each.gather_rows([getattr(part, name) for part, _ in each])
             expected = getattr(batch, name)
             assert came[name].shape == expected.shape and came[name].dtype == expected.dtype
             for row, length in enumerate(lengths[rank]):
@@ -134,8 +134,8 @@ def everything(packing: dict[str, Any]) -> dict[str, Any]:
     batch = whole[backend.ranks.data_slice(ROWS)]
     if batch.token_mask.any():  # padded as its own rows need, as collate does
         (batch,) = batch.split(None)
-    values = torch.where(batch.token_mask, critic.values(batch), 0.0)
-    found: dict[str, Any] = {"logprobs": backend.logprobs(batch), "values": values}
+    values = torch.where(batch.token_mask, critic.compute_values(batch), 0.0)
+    found: dict[str, Any] = {"logprobs": backend.compute_logprobs(batch), "values": values}
     parts = backend.forward_backward(batch, WeightedLoss(num_tokens))
     losses = [parts.sums["loss"], critic.forward_backward(batch, SquaredError(num_tokens)).sums["loss"]]
     found["losses"] = torch.tensor(backend.ranks.all_reduce_sum_data(*(float(loss) for loss in losses)))

@@ -17,8 +17,8 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 from abrun.backends import attention
 from abrun.backends.context import Span
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.microbatches import Microbatches, _dealt_rows, _Rows, dealt
-from abrun.backends.packing import Packing, packing_of, shared_prefixes
+from abrun.backends.microbatches import Microbatches, _assign_rows, _RowLengths, assign_samples
+from abrun.backends.packing import Packing, make_packing, shared_prefix_lengths
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Policy
@@ -45,20 +45,20 @@ def lengths(batch: Sequences) -> Tensor:
 
 
 def stream_of(mask: Tensor) -> Packing:
-    return packing_of(sequence_lengths(mask).tolist(), mask.shape[1], mask.device)
+    return make_packing(sequence_lengths(mask).tolist(), mask.shape[1], mask.device)
 
 
 def test_layers_are_handed_one_packing(monkeypatch: pytest.MonkeyPatch, group: None) -> None:
     """FSDP goes through a dataclass among a layer's arguments, and copies it with all of its tensors."""
-    seen, apart = list[Any](), attention._apart
+    seen, apart = list[Any](), attention._eager_attention
 
     def noted(*given: Any, **more: Any) -> Any:
         seen.append(given[5])
         return apart(*given, **more)
 
     backend = make_backend(packing=True)
-    monkeypatch.setattr(attention, "_apart", noted)
-    backend.logprobs(some_batch())
+    monkeypatch.setattr(attention, "_eager_attention", noted)
+    backend.compute_logprobs(some_batch())
     assert len(seen) > 1 and isinstance(seen[0], Packing) and all(one is seen[0] for one in seen)
 
 
@@ -95,48 +95,48 @@ GROUPS = [(5, [3, 8, 1, 4]), (1, [2, 6]), (9, [5]), (7, [7, 1, 2])]
 
 def test_a_stream_of_shared_prompts_by_hand() -> None:
     batch = of_prompts([(3, [1, 2]), (1, [1, 1]), (2, [2, 1])])
-    shared = shared_prefixes(batch.token_ids, batch.token_mask).tolist()
+    shared = shared_prefix_lengths(batch.token_ids, batch.token_mask).tolist()
     assert shared == [0, 2, 0, 0, 0, 1]
-    packing = packing_of(lengths(batch).tolist(), 5, CPU, shared=shared)
-    of_prompts_too = packing.unpack_prompts(packing.pack(batch.token_ids))
+    packing = make_packing(lengths(batch).tolist(), 5, CPU, shared=shared)
+    of_prompts_too = packing.unpack_with_prompts(packing.pack(batch.token_ids))
     assert torch.equal(of_prompts_too, batch.token_ids)  # whose padding is 0
     assert packing.starts == (0, 4, 7, 9, 11, 15, 17)
     assert packing.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 0, 1, 2, 3, 1, 2]]
     spans = packing.spans
-    assert spans.each[1] == Span(4, 7, 4, 7, 0, 2) and spans.each[5] == Span(15, 17, 15, 17, 11, 12)
+    assert spans.spans[1] == Span(4, 7, 4, 7, 0, 2) and spans.spans[5] == Span(15, 17, 15, 17, 11, 12)
     keys = [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 11, 15, 16]
     assert spans.key_index is not None and spans.key_index.tolist() == keys
     assert spans.key_starts.tolist() == [0, 4, 9, 11, 13, 17, 20] and spans.longest_key == 5
-    assert spans.prefixes is not None and spans.prefixes.keys.tolist() == [0, 1, 11]
-    assert spans.prefixes.again.tolist() == [[4, -1], [5, -1], [17, -1]]
-    assert [keys[place] for place in spans.prefixes.first] == list(range(17))
+    assert spans.repeated is not None and spans.repeated.repeated_keys.tolist() == [0, 1, 11]
+    assert spans.repeated.repeat_positions.tolist() == [[4, -1], [5, -1], [17, -1]]
+    assert [keys[place] for place in spans.repeated.first_positions] == list(range(17))
 
 
 def test_what_is_no_common_prompt_is_not_shared() -> None:
     batch = of_prompts([(4, [2, 3, 1, 2])])
     ids, mask = batch.token_ids.clone(), batch.token_mask.clone()
-    assert shared_prefixes(ids, mask).tolist() == [0, 3, 3, 3]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 3, 3, 3]
     mask[1] = False  # filtered: no token of it is trained on
-    assert shared_prefixes(ids, mask).tolist() == [0, 0, 3, 3]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 0, 3, 3]
     mask[2] = False
-    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 3]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 0, 0, 3]
     mask[0] = False
-    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 0]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 0, 0, 0]
     mask = batch.token_mask.clone()
     ids[2, 1] = ids[1, 1] % 90 + 1  # another prompt
-    assert shared_prefixes(ids, mask).tolist() == [0, 3, 0, 0]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 3, 0, 0]
     mask[1:3] = False
-    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 3]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 0, 0, 3]
     ids[3, 0] = ids[3, 0] % 90 + 1  # another first token
-    assert shared_prefixes(ids, mask).tolist() == [0, 0, 0, 0]
+    assert shared_prefix_lengths(ids, mask).tolist() == [0, 0, 0, 0]
     longer = batch.token_mask.clone()
     longer[2, 4] = False  # its completion had one token
-    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 3, 0, 3]
+    assert shared_prefix_lengths(batch.token_ids, longer).tolist() == [0, 3, 0, 3]
     longer[1, 4] = False  # which is then one of the prompt
-    assert shared_prefixes(batch.token_ids, longer).tolist() == [0, 0, 0, 0]
+    assert shared_prefix_lengths(batch.token_ids, longer).tolist() == [0, 0, 0, 0]
     gap = batch.token_mask.clone()
     gap[1, 5] = False  # a tool's answer inside a completion
-    assert shared_prefixes(batch.token_ids, gap).tolist() == [0, 3, 3, 3]
+    assert shared_prefix_lengths(batch.token_ids, gap).tolist() == [0, 3, 3, 3]
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
@@ -148,7 +148,7 @@ def test_logprobs_with_shared_prompts_are_those_of_each_sequence_alone(
     with torch.no_grad():
         expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
     backend = make_backend(kind, temperature=1.3, packing=True, share_prompts=True, **cut)
-    torch.testing.assert_close(backend.logprobs(batch), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(backend.compute_logprobs(batch), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
@@ -173,9 +173,9 @@ def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
     backend.module.network.model.embed_tokens.register_forward_hook(
         lambda module, args, output: widths.append(output.shape[1])
     )
-    backend.logprobs(batch)
+    backend.compute_logprobs(batch)
     batch.token_mask[[0, 2, 8]] = False  # filtered, before and between others
-    backend.logprobs(batch)
+    backend.compute_logprobs(batch)
     assert widths == [91 - 3 * 4 - 2 * 6, (2 + 13 + 2 + 9 - 4) + 10 + 14 + (14 + 2 + 9 - 6)]
 
 
@@ -183,7 +183,7 @@ def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
 def test_a_large_batch_is_dealt_out_at_once() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(900, 1900) for _ in range(2**14)]
-    by_rank = _dealt_rows(_Rows(lengths, [800 * (row % 16 > 0) for row in range(2**14)]), 1, 32768, 8)
+    by_rank = _assign_rows(_RowLengths(lengths, [800 * (row % 16 > 0) for row in range(2**14)]), 1, 32768, 8)
     assert sorted(row for parts in by_rank for part in parts for row in part) == list(range(2**14))
 
 
@@ -212,20 +212,20 @@ def test_microbatches_of_shared_prompts(
             for number, prefix in {prompts[row] for row in part}
         )
 
-    def longest(by_rank: list[list[list[int]]], rows: _Rows) -> int:
-        turns = zip(*([rows.picked(part).num_tokens for part in parts] for parts in by_rank), strict=True)
+    def longest(by_rank: list[list[list[int]]], rows: _RowLengths) -> int:
+        turns = zip(*([rows.select(part).num_tokens for part in parts] for parts in by_rank), strict=True)
         return sum(max(turn) for turn in turns)
 
-    rows, alone = _Rows(of_rows, shared), _Rows(of_rows, [0] * len(of_rows))
-    by_rank = _dealt_rows(rows, together, max_tokens, num_ranks)
+    rows, alone = _RowLengths(of_rows, shared), _RowLengths(of_rows, [0] * len(of_rows))
+    by_rank = _assign_rows(rows, together, max_tokens, num_ranks)
     parts = [part for parts in by_rank for part in parts]
     assert sorted(row for part in parts for row in part) == list(range(len(of_rows)))
     for part in parts:
-        assert part == sorted(part) and rows.picked(part).num_tokens == tokens_of(part)
+        assert part == sorted(part) and rows.select(part).num_tokens == tokens_of(part)
         assert len(part) == together or tokens_of(part) <= max_tokens
         assert together == 1 or all(row ^ 1 in part for row in part)
     if together == 1:
-        assert longest(by_rank, rows) <= longest(_dealt_rows(alone, together, max_tokens, num_ranks), alone)
+        assert longest(by_rank, rows) <= longest(_assign_rows(alone, together, max_tokens, num_ranks), alone)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
@@ -237,7 +237,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
     backend = make_backend(kind, temperature=1.3, packing=True, **cut)
-    torch.testing.assert_close(backend.logprobs(batch), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(backend.compute_logprobs(batch), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
@@ -299,7 +299,7 @@ def test_attention_that_cannot_take_a_stream_is_refused(group: None) -> None:
 @settings(deadline=None)
 def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, num_ranks: int) -> None:
     lengths = lengths * num_ranks
-    by_rank = dealt(lengths, max_tokens, num_ranks)
+    by_rank = assign_samples(lengths, max_tokens, num_ranks)
     assert len(by_rank) == num_ranks and len({len(parts) for parts in by_rank}) == 1
     parts = [part for parts in by_rank for part in parts]
     assert sorted(sample for part in parts for sample in part) == list(range(len(lengths)))
@@ -312,7 +312,7 @@ def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, num_ranks: 
 
 def test_samples_of_two_ranks_by_hand() -> None:
     """28 tokens in four parts of at most 10: 9, 8, 4 + 2 and 3 + 2, the fullest with the emptiest."""
-    assert dealt([9, 8, 2, 3, 4, 2], 10, 2) == [[[0], [2, 3]], [[1], [4, 5]]]
+    assert assign_samples([9, 8, 2, 3, 4, 2], 10, 2) == [[[0], [2, 3]], [[1], [4, 5]]]
 
 
 def test_pairs_are_never_cut(group: None) -> None:
@@ -344,7 +344,7 @@ def test_two_ranks_share_uneven_sequences(together: int, group: None) -> None:
     assert len(ranks[0]["tokens"]) == len(ranks[1]["tokens"]) > 1
     for rank, found in enumerate(ranks):
         assert_same(found["gradients"], expected, rtol=1e-4, atol=1e-6)
-        logprobs: Tensor = backend.logprobs(batch)[rank * 4 : rank * 4 + 4]
+        logprobs: Tensor = backend.compute_logprobs(batch)[rank * 4 : rank * 4 + 4]
         torch.testing.assert_close(found["logprobs"], logprobs, atol=2e-5, rtol=1e-5)
         assert torch.equal(found["mask"], batch.token_mask[rank * 4 : rank * 4 + 4])
 
@@ -363,8 +363,8 @@ def on_two_ranks(rank: int, world_size: int, together: int) -> dict[str, Any]:
     backend = make_backend(packing=True, micro_batch_tokens=12)
     each = Microbatches(batch, backend.settings, backend.ranks)
     found: dict[str, Any] = {"tokens": [packing.starts[-1] for _, packing in each if packing]}
-    found["mask"] = each.in_rows([part.token_mask for part, _ in each])
-    found["logprobs"] = backend.logprobs(batch)
+    found["mask"] = each.gather_rows([part.token_mask for part, _ in each])
+    found["logprobs"] = backend.compute_logprobs(batch)
     backend.forward_backward(batch, WeightedLoss(float(whole.token_mask.sum())))
     found["gradients"] = gradients(backend)
     return found
@@ -385,12 +385,12 @@ def test_on_a_gpu(dtype: str, impl: str, both_devices: None) -> None:
     gpu, batch = torch.device("cuda", 0), some_batch(size=32)
     exact, loss = make_backend(), WeightedLoss(float(batch.token_mask.sum()))
     exact.forward_backward(batch, loss)
-    expected, logprobs = gradients(exact), exact.logprobs(batch)
+    expected, logprobs = gradients(exact), exact.compute_logprobs(batch)
     errors = {}
     for name, packing in (("padded", {}), ("packed", {"packing": True, "micro_batch_tokens": 100})):
         policy = Policy.model_validate({"dtype": dtype, "logprobs": {"impl": impl}} | packing)
         backend = DtensorBackend(tiny, policy, make_ranks(gpu, {}))
-        found = backend.logprobs(batch.to(gpu)).cpu()
+        found = backend.compute_logprobs(batch.to(gpu)).cpu()
         backend.forward_backward(batch.to(gpu), loss)
         worst = max(
             float((gradient.cpu() - expected[key]).norm() / expected[key].norm())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 
 from abrun.backends import ranks as ranks_module
-from abrun.backends.ranks import _meet, lost_ranks, make_ranks
+from abrun.backends.ranks import _open_store, explain_lost_ranks, make_ranks
 from abrun.processes import progress
 from abrun.reasons import Code, Reason
 from abrun.train.agent import is_in_torch
@@ -47,7 +47,7 @@ def on_four_ranks(rank: int, world_size: int) -> list[dict[str, Any]]:
                 "gathered": ranks.all_gather_data(rows),
                 "largest": ranks.all_reduce_max_world([rank, -rank]),
                 "all": ranks.all_gather_world(rank),
-                "weights": ranks.weights.size(),
+                "weights": ranks.weight_mesh.size(),
                 "sizes": [None if each is None else each.size() for each in groups],
                 "first": ranks.is_first,
             }
@@ -80,9 +80,9 @@ def experts_on_four_ranks(rank: int, world_size: int) -> list[tuple[list[int], i
     found = []
     for shape, expert_parallel, _ in EXPERTS:
         ranks = make_ranks(CPU, shape, expert_parallel=expert_parallel)
-        assert ranks.expert is not None and ranks.experts is not None
-        assert ranks.experts.size() == ranks.weights.size()
-        found.append((dist.get_process_group_ranks(ranks.expert), ranks.experts["copies"].size()))
+        assert ranks.expert is not None and ranks.expert_mesh is not None
+        assert ranks.expert_mesh.size() == ranks.weight_mesh.size()
+        found.append((dist.get_process_group_ranks(ranks.expert), ranks.expert_mesh["copies"].size()))
     return found
 
 
@@ -102,7 +102,7 @@ def _wait_in_vain(rank: int, world_size: int) -> Reason | str | None:
     try:
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError as error:
-        return lost_ranks(error, SECOND)
+        return explain_lost_ranks(error, SECOND)
     return "it worked"
 
 
@@ -112,12 +112,16 @@ def test_a_collective_that_waits_too_long_says_where_and_how_long() -> None:
 
 
 def test_other_errors_are_not_taken_for_lost_ranks() -> None:
-    assert lost_ranks(RuntimeError("CUDA error: the launch timed out"), timedelta(seconds=1)) is None
+    assert explain_lost_ranks(RuntimeError("CUDA error: the launch timed out"), timedelta(seconds=1)) is None
     assert (
-        lost_ranks(RuntimeError("[gloo/x.cc:9] op.preamble.length <= op.nbytes"), timedelta(seconds=1))
+        explain_lost_ranks(
+            RuntimeError("[gloo/x.cc:9] op.preamble.length <= op.nbytes"), timedelta(seconds=1)
+        )
         is None
     )
-    lost = lost_ranks(RuntimeError("[gloo/pair.cc:9] Connection closed by peer"), timedelta(seconds=1))
+    lost = explain_lost_ranks(
+        RuntimeError("[gloo/pair.cc:9] Connection closed by peer"), timedelta(seconds=1)
+    )
     assert lost and (lost.code, lost["waited_s"]) == (Code.RANKS_LOST, None)
 
 
@@ -138,7 +142,7 @@ def test_the_first_rank_serves_the_store_unless_torchrun_does(
         os.close(inherited)
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    store = _meet(SECOND)
+    store = _open_store(SECOND)
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert progress.LISTENING_FD_VARIABLE not in os.environ
@@ -160,7 +164,7 @@ def test_a_rank_that_meets_the_others_says_that_it_waits_for_them(
         for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", "MASTER_PORT": 1}.items():
             monkeypatch.setenv(name, str(value))
         progress.report("starting")
-        _meet(SECOND)
+        _open_store(SECOND)
         signs.append(progress.read_statuses(lines)[0])
     assert [sign.is_waiting for sign in signs] == [True, False]
     assert signs[0].time_s == signs[1].time_s  # waiting is no sign of life

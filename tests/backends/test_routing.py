@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.dtensor.routing import Routing
-from abrun.backends.routing import Load
+from abrun.backends.dtensor.routing import Routers
+from abrun.backends.routing import RouterLoad
 from abrun.errors import RecipeError
 from abrun.models import experts_of
 from abrun.models.families import SOFTMAX_ROUTERS
@@ -60,8 +60,8 @@ def test_the_auxiliary_loss_is_transformers_own() -> None:
         logits: Any = router_logits(network, batch.token_ids)
         expected = load_balancing_loss_func(tuple(logits), 8, 2, real)
         seen = [(one.softmax(-1), one.topk(2).indices) for one in logits]
-        load = Load.of(seen, real.flatten().double())
-        found = load.imbalance(load.counts, load.num_tokens)
+        load = RouterLoad.from_choices(seen, real.flatten().double())
+        found = load.balance_loss(load.counts, load.num_tokens)
         assert float(found) == pytest.approx(float(expected), rel=1e-5)
         assert float(plain_imbalance(network, batch)) == pytest.approx(float(expected), rel=1e-5)
 
@@ -70,13 +70,13 @@ def test_the_auxiliary_loss_is_transformers_own() -> None:
 def test_a_balanced_update_has_the_gradient_of_the_global_batch(cut: dict[str, Any], group: None) -> None:
     batch, network = of_prompts(GROUPS), tiny("experts")
     metrics, found = updated(make_backend("experts", router_aux_loss_coefficient=0.5, **cut), batch)
-    imbalance = plain_imbalance(network, batch)
+    balance_loss = plain_imbalance(network, batch)
     loss = plain_loss(network, batch)
-    (loss + 0.5 * imbalance).backward()
+    (loss + 0.5 * balance_loss).backward()
     expected = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     assert_same(found, expected, rtol=1e-4, atol=1e-6)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)  # it is no part of the reported loss
-    assert metrics[AUX_LOSS] == pytest.approx(imbalance.item(), rel=1e-5)
+    assert metrics[AUX_LOSS] == pytest.approx(balance_loss.item(), rel=1e-5)
     _, without = updated(make_backend("experts", **cut), batch)
     name = "model.layers.0.mlp.gate.weight"
     assert float((without[name] - expected[name]).norm() / expected[name].norm()) > 0.01
@@ -107,11 +107,11 @@ def test_a_model_without_experts_has_no_such_metrics(group: None) -> None:
 def test_own_routes_replayed_change_nothing(cut: dict[str, Any], group: None) -> None:
     batch = of_prompts(GROUPS)
     backend = make_backend("experts", replay_routing=True, **cut)
-    logprobs, routes = backend.routed_logprobs(batch)
+    logprobs, routes = backend.compute_logprobs_and_routes(batch)
     assert routes.shape == (*batch.token_ids.shape, 2 * 2) and routes.dtype == torch.uint8
-    assert torch.equal(logprobs, backend.logprobs(batch))
+    assert torch.equal(logprobs, backend.compute_logprobs(batch))
     replayed = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
-    assert torch.equal(backend.logprobs(replayed), logprobs)
+    assert torch.equal(backend.compute_logprobs(replayed), logprobs)
     metrics, found = updated(backend, replayed)
     expected_metrics, expected = updated(make_backend("experts", **cut), batch)
     assert metrics == expected_metrics
@@ -127,7 +127,7 @@ def test_other_routes_are_those_of_a_router_that_is_told(
     """Recorded in one cut by weights before an update, and replayed in another cut by those after it."""
     batch = of_prompts(GROUPS)
     backend = make_backend("experts", **recorded)
-    _, routes = backend.routed_logprobs(batch)
+    _, routes = backend.compute_logprobs_and_routes(batch)
     network, told = tiny("experts"), iter(())
 
     def tell(router: Any) -> Any:
@@ -159,7 +159,7 @@ def test_other_routes_are_those_of_a_router_that_is_told(
     replayed = batch.with_fields(type(batch), advantages=batch.advantages, routes=routes)
     _, found = updated(backend, replayed)
     assert_same(found, expected, rtol=1e-4, atol=1e-6)
-    assert float((backend.logprobs(replayed) - backend.logprobs(batch)).abs().max()) > 1e-3
+    assert float((backend.compute_logprobs(replayed) - backend.compute_logprobs(batch)).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("setting", [{"replay_routing": True}, {"router_aux_loss_coefficient": 0.1}], ids=str)
@@ -180,14 +180,14 @@ def test_families_whose_routers_are_known(kind: str) -> None:
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.3)
         expected = network(tokens, use_cache=False).logits
-        routing = Routing(network)
-        with routing.seen() as seen:
+        routing = Routers(network)
+        with routing.record() as seen:
             assert torch.equal(network(tokens, use_cache=False).logits, expected)
         assert len(seen) == routing.num_layers == len(experts_of(network)) > 0
         for probabilities, chosen in seen:
             assert probabilities.shape == (20, routing.num_experts) and chosen.shape == (20, routing.top_k)
             torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(20))
-        with routing.replayed(torch.cat([1 + chosen for _, chosen in seen], dim=1)):
+        with routing.replay(torch.cat([1 + chosen for _, chosen in seen], dim=1)):
             assert torch.equal(network(tokens, use_cache=False).logits, expected)
 
 
@@ -195,5 +195,5 @@ def test_log_probs_are_the_stock_ones_beside_a_record(group: None) -> None:
     batch = some_batch()
     with torch.no_grad():
         expected, _ = plain_logprobs(tiny("experts"), batch)
-    logprobs, _ = make_backend("experts").routed_logprobs(batch)
+    logprobs, _ = make_backend("experts").compute_logprobs_and_routes(batch)
     torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=1e-5)

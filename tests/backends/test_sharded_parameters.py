@@ -47,14 +47,14 @@ def trained(rank: int, world_size: int) -> None:
         reference.zero_grad()
 
         assert norm == pytest.approx(float(expected), rel=1e-5)
-        for name, whole in parameters.whole():
+        for name, whole in parameters.full_weights():
             torch.testing.assert_close(whole, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
         assert all(parameter.grad is None for parameter in ours.parameters())
         after = parameters.local_state()
         assert all(torch.equal(after[key], tensor) for key, tensor in before.items()), "not in place"
         met.update(names)
-        of_optimizer = {key.split("/")[2].split(".")[0] for key in after if key.startswith("optimizer/")}
-        assert of_optimizer == met
+        optimizer_specs = {key.split("/")[2].split(".")[0] for key in after if key.startswith("optimizer/")}
+        assert optimizer_specs == met
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from abrun.backends import attention, stream_check
 from abrun.backends.attention import enable_streams, hidden_states
-from abrun.backends.packing import packing_of
+from abrun.backends.packing import make_packing
 from abrun.errors import RecipeError
 from abrun.models import facts_of, open_network
 from abrun.recipe.policy import Model, Policy
@@ -46,13 +46,13 @@ def test_a_network_whose_stream_differs_is_refused(case: str) -> None:
         with pytest.raises(RecipeError) as caught:
             enable_streams(network, Policy.model_validate(policy))
         line = str(caught.value)
-        assert line.startswith(f"{asked} with {type(network).__name__}, whose {module} computes something")
+        assert line.startswith(f"{asked} with {type(network).__name__}, whose {module} gives different results")
         assert "\n" not in line and line.endswith(("use packing: false", "use context_parallel: 1"))
 
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon_mamba", "stablelm", "gemma2"])
 def test_a_network_that_cannot_compute_a_stream_is_refused_in_a_line(kind: str) -> None:
-    with pytest.raises(RecipeError, match="compute a stream") as caught:
+    with pytest.raises(RecipeError, match="fails on packed sequences") as caught:
         enable_streams(tiny_network(kind), Policy(packing=True))
     assert "\n" not in str(caught.value)
 
@@ -64,10 +64,10 @@ def test_others_are_taken_and_left_as_they_were(kind: str, settings: dict[str, A
     state = torch.get_rng_state()
     enable_streams(network, Policy.model_validate(settings))
     assert torch.equal(state, torch.get_rng_state()) and network.training
-    assert network.config._attn_implementation == attention.ATTENTION
+    assert network.config._attn_implementation == attention.TRACED_ATTENTION
     assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before.parameters(), strict=True))
     rows = torch.arange(3, 15).view(2, 6)
-    packing = packing_of([6, 6], 6, torch.device("cpu"))
+    packing = make_packing([6, 6], 6, torch.device("cpu"))
     with torch.no_grad():
         expected = hidden_states(facts_of(before.eval()).base, rows, None)
         found = packing.unpack(hidden_states(facts_of(network.eval()).base, packing.pack(rows), packing))
@@ -102,7 +102,7 @@ def test_a_network_that_is_read_in_parts_is_tried_on_a_small_one(tmp_path: Any) 
         assert all(parameter.is_meta for parameter in network.parameters())
         if taken:
             enable_streams(network, Policy(packing=True))
-            assert network.config._attn_implementation == attention.ATTENTION
+            assert network.config._attn_implementation == attention.TRACED_ATTENTION
         else:
             with pytest.raises(RecipeError, match=r"packing: got true with Qwen2\w+, whose model\.layers\.1"):
                 enable_streams(network, Policy(packing=True))
@@ -125,7 +125,7 @@ def test_a_difference_that_other_tokens_do_not_have_is_rounding(
     if flips == 1:
         enable_streams(network, Policy(packing=True))
     else:
-        with pytest.raises(RecipeError, match="computes something else"):
+        with pytest.raises(RecipeError, match="gives different results for packed sequences"):
             enable_streams(network, Policy(packing=True))
 
 
@@ -151,5 +151,5 @@ def test_a_family_that_no_list_knows_is_found_out(monkeypatch: pytest.MonkeyPatc
             num_attention_heads=2,
         )
     )
-    with pytest.raises(RecipeError, match=r"whose model\.layers\.0\.self_attn computes something else"):
+    with pytest.raises(RecipeError, match=r"whose model\.layers\.0\.self_attn gives different results"):
         enable_streams(network, Policy(packing=True))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from abrun.rl.batch import Sequences
-from abrun.rl.sampling import packed, unpacked
+from abrun.rl.sampling import pack_bits, unpack_bits
 from tests.backends import megatron_policies, policies
 from tests.backends.policies import Advised, WeightedLoss, some_batch
 from tests.spawn import run_ranks
@@ -36,7 +36,7 @@ def with_support() -> Advised:
     draw = torch.Generator().manual_seed(5)
     kept = torch.rand(*batch.token_ids.shape, VOCAB, generator=draw) < 0.3
     kept = kept.scatter(-1, batch.token_ids[..., None], True) & batch.token_mask[..., None]
-    return replace(batch, support=packed(kept))
+    return replace(batch, support=pack_bits(kept))
 
 
 def make(backend: str, settings: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def plainly(backend: str, batch: Sequences) -> Tensor:
         with torch.no_grad():
             logits = network(ids[None]).logits[0].float() / TEMPERATURE
         for place in batch.token_mask[row].nonzero()[:, 0].tolist():
-            kept = unpacked(batch.support[row, place], VOCAB)
+            kept = unpack_bits(batch.support[row, place], VOCAB)
             among = logits[place - 1][kept].log_softmax(dim=-1)
             out[row, place] = among[int(kept[: ids[place]].sum())]
     return out
@@ -63,7 +63,7 @@ def plainly(backend: str, batch: Sequences) -> Tensor:
 def judged(backend: str, settings: dict[str, Any]) -> tuple[Tensor, float]:
     """Log-probs, and the norm of a loss's gradient."""
     made, batch = make(backend, settings), with_support()
-    logprobs = made.logprobs(batch)
+    logprobs = made.compute_logprobs(batch)
     made.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     return logprobs, made.optimizer_step(0.0)
 
@@ -74,7 +74,7 @@ def test_the_kept_sets_are_the_samplers(case: str, group: None) -> None:
     logprobs, norm = judged(backend, settings)
     torch.testing.assert_close(logprobs, plainly(backend, with_support()), atol=2e-5, rtol=1e-5)
     assert norm == pytest.approx(judged(backend, {})[1], rel=1e-4)
-    own = make(backend, settings).logprobs(replace(with_support(), support=None))
+    own = make(backend, settings).compute_logprobs(replace(with_support(), support=None))
     assert float((own - logprobs).abs().max()) > 0.1  # the trainer's own sets should be others
 
 
@@ -97,6 +97,6 @@ def test_on_two_ranks(group: None) -> None:
 def test_bits_come_back() -> None:
     for size in (1, 7, 8, 9, 99, 1000):
         kept = torch.rand(3, 4, size, generator=torch.Generator().manual_seed(size)) < 0.5
-        bits = packed(kept)
+        bits = pack_bits(kept)
         assert bits.shape == (3, 4, -(-size // 8)) and bits.dtype == torch.uint8
-        assert torch.equal(unpacked(bits, size), kept)
+        assert torch.equal(unpack_bits(bits, size), kept)

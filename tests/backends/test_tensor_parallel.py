@@ -31,7 +31,7 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Filters, Model, Policy, Rollout
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
-from abrun.train.recorder import policy_hash
+from abrun.train.recorder import hash_policy
 from tests.backends.policies import CPU, TINY, WeightedLoss, gradients, some_batch, tiny, whole_gradients
 from tests.backends.test_value_model import SquaredError
 from tests.spawn import run_ranks
@@ -158,7 +158,7 @@ def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: floa
             parts.append(critic.forward_backward(share, SquaredError(num_tokens)))
         of_all = gradients(backend)
         norms = [backend.optimizer_step(0.01)]
-        weights = {name: weight.clone() for name, weight in backend.weights()}
+        weights = {name: weight.clone() for name, weight in backend.gather_weights()}
         if critic:
             modules = {"head.": critic.head}
             modules |= {"own.": critic._hidden_states} if case.value_backbone == "own" else {}
@@ -257,7 +257,7 @@ def _alike(self: TensorParallel, module: nn.Module, gradient: Any = None) -> Non
 
 def _made(self: Any, mesh: Any, *, of_states: Any, **settings: Any) -> None:
     _make(self, mesh, **settings)
-    self._of_states = of_states
+    self._state_gradient = of_states
 
 
 def _base_that_does_not_enter(self: TensorParallel, base: Any) -> None:
@@ -271,13 +271,13 @@ def _whole_share(self: Any, token_ids: Tensor, packing: Any) -> Tensor:
 
 def _summed_over_ranks(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """As if each rank's experts had computed a part."""
-    return tensor_parallel.scattered(gradient, 1, ctx.group), None
+    return tensor_parallel.reduce_scatter(gradient, 1, ctx.group), None
 
 
 _make, _replicate = TensorParallel.__init__, TensorParallel.replicate
 _VALUE_MODEL = "abrun.backends.dtensor.value_model.DtensorValueModel._backbone_states"
 FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
-    "hidden states alike": (Case(kind="qwen2"), _patched("_base", _base_that_does_not_enter)),
+    "hidden states alike": (Case(kind="qwen2"), _patched("_shard_base", _base_that_does_not_enter)),
     "head norms alike": (Case(kind="qwen3"), _patched("replicate", _alike)),
     "states' gradients alike with sequence parallel": (
         Case(kind="llama", layout=SP),
@@ -293,7 +293,7 @@ FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "experts' positions summed over ranks": (
         Case(kind="experts", layout=SP),
-        lambda patch: patch.setattr(tensor_parallel._Joined, "backward", _summed_over_ranks),
+        lambda patch: patch.setattr(tensor_parallel._GatherPositions, "backward", _summed_over_ranks),
     ),
     "values counted by every rank": (
         Case(kind="qwen2", value_backbone="own"),
@@ -345,7 +345,7 @@ def used(case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     """Completions, before and after a step; log-probs; and whether a restored backend goes on alike."""
     backend, batch = make_backend(case, layout), some_batch()
     share, loss = batch[backend.ranks.data_slice(len(batch))], WeightedLoss(float(batch.token_mask.sum()))
-    found: dict[str, Any] = {"logprobs": backend.logprobs(share), "hash": policy_hash(backend)}
+    found: dict[str, Any] = {"logprobs": backend.compute_logprobs(share), "hash": hash_policy(backend)}
     found["completions"] = [completions(backend, case.top_p)]
     backend.forward_backward(share, loss)
     backend.optimizer_step(0.01)
@@ -390,7 +390,7 @@ REFUSED = [
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         2,
         True,
-        r"no full attention",
+        r"layers without full attention",
     ),
 ]
 
@@ -445,10 +445,10 @@ def loaded(folder: str, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     batch = some_batch()
     share = backend.ranks.data_slice(len(batch))
     return {
-        "hash": policy_hash(backend),
+        "hash": hash_policy(backend),
         "critic": weights_hash(content_of(name, weight) for name, weight in whole.items()),
-        "logprobs": backend.logprobs(batch[share]),
-        "values": critic.values(batch[share])[batch.token_mask[share]],
+        "logprobs": backend.compute_logprobs(batch[share]),
+        "values": critic.compute_values(batch[share])[batch.token_mask[share]],
         "share": read_by_policy / size,
     }
 
@@ -465,7 +465,7 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(two_ranks: dict[str, Any],
         body = [content_of(key, weight) for key, weight in stored.items() if key != "lm_head.weight"]
         assert one["critic"] == weights_hash(body)
         plain = DtensorBackend(lambda network=network: network, Policy(), make_ranks(CPU, {}))
-        assert torch.equal(one["logprobs"], plain.logprobs(some_batch()))
+        assert torch.equal(one["logprobs"], plain.compute_logprobs(some_batch()))
         for rank, found in enumerate(each[name] for each in ranks):
             rows = slice(4 * rank, 4 * rank + 4) if case.data == 2 else slice(None)
             mask = some_batch().token_mask

@@ -83,7 +83,7 @@ def test_values_are_those_of_each_sequence_alone(
     _, critic = make_critic(right_shift=right_shift, policy=packing)
     batch = some_batch()
     expected = Plain(critic)(batch, right_shift=right_shift).detach()
-    found = critic.values(batch)
+    found = critic.compute_values(batch)
     real = torch.arange(batch.token_ids.shape[1]) < batch.token_mask.sum(1, keepdim=True) + (
         batch.token_mask.int().argmax(1, keepdim=True)
     )
@@ -191,7 +191,7 @@ def test_the_head_has_a_dtype_of_its_own(backbone_dtype: str, head_dtype: str, g
         lambda module, args, output: seen.append((module.weight.dtype, args[0].dtype, output.dtype))
     )
     batch = some_batch()
-    values = critic.values(batch)
+    values = critic.compute_values(batch)
     dtype = getattr(torch, head_dtype)
     assert set(seen) == {(dtype, dtype, dtype)} and values.dtype == torch.float32
     rounded = bool((values == values.bfloat16().float()).all())
@@ -239,11 +239,11 @@ def test_state_restores_the_value_model(group: None) -> None:
 def test_two_ranks_do_what_one_does(backbone: str, group: None) -> None:
     batch = some_batch()
     _, critic = make_critic(value_backbone=backbone)
-    expected_values = critic.values(batch)
+    expected_values = critic.compute_values(batch)
     critic.forward_backward(batch, objective(batch))
     expected = head_gradients(critic)
     norm = critic.optimizer_step(0.01)
-    after = critic.values(batch)
+    after = critic.compute_values(batch)
     for rank, found in enumerate(run_ranks(on_two_ranks, 2, backbone)):
         share = slice(rank * 4, rank * 4 + 4)
         mask = batch.token_mask[share]
@@ -257,8 +257,8 @@ def on_two_ranks(rank: int, world_size: int, backbone: str) -> dict[str, Any]:
     whole = some_batch()
     batch = rows(whole, rank * 4, rank * 4 + 4)
     _, critic = make_critic(value_backbone=backbone, policy={"packing": True, "micro_batch_size": 2})
-    found: dict[str, Any] = {"values": critic.values(batch)}
+    found: dict[str, Any] = {"values": critic.compute_values(batch)}
     critic.forward_backward(batch, objective(whole))
     found["gradients"] = head_gradients(critic)
     found["norm"] = critic.optimizer_step(0.01)
-    return found | {"after": critic.values(batch)}
+    return found | {"after": critic.compute_values(batch)}

@@ -24,7 +24,7 @@ from abrun.errors import AbrunError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
 from abrun.experiment.preflight.machine import find_gpus
-from abrun.launch.engine import Place, make_engine
+from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import run_plan
 from abrun.processes import start_process
@@ -62,7 +62,7 @@ class GpuSlots:
         self._gpus, self._needed = gpus, needed
         self._free = Counter(dict.fromkeys(gpus or ("cpu",), slots_per_gpu))
 
-    def find(self, config: RunConfig) -> Place | None:
+    def find(self, config: RunConfig) -> Devices | None:
         """Return the emptiest GPUs with room for a run; None if there are too few."""
         free = [gpu for gpu, count in self._free.most_common() if count >= self._needed]
         num_gpus = config.cluster.ranks_per_node if self._gpus else 1
@@ -70,10 +70,10 @@ class GpuSlots:
             return None
         return tuple(sorted(free[:num_gpus])) if self._gpus else ("cpu",) * config.devices_per_node
 
-    def take(self, place: Place) -> None:
+    def take(self, place: Devices) -> None:
         self._free.subtract(dict.fromkeys(place, self._needed))
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: Devices) -> None:
         self._free.update(dict.fromkeys(place, self._needed))
 
 
@@ -86,7 +86,7 @@ class SharingEngine(LocalEngine):
         super().__init__(num_jobs)
         self._slots = self.slots
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         return self._slots.find(config)
 
 

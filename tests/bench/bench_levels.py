@@ -18,8 +18,8 @@ from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.series import Series
-from abrun.verdict.skewness import ARMS, DIFFERENCES, skew_warning
-from abrun.verdict.summaries import resolution
+from abrun.verdict.skewness import ARMS, DIFFERENCES, find_skew
+from abrun.verdict.summaries import find_resolution
 from tests.bench.bench_verdict import beyond, tost, welch_beyond, welch_equivalence
 
 PAIRS = (3, 5, 8, 10)
@@ -75,7 +75,7 @@ class Prompts:
                     left, right = self.curves(rng, num_pairs, lost)
                     window = (right - left)[:, -self.window :]
                     for rule, step in enumerate(
-                        (self.old_step(), resolution(_runs(left, right), claim, window))
+                        (self.old_step(), find_resolution(_runs(left, right), claim, window))
                     ):
                         summed = left[:, -self.window :].mean(axis=1), right[:, -self.window :].mean(axis=1)
                         test = equivalence_test(*summed, MARGIN, resolution=step)
@@ -143,9 +143,9 @@ def sigma_rates(law: Callable[..., Floats], num: int, pairs: Sequence[int] = PAI
 
 
 def _warnings(baseline: Floats, differences: Floats, least: float) -> tuple[bool, bool]:
-    of_differences = skew_warning({DIFFERENCES: differences}, step=0.0, least=least) is not None
-    return of_differences, of_differences or skew_warning(
-        {ARMS[0]: baseline}, step=0.0, least=least
+    of_differences = find_skew({DIFFERENCES: differences}, step=0.0, min_sd=least) is not None
+    return of_differences, of_differences or find_skew(
+        {ARMS[0]: baseline}, step=0.0, min_sd=least
     ) is not None
 
 

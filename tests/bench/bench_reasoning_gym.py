@@ -56,7 +56,7 @@ def main() -> None:
     from abrun.recipe.run import OwnRunConfig
     from abrun.recipe.tasks import ReasoningGym
     from abrun.rollout.draws import Draws
-    from abrun.tasks import Task, make_task
+    from abrun.tasks import TrainingTask, make_task
     from abrun.train.setup import make_setup
     from abrun.train.sft import SupervisedObjective
 
@@ -81,7 +81,7 @@ def main() -> None:
     learner, text = setup.learner, setup.data.text
     start = {name: tensor.clone() for name, tensor in learner.local_state().items()}
 
-    def earned(task: Task) -> float:
+    def earned(task: TrainingTask) -> float:
         examples = [one for one in task.examples(1, 0, asked.problems) for _ in range(GROUP)]
         draws = Draws(seed=0, stream="sampling", step=1, rows=range(len(examples)))
         with setup.sampler.awake() as engine:

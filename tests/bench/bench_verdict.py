@@ -16,7 +16,7 @@ from scipy import special
 
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.sequential import interim_level
-from abrun.stats.sigma_margin import _reach, _room, sigma_test
+from abrun.stats.sigma_margin import _max_mean_difference, _min_excess, sigma_test
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
@@ -137,9 +137,13 @@ def in_sigmas(left, right, sigmas) -> tuple[float, float]:
     pairs, difference = left.shape[1], right - left
     sigma, mean = left.std(axis=1, ddof=1), np.abs(difference.mean(axis=1))
     error = difference.std(axis=1, ddof=1) / np.sqrt(pairs)
-    reach = np.array([_reach(s, e, pairs, sigmas, ALPHA) for s, e in zip(sigma[:5000], error, strict=False)])
+    reach = np.array(
+        [_min_excess(s, e, pairs, sigmas, ALPHA) for s, e in zip(sigma[:5000], error, strict=False)]
+    )
     above = mean[:5000] > sigmas * sigma[:5000] + reach
-    return float(np.mean(mean < _room(sigma, error, pairs, sigmas, ALPHA))), float(above.mean())
+    return float(np.mean(mean < _max_mean_difference(sigma, error, pairs, sigmas, ALPHA))), float(
+        above.mean()
+    )
 
 
 def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[float]]:
@@ -193,7 +197,7 @@ def stopped(law: Callable[..., Arms], looks: tuple[int, ...], num: int = EXPERIM
         took[beyond_it | within] = n
         difference = of[1] - of[0]
         error = difference.std(axis=1, ddof=1) / np.sqrt(n)
-        room = _room(of[0].std(axis=1, ddof=1), error, n, sigmas, level)
+        room = _max_mean_difference(of[0].std(axis=1, ddof=1), error, n, sigmas, level)
         in_sigmas |= np.abs(difference.mean(axis=1)) < room
     shares = [decided == "match", decided == "mismatch", in_sigmas, took]
     return [float(np.mean(one)) for one in shares]
@@ -248,8 +252,8 @@ def welch_in_sigmas(left, right, sigmas) -> tuple[float, float]:
     error, freedom = np.sqrt(sum(parts)), _freedom(left, right)
     sigma, mean = left.std(axis=1, ddof=1), np.abs(right.mean(axis=1) - left.mean(axis=1))
     several = zip(sigma[:5000], error, freedom, strict=False)
-    reach = np.array([_reach(s, e, left.shape[1], sigmas, ALPHA, f) for s, e, f in several])
-    equivalent = mean < _room(sigma, error, left.shape[1], sigmas, ALPHA, freedom)
+    reach = np.array([_min_excess(s, e, left.shape[1], sigmas, ALPHA, f) for s, e, f in several])
+    equivalent = mean < _max_mean_difference(sigma, error, left.shape[1], sigmas, ALPHA, freedom)
     return float(np.mean(equivalent)), float(np.mean(mean[:5000] > sigmas * sigma[:5000] + reach))
 
 
@@ -283,7 +287,7 @@ def check() -> None:
         assert np.allclose((found.p_tost, found.p_beyond), (p, min(q, 1)))
         assert np.isclose(limit_test(other, 11.0).p_below, tail(other[None] - 11.0)[0])
         error = (other - one).std(ddof=1) / np.sqrt(5)
-        room = _room(one.std(ddof=1), error, 5, 1.0, ALPHA)
+        room = _max_mean_difference(one.std(ddof=1), error, 5, 1.0, ALPHA)
         assert sigma_test(one, other, 1.0).equivalent == bool(abs((other - one).mean()) < room)
     right = right[:, :4]
     exceeds = welch_beyond(left, right, 1.0)

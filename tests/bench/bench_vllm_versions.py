@@ -160,7 +160,7 @@ class Bench:
         from abrun.backends.dtensor import DtensorBackend
         from abrun.backends.ranks import make_ranks
         from abrun.models import Text, character_tokenizer, load_network
-        from abrun.rollout.vllm.colocated import Colocated
+        from abrun.rollout.vllm.colocated import ColocatedEngine
 
         self.shapes, self.device = SHAPES[device], torch.device(device)
         config = make_config(device, folder, **rollout)
@@ -173,9 +173,9 @@ class Bench:
         )
         self.text = Text(tokenizer=character_tokenizer(), end_ids=frozenset(), max_positions=None)
         start = time.perf_counter()
-        self.engine = Colocated(config, self.backend, self.text)
+        self.engine = ColocatedEngine(config, self.backend, self.text)
         self.start_s = time.perf_counter() - start
-        self.engine.sync(self.backend.weights())
+        self.engine.sync(self.backend.gather_weights())
 
     def random_tokens(self, rows: int, length: int, seed: int) -> list[list[int]]:
         import torch
@@ -220,7 +220,7 @@ class Bench:
             fields["support"] = scatter_support(supports, sequences.token_mask)
         batch = sequences.with_fields(RolloutBatch, **fields).to(self.device)
         mask = batch.token_mask
-        return self.backend.logprobs(batch)[mask].cpu(), batch.inference_logprobs[mask].cpu()
+        return self.backend.compute_logprobs(batch)[mask].cpu(), batch.inference_logprobs[mask].cpu()
 
     def error(self, completions: list[Any], rows: int = 32) -> float:
         """Return token_mult_prob_error of the first completions."""
@@ -275,7 +275,9 @@ def measure_bench(bench: Bench) -> dict[str, Any]:
     given = [SimpleNamespace(token_ids=sequence[1:], support=None) for sequence in sequences]
     rows = [first[at : at + shapes.length - 1] for at in range(0, len(first), shapes.length - 1)]
     trainer, _ = bench.trainer_logprobs([sequence[:1] for sequence in sequences], given, rows)
-    syncs = [bench.seconds(lambda: bench.engine.sync(bench.backend.weights())) for _ in range(1 + NUM_CALLS)]
+    syncs = [
+        bench.seconds(lambda: bench.engine.sync(bench.backend.gather_weights())) for _ in range(1 + NUM_CALLS)
+    ]
     return {
         "start_s": bench.start_s,
         "logprobs": first,
@@ -301,7 +303,7 @@ def measure_sleep(bench: Bench, sequences: list[list[int]], before: list[float])
         row = {"sleep_s": bench.seconds(bench.engine.sleep)}
         row["freed_gib"] = (torch.cuda.mem_get_info()[0] - free) / 2**30
         row["wake_and_sync_s"] = bench.seconds(
-            lambda: (bench.engine.wake(), bench.engine.sync(bench.backend.weights()))
+            lambda: (bench.engine.wake(), bench.engine.sync(bench.backend.gather_weights()))
         )
         rows.append(row)
     after = bench.score(sequences)

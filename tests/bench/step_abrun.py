@@ -55,7 +55,7 @@ class Watch:
     def _follow_run(self) -> None:
         import torch
 
-        from abrun.backends.head import Head
+        from abrun.backends.head import LmHead
         from abrun.train import loop, phases
 
         steps, make_setup, make_algorithm = self.steps, loop.make_setup, loop.make_algorithm
@@ -84,7 +84,7 @@ class Watch:
         loop.make_setup, loop.make_algorithm = set_up, algorithm_made
         of_all: Any = phases.Phases
         of_all.__call__, of_all.collect = phase, collected
-        steps.follow(Head, "logprobs", "head", inner=True, when=lambda: steps.runs == "forward")
+        steps.follow(LmHead, "compute_logprobs", "head", inner=True, when=lambda: steps.runs == "forward")
         steps.follow(torch.Tensor, "backward", "backward", inner=True)
 
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:
@@ -110,7 +110,7 @@ class Watch:
         def went_forward(batch: Any, packing: Any, *settings: Any) -> Any:
             if self.steps.looks and torch.is_grad_enabled():  # not a pass for old log-probs
                 lengths = sequence_lengths(batch.token_mask)
-                self._through += packing.num_own if packing else int(lengths.sum())
+                self._through += packing.num_local_tokens if packing else int(lengths.sum())
             return forward(batch, packing, *settings)
 
         algorithm.step, policy.forward_backward, policy._forward = stepped, went_back, went_forward

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from abrun.errors import RecipeError
 from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
-from abrun.launch.preview import feasibility, preview
+from abrun.launch.preview import check_feasibility, render_preview
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -25,7 +25,7 @@ def plan_of(*overrides: str) -> ExperimentPlan:
 
 def dry_run(plan: ExperimentPlan) -> str:
     shown = io.StringIO()
-    Console(width=100, file=shown).print(preview(plan, feasibility(plan)))
+    Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan)))
     return shown.getvalue()
 
 

@@ -232,7 +232,7 @@ def sampling_on(devices: int, **cluster: int) -> OwnRunConfig:
 
 
 def taken(slots: Slots, config: RunConfig) -> tuple[str, ...] | None:
-    place = slots.find(config)
+    place = slots.find_devices(config)
     if place:
         slots.take(place)
     return place
@@ -245,8 +245,8 @@ def test_slots_come_from_devices() -> None:
     assert taken(slots, two_gpus) is None
     assert taken(slots, two_cores) == ("cpu", "cpu")
     assert taken(slots, two_cores) is None and taken(slots, run_on()) == ("cpu",)
-    slots.give_back(("0", "1"))
-    assert slots.find(two_gpus) == slots.find(two_gpus) == ("2", "0"), "asking takes nothing"
+    slots.release(("0", "1"))
+    assert slots.find_devices(two_gpus) == slots.find_devices(two_gpus) == ("2", "0"), "asking takes nothing"
 
 
 def test_engines_of_their_own_take_further_devices(tmp_path: Path) -> None:

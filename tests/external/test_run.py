@@ -20,8 +20,8 @@ from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import MetricsFollower
 from abrun.launch import supervisor
-from abrun.launch.prepare import write_run
-from abrun.launch.supervisor import Outcome
+from abrun.launch.prepare import write_run_record
+from abrun.launch.supervisor import LaunchOutcome
 from abrun.memory.sweep import Variant
 from abrun.messages import sentence
 from abrun.processes import PauseDetector, find_descendants, find_run_processes
@@ -60,7 +60,7 @@ def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 
 
-def launch(runs_dir: Path, *overrides: str) -> Outcome:
+def launch(runs_dir: Path, *overrides: str) -> LaunchOutcome:
     return run_to_end(plan_of(*overrides), runs_dir)
 
 
@@ -68,7 +68,7 @@ def prepared(tmp_path: Path, *overrides: str) -> Path:
     """The directory of one run, ready for `python -m abrun.external`."""
     directory = tmp_path / "baseline" / "seed-0"
     config = load_recipe(FOREIGN, [SCRIPT, *overrides]).run_config(BASELINE)
-    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=0), config)
+    write_run_record(directory, "by-hand", RunName(arm=BASELINE, seed=0), config)
     return directory
 
 
@@ -301,7 +301,7 @@ def test_a_trainer_that_begins_anew_rewrites_only_what_changed(tmp_path: Path) -
     (directory / "result.json").unlink()
     assert external_run.run(directory) == 0  # the same seed, the same values
     assert [(row["step"], row["attempt"]) for row in rows(directory)] == [(step, 1) for step in range(1, 6)]
-    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=1), plan_of().runs[0].config)
+    write_run_record(directory, "by-hand", RunName(arm=BASELINE, seed=1), plan_of().runs[0].config)
     assert external_run.run(directory) == 0
     assert [(row["step"], row["attempt"]) for row in rows(directory)[5:]] == [
         (step, 3) for step in range(1, 6)
@@ -313,8 +313,8 @@ def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(external_run, "POLL_S", 0.1)
     directory = prepared(tmp_path, "trainer.parameters.behaviour=deaf", "trainer.parameters.step_s=3600")
 
-    def stopped(self: object, *, ended: bool = False) -> None:
-        if not ended and (directory / "logs" / "metrics.jsonl").is_file():
+    def stopped(self: object, *, has_ended: bool = False) -> None:
+        if not has_ended and (directory / "logs" / "metrics.jsonl").is_file():
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(external_run._Run, "_copy_metrics", stopped)

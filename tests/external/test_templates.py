@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.notes import notes
+from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.reasons import Code
@@ -49,8 +49,11 @@ def test_commands_that_are_the_same_in_every_seed_are_noted() -> None:
     names = "{script}{format}{learning_rate}{behaviour}{step_s}{label}"
     plain = f"trainer.argv=[train, '{names}']"
     expected = Code.COMMANDS_WITHOUT_SEED(arms=["baseline", "treatment"])
-    assert notes(make_plan(load_recipe(FOREIGN, [plain]))) == [expected]
+    assert find_ineffective_settings(make_plan(load_recipe(FOREIGN, [plain]))) == [expected]
     for other in ("trainer.env={SEED: '{seed}'}", f"trainer.argv=[sh, '$ABRUN_SEED {names}']"):
-        assert notes(make_plan(load_recipe(FOREIGN, [plain, other]))) == []
-    assert notes(make_plan(load_recipe(FOREIGN))) == []
-    assert notes(make_plan(load_recipe(FOREIGN, [plain, "seeds=[4]", "compare.claims=[]"]))) == []
+        assert find_ineffective_settings(make_plan(load_recipe(FOREIGN, [plain, other]))) == []
+    assert find_ineffective_settings(make_plan(load_recipe(FOREIGN))) == []
+    assert (
+        find_ineffective_settings(make_plan(load_recipe(FOREIGN, [plain, "seeds=[4]", "compare.claims=[]"])))
+        == []
+    )

@@ -743,7 +743,7 @@ def test_autocast_changes_nothing(impl: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"impl": "liger"}, "'liger' is unknown"),
+        ({"impl": "liger"}, "impl: got 'liger'; use one of"),
         ({"chunk_size": 0}, "chunk_size: got 0"),
         ({"memory_budget_bytes": 0}, "memory_budget_bytes: got 0"),
         ({"logit_scale": 0.0}, "logit_scale: got 0.0"),

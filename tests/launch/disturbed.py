@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from abrun.launch.cluster import queued_jobs
+from abrun.launch.cluster import find_cluster_jobs
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
@@ -60,7 +60,7 @@ def state(experiment_dir: Path, arm: str = "baseline") -> RunState:
     (record,) = experiment_dir.glob("_*/job*.json")
     submitted = record.stat().st_mtime_ns
     if (experiment_dir, submitted) not in WATCHED:
-        WATCHED[experiment_dir, submitted] = queued_jobs(experiment_dir)
+        WATCHED[experiment_dir, submitted] = find_cluster_jobs(experiment_dir)
     return WATCHED[experiment_dir, submitted].state_of(found)
 
 
@@ -100,9 +100,9 @@ def verdict(experiment_dir: Path) -> dict[str, Any]:
 
 def check_end(experiment_dir: Path, reference: Path) -> None:
     """Every run has finished, with the numbers of the undisturbed ones; so has the comparison."""
-    jobs = queued_jobs(experiment_dir)
+    jobs = find_cluster_jobs(experiment_dir)
     assert jobs is not None
-    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=400)  # pyright: ignore
+    seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=400)  # pyright: ignore
     for arm in ARMS:
         assert state(experiment_dir, arm).status == "finished"
         assert rows(experiment_dir, arm) == rows(reference, arm)

@@ -7,11 +7,11 @@ from typing import Any
 
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan
-from abrun.launch.cluster import make_cluster, queued_jobs
-from abrun.launch.engine import Place, make_engine
-from abrun.launch.handover import hand_over
+from abrun.launch.cluster import find_cluster_jobs, make_cluster
+from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import GRACE_S, Observer, Outcome, run_plan
+from abrun.launch.submit import submit_plan
+from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
@@ -46,7 +46,7 @@ def run_to_end(
     launcher: str = "local",
     grace_s: float = GRACE_S,
     **options: Any,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run a plan on an engine of its own; `options` are those of a launch."""
     asked = LaunchOptions(runs_dir=runs_dir, launcher=launcher, **options)
     engine = make_engine(launcher, asked.jobs)
@@ -58,13 +58,13 @@ def submit(plan: ExperimentPlan, runs_dir: Path, launcher: str, **options: Any) 
     settings = resolve_launcher_settings(plan.recipe.launcher, launcher)
     cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
     assert cluster is not None
-    hand_over(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
+    submit_plan(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())
     return runs_dir / plan.recipe.name
 
 
 def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState:
     """Return a run's state as its cluster knows it."""
-    jobs = queued_jobs(experiment_dir)
+    jobs = find_cluster_jobs(experiment_dir)
     assert jobs is not None
     return jobs.state_of(read_run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
@@ -72,14 +72,14 @@ def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState
 class FakeEngine(LocalEngine):
     """Starts the fake trainer in place of ours; foreign ones as ever."""
 
-    def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
+    def command(self, run: RunDir, config: RunConfig, place: Devices) -> list[str]:
         if isinstance(config, OwnRunConfig):
             return [sys.executable, str(FAKE_TRAINER), str(run.path)]
         return super().command(run, config, place)
 
 
 class FakesUnderAgent(LocalEngine):
-    def command(self, run: RunDir, config: RunConfig, place: Place) -> list[str]:
+    def command(self, run: RunDir, config: RunConfig, place: Devices) -> list[str]:
         command = super().command(run, config, place)
         if not isinstance(config, OwnRunConfig):
             return command

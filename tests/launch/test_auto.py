@@ -15,7 +15,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
 from abrun.launch import auto
-from abrun.launch.auto import ASLEEP_BYTES, closed_plan, decide
+from abrun.launch.auto import SLEEPING_ENGINE_BYTES, decide_values, resolve_auto
 from abrun.memory import predict
 from abrun.memory.cells import GIB, Cell, Point
 from abrun.memory.predict import Predicted, _predicted
@@ -83,7 +83,7 @@ def recipe(*sets: str) -> Recipe | CommandRecipe:
 
 def again(open_recipe: Recipe | CommandRecipe, memory: str | None = None) -> dict[str, Any]:
     """Of what is computed again."""
-    return decide(open_recipe, memory, here=True)[CHECKPOINTING]
+    return decide_values(open_recipe, memory, is_local=True)[CHECKPOINTING]
 
 
 COMPILED = "policy.compile=true"
@@ -121,7 +121,9 @@ def test_an_arm_with_a_value_of_its_own_keeps_it_and_is_not_asked(predicts: Call
     asked = predicts({"none": {"baseline": 95}, "full": {"baseline": 60}})
     with_value = recipe(f"arms.treatment={{{CHECKPOINTING}: none}}")
     options = LaunchOptions(device_memory="80GiB")
-    plan = closed_plan(with_value, make_draft(with_value), options, lambda plan: [], here=True, dry_run=True)
+    plan = resolve_auto(
+        with_value, make_draft(with_value), options, lambda plan: [], is_local=True, dry_run=True
+    )
     assert asked == [("none", "baseline"), ("full", "baseline")]
     assert plan.treatment_diff["treatment"] == {CHECKPOINTING: ("full", "none")}
 
@@ -138,7 +140,7 @@ def test_an_arm_on_cpu_cores_that_compiles_nothing_gets_a_value_that_it_can_have
 
 
 def test_vllm_that_sleeps_beside_it_takes_its_part(predicts: Callable[[Peaks], Any]) -> None:
-    fits = {"none": of(90 - ASLEEP_BYTES / 2 / GIB, 1), "full": of(1, 1)}
+    fits = {"none": of(90 - SLEEPING_ENGINE_BYTES / 2 / GIB, 1), "full": of(1, 1)}
     predicts(fits)
     assert again(recipe(), "100GiB")["value"] == "none"
     assert again(recipe("rollout={engine: vllm}"), "100GiB")["value"] == "full"
@@ -153,7 +155,7 @@ def test_what_cannot_fit_is_refused_and_what_is_too_close_to_tell_is_said(
     assert decision["value"] == "full" and not decision["candidates"][-1]["fits"]
     snapshot(decision["why"])
     with pytest.raises(LaunchError) as refused:
-        decide(recipe(), "98GiB", here=True)
+        decide_values(recipe(), "98GiB", is_local=True)
     assert refused.value.code is Code.AUTO_FITS_NOWHERE
     snapshot(refused.value)
 
@@ -171,7 +173,7 @@ def test_nothing_is_guessed(
 ) -> None:
     monkeypatch.setenv("PATH", "")  # without nvidia-smi
     with pytest.raises(LaunchError) as refused:
-        decide(recipe(*sets), None, here=here)
+        decide_values(recipe(*sets), None, is_local=here)
     snapshot(refused.value)
 
 
@@ -243,7 +245,7 @@ def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
     assert resumed["recipe"]["policy"]["activation_checkpointing"] == "full"
 
     code, _, said = command(*words)  # refused before anything is predicted
-    assert code == 2 and "is here already" in said and not asked
+    assert code == 2 and "already exists here" in said and not asked
 
 
 def test_what_a_launch_would_refuse_is_said_before_minutes_of_predictions(
@@ -278,9 +280,9 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
         ),
         (
             ["launch", SMALL, "--device-memory", "h200"],
-            "--device-memory: got it without --dry-run",
+            "--device-memory: requires --dry-run",
         ),
-        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: got it without --dry-run, or"),
+        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: requires --dry-run, or"),
         (
             ["launch", SMALL, *sets(AUTO), "--device-memory", "lots"],
             "--device-memory: got 'lots'; allowed: a",
@@ -369,7 +371,9 @@ def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any
             dict(zip(AUTO_SETTINGS, ("full", False, LONGEST), strict=True)),
         )
         made_up.clear()
-        one = decide(recipe(*ALL, f"policy.compile={str(compiled).lower()}"), f"{memory}GiB", here=True)
+        one = decide_values(
+            recipe(*ALL, f"policy.compile={str(compiled).lower()}"), f"{memory}GiB", is_local=True
+        )
         assert {key: of["value"] for key, of in one.items()} == first
         assert len(made_up) <= (10 if compiled else 8)  # each takes up to a minute
         assert one[KEEP_GATHERED]["candidates"][-1]["values"] == first  # the chosen one is the last
@@ -403,7 +407,9 @@ def test_a_budget_is_no_more_than_an_update_has_and_no_less_than_a_sequence(
     monkeypatch.setattr(auto, "longest_sequences", lambda configs: dict.fromkeys(configs, longest))
     open_one = [f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true", "algorithm.prompts_per_step=1024"]
     open_one += ["algorithm.minibatches_per_step=64"] if longest == 12 else []
-    one = decide(recipe(*open_one, "policy.activation_checkpointing=none", *sets), f"{memory}GiB", here=True)
+    one = decide_values(
+        recipe(*open_one, "policy.activation_checkpointing=none", *sets), f"{memory}GiB", is_local=True
+    )
     assert one.keys() == {MICRO_BATCH_TOKENS} and one[MICRO_BATCH_TOKENS]["value"] == tokens
 
 
@@ -415,7 +421,7 @@ def test_what_was_never_decided_is_not_resumed(command: Command, made_up: list[d
 
 
 def test_on_cpu_cores_it_is_what_takes_the_least_time(made_up: list[dict[str, Any]]) -> None:
-    one = decide(load_recipe(SMALL, ALL), None, here=True)
+    one = decide_values(load_recipe(SMALL, ALL), None, is_local=True)
     assert [of["value"] for of in one.values()] == ["none", True, 32768] and not made_up
     assert one[KEEP_GATHERED]["why"].startswith("auto is none, true, 32768: no arm")
 
@@ -424,13 +430,13 @@ def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(
     made_up: list[dict[str, Any]], snapshot: Snapshot
 ) -> None:
     megatron = f"arms.treatment={{policy.backend: {{type: megatron}}, {CHECKPOINTING}: none}}"
-    decide(
+    decide_values(
         recipe(f"{KEEP_GATHERED}=auto", f"{MICRO_BATCH_TOKENS}=16384", "policy.packing=true", megatron),
         "200GiB",
-        here=True,
+        is_local=True,
     )
     with pytest.raises(LaunchError) as refusal:
-        decide(recipe(*ALL, megatron), "200GiB", here=True)
+        decide_values(recipe(*ALL, megatron), "200GiB", is_local=True)
     assert refusal.value.code is Code.AUTO_BACKEND_NOT_PREDICTED
     snapshot(refusal.value)
 
@@ -440,7 +446,7 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
 ) -> None:
     monkeypatch.setattr(auto, "triton_refusal", lambda **_: "no triton: pip install 'abrun[triton]'")
     with pytest.raises(LaunchError) as refusal:
-        decide(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", here=True)
+        decide_values(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", is_local=True)
     assert refusal.value.code is Code.AUTO_NOT_PREDICTED
     snapshot(refusal.value)
     assert not made_up
@@ -520,7 +526,7 @@ def test_one_step_is_measured_where_the_gpu_is(
     measures: Callable[..., list[Any]], snapshot: Snapshot
 ) -> None:
     asked = measures({32768: 36.5})
-    one = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)[MICRO_BATCH_TOKENS]
+    one = decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, is_local=True)[MICRO_BATCH_TOKENS]
     job = {"length": 32768, "num_sequences": 1, "rollouts": False, "budget_bytes": 80 * GIB}
     assert asked == [("baseline", 32768, job)]
     assert one["measured"] and one["value"] == 32768 and one["margin"] == 0.05
@@ -539,7 +545,7 @@ def test_what_is_measured_not_to_fit_gives_way_to_the_next(
     measures: Callable[..., list[Any]], found: float | str, snapshot: Snapshot
 ) -> None:
     asked = measures({32768: found, 16384: found, 8192: 76.0})
-    one = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)[MICRO_BATCH_TOKENS]
+    one = decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, is_local=True)[MICRO_BATCH_TOKENS]
     assert [tokens for _, tokens, _ in asked] == [32768, 16384, 8192] and one["value"] == 8192
     assert [of["fits"] for of in one["candidates"]] == [False, False, True]
     snapshot(one["why"])
@@ -551,11 +557,11 @@ def test_where_all_that_is_measured_is_too_much_it_is_refused_or_said(
 ) -> None:
     only = load_recipe(SMALL, [ON_GPUS[1], "policy.packing=true", f"{MICRO_BATCH_TOKENS}=8192", AUTO])
     measures({8192: 77.0})
-    one = decide(only, None, here=True)[CHECKPOINTING]
+    one = decide_values(only, None, is_local=True)[CHECKPOINTING]
     assert one["value"] == "full" and "nothing leaves 5% of it free" in one["why"]
     measures({8192: "optimizer"})
     with pytest.raises(LaunchError) as refusal:
-        decide(only, None, here=True)
+        decide_values(only, None, is_local=True)
     assert refusal.value.code is Code.AUTO_FITS_NOWHERE
     snapshot(refusal.value)
 
@@ -572,7 +578,7 @@ def test_nothing_is_measured_elsewhere(
     measures: Callable[..., list[Any]], memory: str | None, here: bool, dry_run: bool, why: str
 ) -> None:
     asked = measures({})
-    found = decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), memory, here=here, dry_run=dry_run)
+    found = decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), memory, is_local=here, dry_run=dry_run)
     one = found[MICRO_BATCH_TOKENS]
     assert (
         not asked and not one["measured"] and one["why"].endswith(why) and "; predicted alone: " in one["why"]
@@ -589,7 +595,7 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
 
     monkeypatch.setattr(auto, "measured_cell", broken)
     with pytest.raises(LaunchError) as raised:
-        decide(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, here=True)
+        decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, is_local=True)
     assert raised.value.code is Code.AUTO_NOT_MEASURED
     snapshot(raised.value)
     folder = Path(str(raised.value).split("see ")[1].split("/baseline")[0])
@@ -652,7 +658,7 @@ def test_a_real_measurement_is_that_of_the_prediction(
 
     monkeypatch.setattr(auto, "measured_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
-    one = decide(recipe(*TOKENS, *large), None, here=True)[MICRO_BATCH_TOKENS]
+    one = decide_values(recipe(*TOKENS, *large), None, is_local=True)[MICRO_BATCH_TOKENS]
     print(one["why"])
     measured = one["candidates"][-1]["measured"]
     predicted = one["candidates"][-1]["peaks"][measured["arm"]]

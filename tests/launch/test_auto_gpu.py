@@ -6,7 +6,7 @@ import pytest
 
 import abrun
 from abrun.launch import auto
-from abrun.launch.auto import decide
+from abrun.launch.auto import decide_values
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import Predicted
 from abrun.metric_names import phase_of
@@ -75,7 +75,7 @@ def test_what_runs_out_of_memory_is_measured_and_not_chosen(monkeypatch: pytest.
             "cluster.gpus_per_node=1",
         ],
     )
-    one = decide(recipe, "7GiB", here=True)[MICRO_BATCH_TOKENS]
+    one = decide_values(recipe, "7GiB", is_local=True)[MICRO_BATCH_TOKENS]
     print(one["why"])
     *larger, small = (trial["measured"] for trial in one["candidates"])
     for large in larger:

@@ -15,7 +15,7 @@ import pytest
 
 from abrun.experiment.plan import make_plan
 from abrun.launch import local
-from abrun.launch.supervisor import Outcome
+from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import ForkedChild, find_children, find_run_processes
 from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import load_recipe
@@ -40,7 +40,7 @@ launch(Path(sys.argv[1]), "steps=2000", launcher="fake-under-agent")
 
 def launch(
     runs_dir: Path, *overrides: str, launcher: str, tick: Callable[[], object] = lambda: None
-) -> Outcome:
+) -> LaunchOutcome:
     plan = make_plan(load_recipe(SMALL, overrides))
     return run_to_end(plan, runs_dir, launcher=launcher, observer=Silent(tick), jobs=1)
 
@@ -67,7 +67,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def servers_below(pid: int) -> list[int]:
-    return [child for child in find_children(pid) if local.FORKED in words_of(child) and not is_copy(child)]
+    return [
+        child for child in find_children(pid) if local.FORK_MODULE in words_of(child) and not is_copy(child)
+    ]
 
 
 def is_copy(pid: int) -> bool:
@@ -78,7 +80,7 @@ def is_copy(pid: int) -> bool:
 def test_they_train_as_processes_of_their_own_bit_for_bit(
     tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "FEWEST_LATER", 1)
+    monkeypatch.setattr(local, "MIN_WAITING_RUNS", 1)
     small = ("algorithm.prompts_per_step=4", "steps=2", "seeds=[0]")
     overrides = ("cluster.cpu_ranks=2", *small, "compare.claims=[]")
     assert launch(tmp_path / "copies", *overrides, launcher="local").exit_code == 0
@@ -88,7 +90,7 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
         for one in RunDir(path.parent).launches()
     }
     assert pids == set(copies) and len(copies) == 2
-    monkeypatch.setattr(local, "FEWEST_LATER", math.inf)
+    monkeypatch.setattr(local, "MIN_WAITING_RUNS", math.inf)
     assert launch(tmp_path / "own", *overrides, launcher="local").exit_code == 0
     assert len(copies) == 2
     for arm in ("baseline", "treatment"):
@@ -153,7 +155,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
         plan = make_plan(load_recipe(SMALL, overrides))
         runs = [(RunDir(tmp_path / str(run.name)), run.config) for run in plan.runs]
         started.clear()
-        with engine.expecting(runs):
+        with engine.prepare_for(runs):
             return [*started]
 
     base = ("abrun.train.__main__", "abrun.train.loop", "abrun.train.grpo", "abrun.backends.dtensor")

@@ -20,9 +20,9 @@ from psutil import Process
 from abrun.experiment.command import AGENT
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.external import run as external_run
-from abrun.launch.local import FORKED
-from abrun.launch.prepare import write_run
-from abrun.launch.supervisor import Outcome
+from abrun.launch.local import FORK_MODULE
+from abrun.launch.prepare import write_run_record
+from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import find_children, find_descendants, find_run_processes
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -74,7 +74,7 @@ ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
 # What a process is known by, beside the run directory in its environment: of its command line, or which rank
 VICTIMS = {
     "launcher": (OWN, None),
-    "server of copies": (OWN, FORKED),
+    "server of copies": (OWN, FORK_MODULE),
     "agent": (OWN, AGENT),
     "rank 0": (OWN, "rank 0"),
     "rank 1": (OWN, "rank 1"),
@@ -96,7 +96,7 @@ def launch(
     *,
     resume: bool = False,
     launcher: str = FAKE_UNDER_AGENT[0],
-) -> Outcome:
+) -> LaunchOutcome:
     plan = plan_of(recipe)
     return run_to_end(plan, runs_dir, launcher=launcher, jobs=2, resume=resume)
 
@@ -116,8 +116,8 @@ def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
     found, copies = [], set[int]()
     for config in runs_dir.rglob("config.json"):
         words = {one.pid: _words(one.pid) for one in find_run_processes(config.parent)}
-        copies |= {pid for pid in words if FORKED in words[pid]}
-        agents = [pid for pid in words if pid in below_launcher and {AGENT, FORKED} & set(words[pid])]
+        copies |= {pid for pid in words if FORK_MODULE in words[pid]}
+        agents = [pid for pid in words if pid in below_launcher and {AGENT, FORK_MODULE} & set(words[pid])]
         if known_by == AGENT:
             found += agents
         elif known_by.startswith("rank"):
@@ -125,8 +125,8 @@ def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
             found += ranks[int(known_by.removeprefix("rank ")) :][:1]
         else:
             found += [pid for pid in words if any(word.endswith(known_by) for word in words[pid])]
-    if known_by == FORKED:
-        return [pid for pid in below_launcher - copies if FORKED in _words(pid)]
+    if known_by == FORK_MODULE:
+        return [pid for pid in below_launcher - copies if FORK_MODULE in _words(pid)]
     return sorted(found)
 
 
@@ -283,7 +283,7 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
     while killed:
         experiment = tmp_path / str(last)
         run = RunDir(experiment / str(planned.name))
-        write_run(run.path, "foreign", planned.name, planned.config)
+        write_run_record(run.path, "foreign", planned.name, planned.config)
         killed = killed_at(last, run.path, lambda run=run: external_run.run(run.path))
         deadline = time.monotonic() + 45
         while find_run_processes(run.path):

@@ -23,8 +23,8 @@ from abrun.experiment.command import run_environment
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
-from abrun.launch.prepare import owned_experiment
-from abrun.launch.supervisor import Outcome
+from abrun.launch.prepare import own_experiment
+from abrun.launch.supervisor import LaunchOutcome
 from abrun.messages import sentence
 from abrun.messages.records import coded
 from abrun.processes import find_run_processes
@@ -55,19 +55,19 @@ def plan_of(*overrides: str) -> ExperimentPlan:
 @pytest.mark.parametrize("name", ["environment.json", "result.json"])
 def test_a_damaged_file_of_a_finished_run_ends_no_resume(tmp_path: Path, name: str) -> None:
     plan = plan_of()
-    with owned_experiment(plan, tmp_path / "small", resume=False):
-        job = queue.Queue(plan, tmp_path / "small").jobs[0]
+    with own_experiment(plan, tmp_path / "small", resume=False):
+        job = queue.LaunchQueue(plan, tmp_path / "small").jobs[0]
     writer = job.run.begin_attempt()
     for step in range(1, job.config.steps + 1):
         writer.metrics(step, {"train/reward": 1.0})
     writer.finish(job.config.steps)
     (job.run.path / name).write_text("{")
-    assert queue.Queue(plan, tmp_path / "small").jobs[0].status == "finished"
+    assert queue.LaunchQueue(plan, tmp_path / "small").jobs[0].status == "finished"
 
 
 def launch(
     runs_dir: Path, *overrides: str, tick: Callable[[], object] = lambda: None, **options: Any
-) -> Outcome:
+) -> LaunchOutcome:
     options = {"launcher": "fake", "observer": Silent(tick), **options}
     return run_to_end(plan_of(*overrides), runs_dir, **options)
 
@@ -325,7 +325,7 @@ def test_a_run_that_came_further_is_started_again(
     assert statuses == ["finished" if retries else "failed", "finished", "failed", "finished"]
     assert len(launches_of(tmp_path / "small", "baseline/seed-0")) == 1 + retries
     assert len(launches_of(tmp_path / "small", "baseline/seed-1")) == 1  # it had come no further
-    assert [line for line in observer.said if "starting it again" in line] == [
+    assert [line for line in observer.said if "restarting" in line] == [
         line for line in observer.said if line.startswith("baseline/seed-0: killed by SIGKILL")
     ]
 
@@ -336,7 +336,7 @@ def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
     behave(**{"warm-start_0": "killed-later"})
     observer = Silent()
     assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
-    assert sum("starting it again" in line for line in observer.said) == 1
+    assert sum("restarting" in line for line in observer.said) == 1
     (directory,) = (tmp_path / "warm-starts").iterdir()
     rows = RunDir(directory).metrics_reader().read()
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
@@ -581,7 +581,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     behave(step_s=0.05)
     launcher = start(tmp_path, set=["steps=400"])
     until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
-    with pytest.raises(StoreError, match=f"process {launcher.pid} on host .* launches this; wait"):
+    with pytest.raises(StoreError, match=f"process {launcher.pid} on host .* is already launching this; wait"):
         launch(tmp_path, "steps=400", resume=True)
     launcher.kill()
     launcher.communicate()
@@ -596,7 +596,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
 def test_a_deaf_run_of_a_killed_launcher_is_killed_before_it_runs_again(
     tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue, "LEAVE_S", 0.5)
+    monkeypatch.setattr(queue, "ORPHAN_GRACE_S", 0.5)
     behave(step_s=0.05, baseline_0="deaf")
     launcher = start(tmp_path, set=["steps=4000"])
     until(lambda: steps(tmp_path, "baseline/seed-0") > 2)
@@ -616,7 +616,7 @@ def test_what_cannot_be_killed_fails_one_run_and_not_the_others(
     def at_work_there(run_dir: Path) -> set[Process]:
         return {of_another_user} if run_dir.match("baseline/seed-0") else set()
 
-    monkeypatch.setattr(queue, "LEAVE_S", 0.1)
+    monkeypatch.setattr(queue, "ORPHAN_GRACE_S", 0.1)
     monkeypatch.setattr(queue, "find_run_processes", at_work_there)
     monkeypatch.setattr(queue, "kill_all", lambda find: find())
     observer = Silent()
@@ -701,7 +701,7 @@ def test_resume_refuses_another_experiment(
 def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None:
     launch(tmp_path)
     with pytest.raises(
-        LaunchError, match=r"already, 4 of 4 runs finished; continue it with --resume, or .* --name"
+        LaunchError, match=r"already exists here \(4 of 4 runs finished\); continue it with --resume, or .* --name"
     ):
         launch(tmp_path)
     (tmp_path / "photos").mkdir()
@@ -858,10 +858,10 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
     run_dir.begin_launch((), None)
     failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
     run_dir.begin_attempt().fail(failure, exit_code=2)
-    job = queue.Job(label="run", run=run_dir, config=run_config())
-    job.stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
+    job = queue.LaunchJob(label="run", run=run_dir, config=run_config())
+    job.is_stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
     reason = failure if expected == "failed" else Code.STOPPED_BY_SIGNAL()
-    assert supervisor._ending(job, -signal.SIGTERM) == (expected, reason)
+    assert supervisor._determine_ending(job, -signal.SIGTERM) == (expected, reason)
 
 
 def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path) -> None:
@@ -879,8 +879,8 @@ def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path)
     lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(coded(unseen))}\n"
     printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     run.log.write_text(printed)
-    job = queue.Job(label="run", run=run, config=run_config())
-    status, reason = supervisor._ending(job, 1)
+    job = queue.LaunchJob(label="run", run=run, config=run_config())
+    status, reason = supervisor._determine_ending(job, 1)
     errors = [second, unseen, first]
     several = Code.SEVERAL_ERRORS(errors=errors, out_of_memory=False)  # that is told already
     assert (status, reason) == ("failed", Code.SEE_LOG(ending=several, log=run.log))

@@ -7,7 +7,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
-from abrun.launch.prepare import owned_experiment
+from abrun.launch.prepare import own_experiment
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, run_dir
 from abrun.runs.lock import describe_launcher
@@ -24,7 +24,7 @@ def plan() -> ExperimentPlan:
 
 def prepare(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """As a user would: launch, or resume where there is something to be resumed."""
-    with owned_experiment(plan, experiment_dir, resume=is_experiment(experiment_dir)):
+    with own_experiment(plan, experiment_dir, resume=is_experiment(experiment_dir)):
         pass
 
 

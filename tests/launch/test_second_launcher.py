@@ -11,7 +11,7 @@ import pytest
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, make_plan
-from abrun.launch.engine import Place
+from abrun.launch.engine import Devices
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.run import RunConfig
@@ -48,16 +48,16 @@ class ToyEngine:
     def __init__(self, num_jobs: int | None) -> None:
         self.started: list[ToyRun] = []
 
-    def refusals(self, plan: ExperimentPlan) -> list[str]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
 
-    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         return None if any(run.poll() is None for run in self.started) else ("toy",)
 
-    def start(self, run: RunDir, config: RunConfig, place: Place) -> ToyRun:
+    def start(self, run: RunDir, config: RunConfig, place: Devices) -> ToyRun:
         with run.log.open("ab") as log:
             command = [sys.executable, *self.trainer, str(run.path)]
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

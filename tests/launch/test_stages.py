@@ -10,7 +10,7 @@ import pytest
 from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
-from abrun.launch.stages import refuse_other_interim, until_decided
+from abrun.launch.stages import add_interim_analyses, refuse_other_interim
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.report.comparing import compare_sources
@@ -91,7 +91,7 @@ def test_equal_arms_stop_at_the_first_look_and_what_was_not_needed_is_not_begun(
     interim = content["arms"]["treatment"]["interim_analyses"]
     assert [(one["num_pairs"], one["verdict"]) for one in interim] == [(3, "MATCH"), (4, None), (5, None)]
     said = next(line for line in content["not_tested"] if "do not say" in line)
-    assert "how they ended" not in said  # of those that were never begun nothing is missed
+    assert "exit status" not in said  # of those that were never begun nothing is missed
     # Decided is decided: taken up again, nothing more runs
     code, output, _ = run(*STAGED, "--resume")
     assert code == 0 and begun() == {0, 1, 7} and "MATCH: staged" in output
@@ -155,13 +155,13 @@ def test_a_launch_that_stopped_between_looks_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max-seeds", "8"), "--max-seeds: got 8 without --until-decided"),
+        (("--max-seeds", "8"), "--max-seeds: got 8, which requires --until-decided"),
         (("--until-decided", "--max-seeds", "3"), "--max-seeds: got 3 with 3 seeds"),
         (("--until-decided", "--no-compare"), "--until-decided: got --no-compare"),
         (("--until-decided", "--detach"), "--detach: the local launcher"),
         (("--until-decided", "--launcher", "slurm"), "--until-decided: got launcher slurm"),
-        (("--until-decided", "--set", "compare.claims=[]"), "no claim with --until-decided"),
-        ((*STAGED, "--set", "compare.interim=[2, 3]"), "--max-seeds: got 5 with compare.interim [2, 3]"),
+        (("--until-decided", "--set", "compare.claims=[]"), "--until-decided needs a claim"),
+        ((*STAGED, "--set", "compare.interim=[2, 3]"), "--max-seeds: got 5, but compare.interim is [2, 3]"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -181,7 +181,7 @@ def test_what_cannot_be_staged_is_refused_in_a_line(run: Run, arguments: tuple[s
 def test_looks_are_evenly_spaced_and_seeds_continued(
     run: Run, seeds: list[int], max_seeds: int | None, all_seeds: list[int], interim: list[int]
 ) -> None:
-    staged = until_decided(load_recipe(Path("recipe.yaml"), [f"seeds={seeds}"]), max_seeds)
+    staged = add_interim_analyses(load_recipe(Path("recipe.yaml"), [f"seeds={seeds}"]), max_seeds)
     assert (staged.seeds, staged.compare.interim) == (all_seeds, interim)
 
 
@@ -191,7 +191,7 @@ def test_looks_are_evenly_spaced_and_seeds_continued(
 def test_a_resumed_launch_keeps_the_looks_that_it_declared(
     run: Run, tmp_path: Path, interim: list[int], said: str, snapshot: Snapshot
 ) -> None:
-    recipe = until_decided(load_recipe(Path("recipe.yaml")), 4)
+    recipe = add_interim_analyses(load_recipe(Path("recipe.yaml")), 4)
     write_experiment(tmp_path / "same", {"recipe": recipe.model_dump(mode="json")})
     refuse_other_interim(recipe, tmp_path / "same")
     write_experiment(tmp_path / "mine", {"recipe": {"compare": {"interim": interim}}})
@@ -205,20 +205,20 @@ def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
     run: Run, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     plain = load_recipe(Path("recipe.yaml"))
-    recipe = until_decided(plain, 4)
+    recipe = add_interim_analyses(plain, 4)
     content = {"recipe": plain.model_dump(mode="json"), "compare_sha256": compare_hash(recipe.compare)}
     write_experiment(tmp_path / "same", content)
     refuse_other_interim(recipe, tmp_path / "same")
     with pytest.raises(LaunchError) as refusal:
-        refuse_other_interim(until_decided(plain, 6), tmp_path / "same")
+        refuse_other_interim(add_interim_analyses(plain, 6), tmp_path / "same")
     assert refusal.value.code is Code.RESUME_OTHER_INTERIM
     snapshot(refusal.value)
 
 
 def test_declared_looks_are_kept(run: Run, snapshot: Snapshot) -> None:
     recipe = load_recipe(Path("recipe.yaml"), ["compare.interim=[2, 3]"])
-    assert until_decided(recipe, None) is recipe and until_decided(recipe, 3) is recipe
+    assert add_interim_analyses(recipe, None) is recipe and add_interim_analyses(recipe, 3) is recipe
     with pytest.raises(RecipeError) as refusal:
-        until_decided(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
+        add_interim_analyses(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
     assert refusal.value.code is Code.STAGES_NEED_TREATMENT
     snapshot(refusal.value)

@@ -124,7 +124,9 @@ def test_presets_rename_and_never_replace() -> None:
     left, right = apply_to_all(
         [ours, metrics], parse(["verl"])
     ).metrics  # alike in both, or it would compare two things
-    assert left["train/reward"].at(0) == 9 and "train/reward" not in right and "critic/score/mean" in right
+    assert (
+        left["train/reward"].value_at(0) == 9 and "train/reward" not in right and "critic/score/mean" in right
+    )
 
 
 @pytest.mark.parametrize("preset", FRAMEWORKS)
@@ -157,7 +159,7 @@ def test_metrics_of_another_definition_keep_their_names(framework: str, name: st
     metrics = {**{told: series(0) for told in told_by}, name: series(1)}
     for chosen in ([framework], []):
         (renamed,) = apply_to_all([metrics], parse(chosen)).metrics
-        assert renamed[name].at(0) == 1
+        assert renamed[name].value_at(0) == 1
 
 
 def test_explicit_aliases(snapshot: Snapshot) -> None:
@@ -167,7 +169,7 @@ def test_explicit_aliases(snapshot: Snapshot) -> None:
     (renamed,) = apply_to_all(
         [{"critic/score/mean": series(1), "r": series(2)}], parse(["verl", "train/reward=r"])
     ).metrics
-    assert renamed["train/reward"].at(0) == 2
+    assert renamed["train/reward"].value_at(0) == 2
     (renamed,) = apply_to_all([{"a=b": series(1)}], parse(["x=a=b"])).metrics
     assert list(renamed) == ["x"]
     with pytest.raises(ComparisonError) as refusal:

@@ -331,7 +331,7 @@ def test_folders_of_many_runs_in_natural_order(tmp_path: Path) -> None:
     (tmp_path / ".hidden" / "x.csv").write_text("garbage")
     logs = read_logs(str(tmp_path))
     assert [log.name for log in logs] == [f"a/seed-{seed}/log.csv" for seed in (0, 2, 10)]
-    assert [log.metrics["loss"].at(1) for log in logs] == [0, 2, 10]
+    assert [log.metrics["loss"].value_at(1) for log in logs] == [0, 2, 10]
 
 
 def test_of_mixed_folders_the_kind_with_most_runs_is_read_and_it_is_said(tmp_path: Path) -> None:

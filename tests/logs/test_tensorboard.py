@@ -61,7 +61,7 @@ def test_scalars_as_tensors(tmp_path: Path) -> None:
         writer.add_event(Event(step=step, summary=Summary(value=values)))
     writer.close()
     (log,) = read_logs(f"tb:{tmp_path}")
-    assert {tag: series.at(2) for tag, series in log.metrics.items()} == {
+    assert {tag: series.value_at(2) for tag, series in log.metrics.items()} == {
         "float": 0.5,
         "double": 0.1,
         "int": 2.0,
@@ -178,7 +178,7 @@ def test_reading_imports_neither_tensorflow_nor_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from abrun.logs import read_logs\n"
         "assert not {'wandb', 'pandas', 'pyarrow', 'tensorboard'} & set(sys.modules)\n"
-        f"assert read_logs({str(tmp_path)!r})[0].metrics['train/reward'].at(0) == 1\n"
+        f"assert read_logs({str(tmp_path)!r})[0].metrics['train/reward'].value_at(0) == 1\n"
         "assert not {'torch', 'wandb', 'tensorboard'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}

@@ -86,7 +86,7 @@ def test_records_that_span_blocks(offline: Path) -> None:
     (log,) = [log for log in read_logs(str(offline)) if log.run_id == "long"]
     assert len(log.metrics) == 60
     assert all(len(series) == 300 for series in log.metrics.values())
-    assert log.metrics["metric/59"].at(299) == 299 + 59 / 7
+    assert log.metrics["metric/59"].value_at(299) == 299 + 59 / 7
     assert "offline-run-" in log.name  # it has no name of its own
 
 
@@ -118,7 +118,7 @@ def test_torn_files_are_read_to_their_last_whole_record(offline: Path, tmp_path:
         rows = max((len(series) for series in log.metrics.values()), default=0)
         assert rows < 300 if kept >= 0 else rows == 300
         assert log.status in ("running", "unknown") and log.notes
-        assert all(series.at(0) == int(name[7:]) / 7 for name, series in log.metrics.items())
+        assert all(series.value_at(0) == int(name[7:]) / 7 for name, series in log.metrics.items())
     assert kept < 70_000 or rows > 10  # type: ignore[possibly-undefined]
 
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_is_one_run(offline: Path, tmp_path: Path, snapshot: Snaps
     (log,) = read_logs(str(tmp_path))
     assert log.metrics["train/reward"].steps.tolist() == [1, 2, 3, 4]
     snapshot(log.notes)
-    assert read_log(tmp_path, "wandb").metrics["train/reward"].at(4) == 0.4
+    assert read_log(tmp_path, "wandb").metrics["train/reward"].value_at(4) == 0.4
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,11 @@ def test_a_project_on_a_server(online: None) -> None:
     assert first.place == "wandb:team/proj/a1"
     assert first.config == {"seed": 0, "optim.lr": 1}
     reward = first.metrics["train/reward"]
-    assert reward.steps.tolist() == [0, 1, 2000] and math.isnan(reward.values[1]) and reward.at(2000) == 0.75
+    assert (
+        reward.steps.tolist() == [0, 1, 2000]
+        and math.isnan(reward.values[1])
+        and reward.value_at(2000) == 0.75
+    )
     assert sorted(first.metrics) == ["nested/a", "train/reward"]
     assert first.environment == {
         "python": "3.11.7",

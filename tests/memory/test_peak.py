@@ -80,10 +80,10 @@ def test_the_tracker_s_blocks_have_their_lines_and_autograd_s_nodes(tmp_path: Pa
     phases = Phases(torch.device("cpu"), lambda: [weight])
     history = PeakHistory(phases, tmp_path / "snapshot")
     with history, phases("loss"):
-        phases.part("forward")
+        phases.label_memory("forward")
         logits = x @ weight.T
         kept = logits.exp()
-        phases.part("backward")
+        phases.label_memory("backward")
         kept.sum().backward()
     held = history.peak()
     assert held and held["peak_bytes"] == phases.collect()[1]["memory/backward/peak_live_tensor_bytes"]

@@ -39,7 +39,7 @@ from abrun.models import load_network
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
-from abrun.rollout.vllm.starting import cache_bytes
+from abrun.rollout.vllm.startup import cache_bytes
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import make_setup
 from tests.snapshot import Snapshot

@@ -110,7 +110,7 @@ def _abilities(family: Family) -> dict[str, bool]:
         except RecipeError:
             found[name] = False
             continue
-        _assert_same(policy.logprobs(batch), expected, f"{family.kind}, {name}")
+        _assert_same(policy.compute_logprobs(batch), expected, f"{family.kind}, {name}")
         found[name] = True
     try:
         check_decoding(network, facts_of(network))
@@ -136,10 +136,10 @@ def _policy(family: Family, settings: dict[str, Any]) -> Any:
 
 def _train_a_step(family: Family, batch: Advised, expected: Tensor) -> None:
     policy = _policy(family, {})
-    _assert_same(policy.logprobs(batch), expected, family.kind)
+    _assert_same(policy.compute_logprobs(batch), expected, family.kind)
     policy.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     assert policy.optimizer_step(0.1) > 0
-    moved = (policy.logprobs(batch) - expected).abs().max()
+    moved = (policy.compute_logprobs(batch) - expected).abs().max()
     assert moved.isfinite() and moved > 1e-4, f"{family.kind} does not train"
 
 

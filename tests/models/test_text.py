@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CodeLlamaTokenizer
 
 from abrun.errors import RecipeError
 from abrun.models import Text, character_tokenizer, load_text
-from abrun.models.families import positions_of
+from abrun.models.families import max_positions_of
 from abrun.models.presets import CharacterTokenizer
 from abrun.recipe.policy import Model
 from tests.models.architectures import tiny_config, tiny_network
@@ -40,7 +40,7 @@ def test_longrope_is_taken_up_to_its_original_positions() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     settings = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "sliding_window": None}
     network = tiny_network("phi3", rope_parameters={"rope_type": "longrope"} | factors, **settings)
-    positions = positions_of(network.config)
+    positions = max_positions_of(network.config)
     assert positions == 16
     tokens = torch.arange(positions + 1)[None] % 90 + 3
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_longrope_is_taken_up_to_its_original_positions() -> None:
         )
     torch.testing.assert_close(most, fewer)
     assert float((longer - most).abs().max()) > 1e-4
-    assert positions_of(tiny_config("qwen2")) == 64 and positions_of(tiny_config("mamba")) is None
+    assert max_positions_of(tiny_config("qwen2")) == 64 and max_positions_of(tiny_config("mamba")) is None
 
 
 def encoded(text: Text, prompt: str) -> list[int]:

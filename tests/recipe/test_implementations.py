@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from abrun.backends import B, Backend, Decoder, Objective
-from abrun.backends.pieces import Held
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import ShardSpec
 from abrun.errors import RecipeError
 from abrun.kernels import linear_logprobs
 from abrun.models import Text, cache_name, load_network, save_network
@@ -111,7 +111,7 @@ class PlainBackend:
         assert entropy is not None
         return torch.nn.functional.pad(logprobs, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
-    def logprobs(self, batch: Sequences) -> Tensor:
+    def compute_logprobs(self, batch: Sequences) -> Tensor:
         with torch.no_grad():
             return self._judged(batch)[0]
 
@@ -129,7 +129,7 @@ class PlainBackend:
         self._optimizer.zero_grad()
         return float(norm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, parameter.detach()) for name, parameter in self._network.named_parameters())
 
     @contextlib.contextmanager
@@ -144,23 +144,23 @@ class PlainBackend:
         yield Decoder(step=decode, in_place=False, collective=False)
 
     def save(self, directory: Path) -> None:
-        save_network(self._network, directory, self.weights())
+        save_network(self._network, directory, self.gather_weights())
 
     def make_value_model(self, settings: Ppo, seed: int) -> Any:
         raise RecipeError("algorithm.type: got 'ppo', and this backend has no value model; use grpo")
 
     def local_state(self) -> dict[str, Tensor]:
-        return dict(self.weights())
+        return dict(self.gather_weights())
 
-    def pieces(self) -> dict[str, Held]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         return {}  # its checkpoints are its own
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        for name, weight in self.weights():
+        for name, weight in self.gather_weights():
             weight.copy_(state[name])
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        return [weight for _, weight in self.weights()]
+        return [weight for _, weight in self.gather_weights()]
 
 
 IMPLEMENTATIONS = {

@@ -14,7 +14,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import RunName, make_plan
 from abrun.external import run as external_run
 from abrun.launch import git
-from abrun.launch.prepare import write_run
+from abrun.launch.prepare import write_run_record
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.lines import read_json_lines
@@ -236,7 +236,9 @@ def test_a_parameter_that_an_option_is_given_is_looked_at(recipe, snapshot) -> N
 def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch, snapshot) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     directory = tmp_path / "baseline" / "seed-0"
-    write_run(directory, "by-hand", RunName(arm=BASELINE, seed=0), load_recipe(recipe).run_config(BASELINE))
+    write_run_record(
+        directory, "by-hand", RunName(arm=BASELINE, seed=0), load_recipe(recipe).run_config(BASELINE)
+    )
     monkeypatch.delenv("HF_TOKEN")
     assert external_run.run(directory) == external_run.FAILED
     message = RunDir(directory).state(RunName(arm=BASELINE, seed=0)).message
@@ -315,7 +317,7 @@ def test_a_huge_diff_is_cut_and_git_ended(checkout, tmp_path, monkeypatch) -> No
     state = git.record_checkout(tmp_path, diff=True)
     assert state and state["sha"] == "0123"
     text = (tmp_path / state["diff"]).read_text()
-    assert len(text) < 2 * git.MOST_DIFF and text.endswith("bytes of it]\n") and "hf_" not in text
+    assert len(text) < 2 * git.MAX_DIFF_BYTES and text.endswith("bytes of it]\n") and "hf_" not in text
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -328,7 +330,7 @@ def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch) -> 
     )
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hanging.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(git, "LIMIT_S", 1.0)  # in which a shell has printed its line
+    monkeypatch.setattr(git, "TIMEOUT_S", 1.0)  # in which a shell has printed its line
     state = git.record_checkout(tmp_path, diff=True)
     assert state and state["dirty"]
     assert state["changes"] is None  # of half a diff there is no hash

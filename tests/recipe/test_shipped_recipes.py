@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.notes import notes
+from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.preview import precision_differences
 from abrun.recipe.experiment import Recipe, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import Loader, dotted
@@ -44,7 +44,7 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
     plan = make_plan(recipe)
-    assert notes(plan) == []  # a setting without effect
+    assert find_ineffective_settings(plan) == []  # a setting without effect
     controls = recipe.controls
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns
@@ -62,9 +62,9 @@ def test_a_dry_run_shows_it_and_names_what_is_not_built(path: Path, monkeypatch:
     monkeypatch.setenv("COLUMNS", "200")
     shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run"], catch_exceptions=False)
     assert shown.exit_code == 0 and shown.output.startswith(f"{path.stem}: ")
-    unbuilt = [line for line in shown.output.splitlines() if "not built yet" in line]
+    unbuilt = [line for line in shown.output.splitlines() if "not supported yet" in line]
     expected = NOT_BUILT.get(path.stem, [])
-    assert [line.removeprefix("- ").split(", not built yet")[0] for line in unbuilt] == expected
+    assert [line.removeprefix("- ").split(", which is not supported yet")[0] for line in unbuilt] == expected
 
 
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)

@@ -87,8 +87,8 @@ def test_windows_are_whole_and_the_rest_is_thinned(tmp_path):
     reward, norm = kept.series("train/reward"), kept.series("train/grad_norm")
     assert np.isin(np.arange(801, 1001), reward.steps).all() and reward.steps[0] == 1 and len(reward) < 260
     assert len(norm) <= 66 and norm.values.max() == whole.series("train/grad_norm").values.max()
-    assert [reward.at(step) for step in (1, 900)] == [
-        whole.series("train/reward").at(step) for step in (1, 900)
+    assert [reward.value_at(step) for step in (1, 900)] == [
+        whole.series("train/reward").value_at(step) for step in (1, 900)
     ]
     assert (tmp_path / "ref.json").stat().st_size < 100_000
 

@@ -20,7 +20,7 @@ from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.selection import last_step
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
-from abrun.stats.series import by_step
+from abrun.stats.series import build_series
 from tests.logs.layouts import rows, write_csv
 from tests.reasons import only, refused
 from tests.snapshot import Snapshot
@@ -49,8 +49,8 @@ def judged(sources: Sequence[object], output: Path, **reading: object) -> Compar
 
 def log(name: str, first: int, last: int, **fields: object) -> Log:
     steps = range(first, last + 1)
-    series, _ = by_step(list(steps), [step + 0.5 * (first > 1) for step in steps])
-    metrics = {"train/reward": series, "profiling/x": by_step([0], [1.0])[0]}
+    series, _ = build_series(list(steps), [step + 0.5 * (first > 1) for step in steps])
+    metrics = {"train/reward": series, "profiling/x": build_series([0], [1.0])[0]}
     return replace(
         Log(name=name, place=f"{name}@{first}-{last}", metrics=metrics, config={"seed": 2, "lr": 1e-3}),
         **fields,
@@ -65,7 +65,7 @@ def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
     assert run is not None and run.status == "finished" and run.left_out == ()
     series = run.metrics["train/reward"]
     assert series.steps.tolist() == list(range(1, 61)) and series.recounted == 0
-    assert series.at(30) == 30 and series.at(31) == 31.5  # the later start counts
+    assert series.value_at(30) == 30 and series.value_at(31) == 31.5  # the later start counts
     (guess,) = run.guesses
     snapshot(guess)
 
@@ -184,7 +184,7 @@ def test_a_frozen_arm_leaves_out_what_it_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_steps_that_are_counted_again(steps: list[int], recounted: int) -> None:
-    assert by_step(steps, [0.0] * len(steps))[0].recounted == recounted
+    assert build_series(steps, [0.0] * len(steps))[0].recounted == recounted
 
 
 def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def test_seeds_to_compare_are_those_of_all_arms(tmp_path: Path) -> None:
 
 def test_a_run_ends_at_the_last_step_of_its_training_metrics() -> None:
     """TRL's timers in wandb begin at step 0, and end one earlier."""
-    reward, _ = by_step(list(range(1, 61)), [1.0] * 60)
-    timer, _ = by_step(list(range(60)), [1.0] * 60)
+    reward, _ = build_series(list(range(1, 61)), [1.0] * 60)
+    timer, _ = build_series(list(range(60)), [1.0] * 60)
     run = Log(name="x", place="x", metrics={"profiling/x": timer, "train/reward": reward})
     assert last_step(run) == 60
 

@@ -26,8 +26,8 @@ def test_nan_is_a_value_and_absence_is_not(simulated):
 
     edit_rows(experiment_dir / "baseline/seed-0", change)
     series = load_experiment(experiment_dir).runs[BASELINE].series("train/entropy")
-    assert math.isnan(series.at(3) or 0.0)
-    assert series.at(4) is None and series.at(5) is None and len(series) == 38
+    assert math.isnan(series.value_at(3) or 0.0)
+    assert series.value_at(4) is None and series.value_at(5) is None and len(series) == 38
 
 
 @pytest.mark.parametrize(

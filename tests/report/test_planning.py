@@ -14,9 +14,9 @@ from abrun.cli import app
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
-from abrun.report.planning import measured_spread, plan_report
+from abrun.report.planning import measure_spread, render_plan
 from abrun.stats.equivalence import equivalence_test
-from abrun.stats.power import freedom_per_run, pairs_needed, power_at, sd_of_difference
+from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
 from tests.verdict.simulate import RECIPE
 
@@ -34,7 +34,7 @@ def reward_margin(**fields) -> Claim:
 
 def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     experiment = load_experiment(simulated(seeds=list(range(8))))
-    spread = measured_spread(experiment, reward_margin(margin=0.02))
+    spread = measure_spread(experiment, reward_margin(margin=0.02))
     windows = {
         arm: np.array([run.series("train/reward").values[-8:].mean() for run in experiment.arm(arm).values()])
         for arm in experiment.arms
@@ -43,7 +43,7 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
     difference = windows["treatment"] - windows["baseline"]
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
-    text = shown(plan_report("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment))
+    text = shown(render_plan("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment))
     assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
     assert f"upper 80% bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
@@ -81,24 +81,24 @@ def test_looks_say_how_many_pairs_to_expect(margin):
     single = [expected.power(count) for count in interim]
     assert interim[0] < pairs < interim[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
     assert expected.expected_with_interim([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
-    text = shown(plan_report("next", Compare(claims=[claim], interim=list(interim)), 12))
+    text = shown(render_plan("next", Compare(claims=[claim], interim=list(interim)), 12))
     assert "pairs are expected" in text
 
 
 def test_margins_in_sigmas_need_no_sigma():
-    text = shown(plan_report("next", Compare(claims=[reward_margin(margin="1 sigma")]), 4))
+    text = shown(render_plan("next", Compare(claims=[reward_margin(margin="1 sigma")]), 4))
     assert "margin in sigmas" in text and "22 pairs" in text
 
 
-def test_a_measured_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
+def test_a_measure_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(simulated, snapshot):
     """At the estimate itself, "80 %" of pilots of three and five pairs was .64 to .78 on average."""
     experiment = load_experiment(simulated(seeds=list(range(4))))
     claim = reward_margin(margin="1 sigma")
-    spread = measured_spread(experiment, claim)
-    assert spread and spread.law.spread == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
+    spread = measure_spread(experiment, claim)
+    assert spread and spread.law.sd_difference == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
     expected = plan_claim_power(claim, Compare(), spread)
     assert expected and expected.pairs_needed_range
-    text = shown(plan_report("next", Compare(claims=[claim]), 4, earlier=experiment))
+    text = shown(render_plan("next", Compare(claims=[claim]), 4, earlier=experiment))
     snapshot(text.splitlines()[2])
     low, high = expected.pairs_needed_range
     assert low and expected.pairs_needed and high and low < expected.pairs_needed < high
@@ -129,7 +129,7 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
         )
         assert expected is not None
         assumed.append(expected.pairs_needed)
-    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), freedom=freedom_per_run((0.1, 0.1)))
+    independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), dof_per_pair=welch_dof_per_run((0.1, 0.1)))
     assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), independent]
     rng = np.random.default_rng(0)
     left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
@@ -137,10 +137,10 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
     experiment = load_experiment(simulated(seeds=[*range(6)]))
     for text in (
-        shown(plan_report("next", compare, 5)),
-        shown(plan_report("next", compare, 5, earlier=experiment)),
+        shown(render_plan("next", compare, 5)),
+        shown(render_plan("next", compare, 5, earlier=experiment)),
         shown(
-            plan_report("next", compare.model_copy(update={"claims": [reward_margin(margin="2 sigma")]}), 5)
+            render_plan("next", compare.model_copy(update={"claims": [reward_margin(margin="2 sigma")]}), 5)
         ),
     ):
         assert text.startswith("next: 5 runs ") and " unpaired" in text
@@ -154,10 +154,10 @@ def test_a_share_of_the_climb_is_planned_with_the_climb_s_own_spread(simulated):
     for run in experiment.runs.values():  # a start of its own for each seed: the climbs vary, the ends do not
         run.metrics["train/reward"].values[:8] += level[run.name.seed]
     spreads = [
-        measured_spread(experiment, reward_margin(margin=margin))
+        measure_spread(experiment, reward_margin(margin=margin))
         for margin in ("10% of climb", "50% of climb")
     ]
-    plain = measured_spread(experiment, reward_margin(margin=0.1))
+    plain = measure_spread(experiment, reward_margin(margin=0.1))
     assert plain and spreads[0] and spreads[1]
     assert plain.sd_difference < spreads[0].sd_difference < spreads[1].sd_difference
     climb_sd = np.std(
@@ -195,6 +195,6 @@ def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
 
 def test_a_pilot_of_a_share_of_the_level_measures_the_spread_at_the_margin(simulated):
     earlier = load_experiment(simulated())
-    spreads = {margin: measured_spread(earlier, reward_margin(margin=margin)) for margin in (0.1, "50%")}
+    spreads = {margin: measure_spread(earlier, reward_margin(margin=margin)) for margin in (0.1, "50%")}
     alone, at_margin = spreads[0.1], spreads["50%"]
     assert alone and at_margin and at_margin.sd_difference > 1.05 * alone.sd_difference

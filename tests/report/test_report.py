@@ -38,7 +38,7 @@ def shown(comparison, width=120):
 def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option):
     (name,) = option
     flag = {"aliases": "--alias", "step_column": "--step-column"}.get(name, f"--{name}")
-    with pytest.raises(ComparisonError, match=f"^{flag}: got .* an experiment, whose arms") as caught:
+    with pytest.raises(ComparisonError, match=f"^{flag}: got .* is an experiment that") as caught:
         compare_sources([str(simulated(seeds=[0, 1]))], Reading(**option), output=tmp_path / "report")
     assert "\n" not in str(caught.value) and not (tmp_path / "report").exists()
 

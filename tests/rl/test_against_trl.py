@@ -60,7 +60,7 @@ from abrun.rl.losses import (
     kl_penalty,
     loss_weights,
     reinforce_loss,
-    weighted,
+    weighted_losses,
 )
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def of_abrun(
         num_sequences=8,
         max_completion_tokens=MAX_TOKENS,
     )
-    loss = weighted(losses - entropy_coefficient * entropy, counted).sum()
+    loss = weighted_losses(losses - entropy_coefficient * entropy, counted).sum()
     return loss.item(), torch.stack(torch.autograd.grad(loss, (trainer, entropy)))
 
 
@@ -376,7 +376,7 @@ def dpo_of_abrun(
     trainer, mask = batch["trainer"].clone().requires_grad_(), batch["mask"]
     found = dpo_loss(trainer, batch["reference"], mask, beta=0.3, logprob_reduction=reduction)
     chosen = mask & (torch.arange(8) % 2 == 0)[:, None]
-    imitation = weighted(-trainer, chosen.double() / chosen.sum()).sum()
+    imitation = weighted_losses(-trainer, chosen.double() / chosen.sum()).sum()
     loss = spread_over_tokens(found.loss / 4, mask).sum() + sft_coefficient * imitation
     (gradient,) = torch.autograd.grad(loss, trainer)
     sums = preference_metrics(found, num_pairs=4).sums

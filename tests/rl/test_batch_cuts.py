@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from abrun.rl.importance import importance_weights
-from abrun.rl.losses import kl_penalty, loss_weights, weighted
+from abrun.rl.losses import kl_penalty, loss_weights, weighted_losses
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from tests.rl.test_metrics import Tensors, full_parts_of, random_batch, values_of
 from tests.rl.test_policy_losses import LOSSES
@@ -52,7 +52,7 @@ def step(
             num_sequences=num_sequences,
             max_completion_tokens=9,
         )
-        share = weighted(policy.loss * importance + 0.1 * penalty, weights).sum()
+        share = weighted_losses(policy.loss * importance + 0.1 * penalty, weights).sum()
         share.backward()
         total += share.detach()
         parts.append(full_parts_of({**piece, "trainer": trainer.detach()}, num_tokens, num_sequences))

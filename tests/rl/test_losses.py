@@ -14,7 +14,7 @@ from abrun.rl.losses import (
     kl_penalty,
     loss_weights,
     masked_mean,
-    weighted,
+    weighted_losses,
 )
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
@@ -168,7 +168,7 @@ def test_weights_by_hand() -> None:
 def test_a_token_without_weight_has_no_loss_and_no_gradient() -> None:
     for garbage in GARBAGE:
         losses = torch.tensor([2.0, garbage], requires_grad=True)
-        shares = weighted(losses, torch.tensor([0.25, 0.0], dtype=torch.float64))
+        shares = weighted_losses(losses, torch.tensor([0.25, 0.0], dtype=torch.float64))
         assert shares.tolist() == [0.5, 0.0]
         assert torch.autograd.grad(shares.sum(), losses)[0].tolist() == [0.25, 0.0]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from abrun.backends.packing import packing_of, shared_prefixes
+from abrun.backends.packing import make_packing, shared_prefix_lengths
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
 from abrun.rl.dpo import dpo_loss, preference_metrics
@@ -87,10 +87,10 @@ def packing(batch: Tensors) -> None:
     num_rows, length = batch["mask"].shape
     mask = torch.arange(length) >= 2 + torch.arange(num_rows)[:, None] // 4 % 2
     token_ids = torch.arange(num_rows)[:, None] // 4 + torch.arange(length)
-    lengths, shared = sequence_lengths(mask).tolist(), shared_prefixes(token_ids, mask).tolist()
+    lengths, shared = sequence_lengths(mask).tolist(), shared_prefix_lengths(token_ids, mask).tolist()
     assert sum(map(bool, shared)) == num_rows * 3 // 4
-    packing_of(lengths, length, torch.device("cpu"))
-    packing_of(lengths, length, torch.device("cpu"), shared=shared)
+    make_packing(lengths, length, torch.device("cpu"))
+    make_packing(lengths, length, torch.device("cpu"), shared=shared)
 
 
 @pytest.mark.parametrize("computed", [policy_side, value_side, collation, packing])

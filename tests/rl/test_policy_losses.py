@@ -20,7 +20,7 @@ from abrun.rl.losses import (
     gspo_loss,
     loss_weights,
     reinforce_loss,
-    weighted,
+    weighted_losses,
 )
 
 GARBAGE = [math.nan, math.inf, -math.inf]
@@ -226,7 +226,7 @@ def test_at_ratio_one_every_loss_has_the_policy_gradient(name: str, reduction: A
         max_completion_tokens=9,
     )
     found = LOSSES[name](trainer, trainer.detach(), batch["advantages"], mask)
-    (gradient,) = torch.autograd.grad(weighted(found.loss, weights).sum(), trainer)
+    (gradient,) = torch.autograd.grad(weighted_losses(found.loss, weights).sum(), trainer)
     torch.testing.assert_close(gradient, -batch["advantages"] * weights, rtol=1e-12, atol=1e-15)
     assert (found.ratio == 1).all() and not found.clipped.any()
 

@@ -25,7 +25,7 @@ from abrun.rl.values import (
     value_loss,
     value_loss_metrics,
     value_statistics,
-    whitened,
+    whiten,
 )
 
 T = TypeVar("T")
@@ -172,9 +172,9 @@ def test_statistics_and_whitening_by_hand() -> None:
     found = token_statistics(values, mask, alone)
     assert (found.mean, found.variance) == (3.0, 7.0) and found.std == 7**0.5
     scale = 7**0.5 + 1e-6
-    close(whitened(values, mask, mean=3.0, std=found.std), -2 / scale, 0.0, -1 / scale, 3 / scale)
-    close(whitened(values, mask, mean=3.0, std=None), -2.0, 0.0, -1.0, 3.0)
-    close(whitened(values, mask, mean=0.0, std=found.std), 1 / scale, 0.0, 2 / scale, 6 / scale)
+    close(whiten(values, mask, mean=3.0, std=found.std), -2 / scale, 0.0, -1 / scale, 3 / scale)
+    close(whiten(values, mask, mean=3.0, std=None), -2.0, 0.0, -1.0, 3.0)
+    close(whiten(values, mask, mean=0.0, std=found.std), 1 / scale, 0.0, 2 / scale, 6 / scale)
     assert token_statistics(values, mask_of(0, 0, 1, 0), alone) == TokenStatistics(mean=2.0, variance=0.0)
 
 
@@ -193,7 +193,7 @@ def test_equal_advantages_are_exactly_zero(value: float, counts: list[int], dtyp
         means = [found.mean] * 2 + [0.0]  # a baseline and a scale, either alone
         stds = [found.std, None, found.std]
         return found, [
-            whitened(values, mask, mean=mean, std=std) for mean, std in zip(means, stds, strict=True)
+            whiten(values, mask, mean=mean, std=std) for mean, std in zip(means, stds, strict=True)
         ]
 
     for found, advantages in on_ranks(of_rank, counts):
@@ -344,7 +344,7 @@ def test_what_is_masked_reaches_no_value_and_no_gradient() -> None:
             gradient.tolist(),
             {key: each.item() for key, each in parts.sums.items()},
             value_statistics(old, returns, mask, alone),
-            whitened(returns, mask, mean=0.5, std=2.0).tolist(),
+            whiten(returns, mask, mean=0.5, std=2.0).tolist(),
         ]
 
     expected = found(clean)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from abrun.recipe.policy import Filters
-from abrun.rl.sampling import filtered_logprobs, keep, sample, sample_greedily
+from abrun.rl.sampling import filter_logits, filtered_logprobs, sample, sample_greedily
 
 IGNORED = -100
 
@@ -131,5 +131,5 @@ def test_filters_one_after_the_other_are_those_of_a_plain_loop(filters: Filters)
 
 
 def test_tokens_as_likely_as_the_last_of_the_k_are_kept() -> None:
-    kept = keep(torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]), Filters(top_k=2))
+    kept = filter_logits(torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]), Filters(top_k=2))
     assert (kept > -math.inf).tolist() == [False, True, True, True, False]

@@ -95,7 +95,7 @@ def test_a_cache_gets_more_places_as_completions_need_them(
 ) -> None:
     rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
     _, expected = generate(make_model(), rollout)
-    monkeypatch.setattr(torch_engine, "FIRST_ROOM", first_room)
+    monkeypatch.setattr(torch_engine, "INITIAL_PLACES", first_room)
     monkeypatch.setattr(in_place, "MULTIPLE", 1)
     _, found = generate(make_model(), rollout)
     for one, other in zip(found, expected, strict=True):
@@ -116,7 +116,7 @@ def test_the_trainer_computes_the_same_logprobs(
     policy = Policy(logprobs=Logprobs.model_validate({"impl": impl}))
     backend, completions = generate(model, rollout, policy)
     batch = batch_of(completions)
-    torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(backend.compute_logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("impl", ["logits", "chunked"])
@@ -131,7 +131,7 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         policy = Policy(dtype="bfloat16", logprobs=logprobs)
         backend, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS), policy)
         batch = batch_of(completions)
-        error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
+        error = (backend.compute_logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     assert excess["float32"] < excess[None] / 1.5
 
@@ -164,7 +164,7 @@ def test_in_another_precision_the_samplers_own_sets_agree_better(
     exact = replace(exact, support=scatter_support(kept, exact.token_mask))
     excess = []
     for batch in (own, exact):
-        error = (backend.logprobs(batch) - batch.inference_logprobs).abs().exp()
+        error = (backend.compute_logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess.append(float(error[batch.token_mask].mean()) - 1)
     print(filters, "token_mult_prob_error - 1, own, exact sets:", excess)
     assert 0 < excess[1] < excess[0] / 1.1
@@ -183,7 +183,7 @@ def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
     after = engine.generate(prompts, draws(len(PROMPTS)))
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
     batch = batch_of(after)
-    torch.testing.assert_close(backend.logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(backend.compute_logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
 def test_generation_copies_no_weights_once_they_are_gathered(group: None) -> None:

@@ -64,12 +64,12 @@ def test_a_graph_samples_what_single_operators_do_also_after_an_update(
     case: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preset, policy, rollout = CASES[case]
-    monkeypatch.setattr("abrun.rollout.torch_engine.FIRST_ROOM", 20)  # so that the cache grows, too
+    monkeypatch.setattr("abrun.rollout.torch_engine.INITIAL_PLACES", 20)  # so that the cache grows, too
     with single_rank("nccl"):
         backend = make_backend(preset, policy)
         settings = Rollout(max_new_tokens=64, **rollout)
         graphs, single = (TorchEngine(settings, backend, TEXT) for _ in range(2))
-        single._replays = None
+        single._replayer = None
         for step in range(3):
             found = sampled(graphs, step)
             num_replays = len(replays)

@@ -77,7 +77,7 @@ def test_after_each_of_twenty_syncs_the_weights_are_the_newest(sampling: Samplin
             for parameter in sampling.backend.module.parameters():
                 parameter.grad = torch.randn_like(parameter)
         sampling.backend.optimizer_step(0.01)
-        sampling.engine.sync(sampling.backend.weights())
+        sampling.engine.sync(sampling.backend.gather_weights())
         completions = sampling.generate(draws={"step": 1})
         error = sampling.error(completions)
         largest = max(largest, float(error.max()))
@@ -151,8 +151,10 @@ def test_raw_logprobs_are_seen(started: Sampling, monkeypatch: pytest.MonkeyPatc
 
 def test_weights_that_do_not_arrive_are_an_error(sampling: Sampling) -> None:
     weights = [
-        one for one in sampling.backend.weights() if not one[0].endswith("layers.1.mlp.down_proj.weight")
+        one
+        for one in sampling.backend.gather_weights()
+        if not one[0].endswith("layers.1.mlp.down_proj.weight")
     ]
     with pytest.raises(LaunchError, match=r"policy's weights: .*layers\.1\.mlp\.down_proj"):
         sampling.engine.sync(iter(weights))
-    sampling.engine._vllm._tail.not_loaded = ""
+    sampling.engine._vllm._tail.missing_weights = ""

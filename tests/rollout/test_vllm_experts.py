@@ -43,7 +43,7 @@ def test_experts_that_are_not_packed_anew_are_seen(
 
 @pytest.mark.parametrize("lost", ["layers.1.mlp.experts.3.down_proj", "layers.1.mlp.experts"])
 def test_experts_that_do_not_arrive_are_an_error(lost: str, started: Sampling) -> None:
-    weights = [weight for weight in started.backend.weights() if lost not in weight[0]]
+    weights = [weight for weight in started.backend.gather_weights() if lost not in weight[0]]
     with pytest.raises(LaunchError, match=r"policy's weights: .*([Ee]xperts: )"):
         started.engine.sync(iter(weights))
-    started.engine._vllm._tail.not_loaded = ""
+    started.engine._vllm._tail.missing_weights = ""

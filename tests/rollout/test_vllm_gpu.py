@@ -18,7 +18,7 @@ from abrun.models.presets import preset_config
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.rollout.vllm import transfer
-from abrun.rollout.vllm.starting import cache_bytes
+from abrun.rollout.vllm.startup import cache_bytes
 from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import (
     PATIENCE_S,
@@ -104,7 +104,7 @@ def test_asleep_it_gives_its_memory_to_the_trainer(sampling: Sampling) -> None:
     counted = torch.cuda.memory_allocated()
     began_s = time.monotonic()
     assert sampling.engine.wake()  # its weights are gone
-    sampling.engine.sync(sampling.backend.weights())
+    sampling.engine.sync(sampling.backend.gather_weights())
     woken_s = time.monotonic() - began_s
     print(f"sleep {slept_s:.2f} s frees {freed / 2**30:.1f} GiB; wake and sync {woken_s:.2f} s")
     assert needed and needed < freed < needed + 2**30
@@ -178,7 +178,7 @@ def test_a_run_samples_what_it_trains(name: str, tmp_path: Path) -> None:
 
 @needs_two_gpus
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGSTOP, "said nothing for"), (signal.SIGKILL, "killed by SIGKILL")]
+    ("number", "expected"), [(signal.SIGSTOP, "was silent for"), (signal.SIGKILL, "killed by SIGKILL")]
 )
 def test_an_engine_that_hangs_or_dies_in_a_sync_leaves_the_trainers_gpu_usable(
     number: int, expected: str, started: Sampling, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +195,7 @@ def test_an_engine_that_hangs_or_dies_in_a_sync_leaves_the_trainers_gpu_usable(
             assert error < SUSPICIOUS
         began_s = time.monotonic()
         with pytest.raises(LaunchError, match=f"policy's weights: {expected}") as raised:
-            apart.engine.sync(stopping(apart.backend.weights(), apart.pids[0], number))
+            apart.engine.sync(stopping(apart.backend.gather_weights(), apart.pids[0], number))
         print(f"{raised.value}, after {time.monotonic() - began_s:.1f} s")
         assert time.monotonic() - began_s < 4 * PATIENCE_S
     began_s = time.monotonic()

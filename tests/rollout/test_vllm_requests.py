@@ -15,8 +15,8 @@ from abrun.models.presets import preset_config
 from abrun.recipe.policy import Model
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm import instance
-from abrun.rollout.vllm.colocated import Colocated
-from abrun.rollout.vllm.starting import Tail, _arguments, _memory, cache_bytes
+from abrun.rollout.vllm.colocated import ColocatedEngine
+from abrun.rollout.vllm.startup import LogTail, _engine_arguments, _memory_arguments, cache_bytes
 from tests.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
 
 PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
@@ -129,13 +129,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Noting:
     )
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
-    monkeypatch.setattr(instance, "start", lambda *arguments: made)
+    monkeypatch.setattr(instance, "start_engine", lambda *arguments: made)
     return made
 
 
-def engine_of(*overrides: str) -> Colocated:
+def engine_of(*overrides: str) -> ColocatedEngine:
     backend: Any = SimpleNamespace(ranks=make_ranks(torch.device("cpu"), {}))
-    return Colocated(config_of(*overrides), backend, TEXT)
+    return ColocatedEngine(config_of(*overrides), backend, TEXT)
 
 
 def draws() -> Draws:
@@ -175,7 +175,7 @@ def test_every_request_asks_for_the_recipes_distribution_and_its_rows_own_seed(
 
 def test_log_probs_of_other_tokens_are_an_error(vllm: Noting, group: None) -> None:
     vllm.beside = 1
-    with pytest.raises(LaunchError, match="of other tokens"):
+    with pytest.raises(LaunchError, match="to other tokens"):
         engine_of().generate(PROMPTS, draws())
 
 
@@ -184,7 +184,7 @@ def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
 ) -> None:
     vllm.room, engine = MAX_NEW_TOKENS - 1, engine_of()
     with pytest.raises(
-        LaunchError, match=r"cut after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization is"
+        LaunchError, match=r"truncated after 23 of 24 tokens: .*; rollout\.gpu_memory_utilization sets"
     ):
         engine.generate(PROMPTS, draws())
 
@@ -192,7 +192,7 @@ def test_a_sequence_that_vllm_has_no_room_for_is_an_error_and_not_cut(
         raise ValueError("The prompt (length 9): maximum model length 8.")
 
     monkeypatch.setattr(vllm, "add_request", refuse)
-    with pytest.raises(LaunchError, match=r"maximum model length 8\.; rollout\.gpu_memory_utilization is"):
+    with pytest.raises(LaunchError, match=r"maximum model length 8\.; rollout\.gpu_memory_utilization sets"):
         engine.generate(PROMPTS, draws())
 
 
@@ -223,8 +223,8 @@ def test_the_trainers_memory_is_taken_back_before_each_part_that_has_no_room_bes
     free: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), 80 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vllm.events.append("empty_cache"))
-    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
-    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    monkeypatch.setattr(instance, "preserving_globals", lambda device: contextlib.nullcontext())
+    engine = instance.VllmInstance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     assert not engine.wake()  # it has not slept
     loads = ["load_weights", "kv_cache", "reset_prefix_cache"]
     for free_bytes, expected in (
@@ -259,8 +259,8 @@ def test_a_sync_ends_with_an_empty_prefix_cache(vllm: Noting, group: None) -> No
 def test_on_a_gpu_weights_go_to_their_places_where_vllm_computes_with_them_as_they_are(
     vllm: Noting, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance, "apart", lambda device: contextlib.nullcontext())
-    engine = instance.Instance(config_of(), torch.device("cuda"), 1, frozenset({END}))
+    monkeypatch.setattr(instance, "preserving_globals", lambda device: contextlib.nullcontext())
+    engine = instance.VllmInstance(config_of(), torch.device("cuda"), 1, frozenset({END}))
     engine.load(iter([]))
     experts, (mla, sinks, composite) = (
         Layers(vllm, "UnquantizedFusedMoEMethod"),
@@ -283,18 +283,20 @@ def test_a_mixture_that_lacks_an_experts_matrix_is_an_error(vllm: Noting, group:
     ]
     engine = engine_of()
     engine.sync((name, torch.zeros(1)) for name in names)
-    with pytest.raises(LaunchError, match=r"layers\.1\.mlp\.experts: up_proj\.weight of 1 experts, and 2"):
+    with pytest.raises(
+        LaunchError, match=r"layers\.1\.mlp\.experts: up_proj\.weight of 1 experts, but others have 2"
+    ):
         engine.sync((name, torch.zeros(1)) for name in names[:-1])
 
 
 def test_it_is_started_to_return_the_log_probs_of_what_it_draws_from() -> None:
     cpu = torch.device("cpu")
-    plain = _arguments(config_of(), cpu, 1, None)
+    plain = _engine_arguments(config_of(), cpu, 1, None)
     assert (plain["logprobs_mode"], plain["generation_config"]) == ("processed_logprobs", "vllm")
     assert plain["dtype"] == "float32" and "hf_overrides" not in plain and "max_num_seqs" not in plain
     assert plain["max_model_len"] == -1  # it may be more than abrun takes, and than the cache has room for
     head = "policy.logprobs.head_dtype=float32"
-    other = _arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
+    other = _engine_arguments(config_of("policy.dtype=bfloat16", head, "rollout.batch_size=3"), cpu, 1, None)
     assert (other["dtype"], other["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
     assert other["max_num_seqs"] == 3
 
@@ -317,28 +319,28 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     recurrent = Qwen3NextConfig()  # vLLM wants a state for each of max_num_seqs
     for other in (recurrent, Gemma4TextConfig()):  # whose heads differ from layer to layer
         assert cache_bytes(run, 1, other) is None
-    assert _memory(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
-    assert _memory(run, 1, config, 140 * GIB) == {
+    assert _memory_arguments(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
+    assert _memory_arguments(run, 1, config, 140 * GIB) == {
         "kv_cache_memory_bytes": whole,
         "gpu_memory_utilization": whole / (140 * GIB),
     }
-    assert _memory(run, 1, config, 20 * GIB) == {
+    assert _memory_arguments(run, 1, config, 20 * GIB) == {
         "gpu_memory_utilization": 0.6
     }  # too much: as much as there is
     asked_for = config_of(*asked, *step, "rollout.gpu_memory_utilization=0.3")
-    assert _memory(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
+    assert _memory_arguments(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
     alone = config_of(*asked, *step, "rollout.devices=1")
-    assert _memory(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
-    assert _memory(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
+    assert _memory_arguments(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
+    assert _memory_arguments(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
 
 
 def test_what_vllm_goes_on_without_is_noted() -> None:
     import logging
 
-    tail = Tail()
+    tail = LogTail()
     log = logging.Logger("vllm", logging.INFO)
     log.addHandler(tail)
     log.info("weights were not loaded from checkpoint: {'model.layers.0.mlp.experts.routed_experts.w13'}")
-    assert not tail.not_loaded
+    assert not tail.missing_weights
     log.info("Following weights were not loaded: {'model.norm.weight'}")
-    assert "model.norm.weight" in tail.not_loaded
+    assert "model.norm.weight" in tail.missing_weights

@@ -74,7 +74,7 @@ def test_after_each_sync_the_weights_are_the_newest(
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (signal.SIGSTOP, r"policy's weights: said nothing for \d+ s"),
+        (signal.SIGSTOP, r"was silent for \d+ s after the request to take the policy's weights"),
         (signal.SIGKILL, r"policy's weights: killed by SIGKILL; .* log: \S"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_process_that_hangs_or_dies_in_a_sync_is_one_line(
     with to_break(config_of("rollout.devices=1")) as sampling:
         began_s = time.monotonic()
         with pytest.raises(LaunchError, match=expected) as raised:
-            sampling.engine.sync(stopping(sampling.backend.weights(), sampling.pids[0], number))
+            sampling.engine.sync(stopping(sampling.backend.gather_weights(), sampling.pids[0], number))
         assert time.monotonic() - began_s < 5 * PATIENCE_S
         print(raised.value)
         assert "\n" not in str(raised.value) and "engine-0.log" in str(raised.value)
@@ -97,7 +97,7 @@ def test_a_process_that_dies_as_it_samples_is_one_line(monkeypatch: pytest.Monke
         # Called as it is heard, which is in its first step.
         monkeypatch.setattr(progress, "report", lambda *doing: os.kill(sampling.pids[0], signal.SIGKILL))
         began_s = time.monotonic()
-        with pytest.raises(LaunchError, match=r"asked to generate: killed by SIGKILL; .* log: \S"):
+        with pytest.raises(LaunchError, match=r"failed to generate: killed by SIGKILL; .* log: \S"):
             sampling.generate()
         assert time.monotonic() - began_s < PATIENCE_S
 
@@ -113,7 +113,9 @@ def test_one_of_two_processes_of_an_engine_that_dies_is_one_line() -> None:
 def test_weights_that_it_lacks_are_one_line_however_quiet_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     with to_break(config_of("rollout.devices=1")) as sampling:
-        weights = [weight for weight in sampling.backend.weights() if "layers.1.mlp.down" not in weight[0]]
+        weights = [
+            weight for weight in sampling.backend.gather_weights() if "layers.1.mlp.down" not in weight[0]
+        ]
         with pytest.raises(LaunchError, match=r"policy's weights: .*mlp\.down_proj"):
             sampling.engine.sync(iter(weights))
 
@@ -130,6 +132,6 @@ def test_what_vllm_cannot_do_is_one_line(override: str, expected: str) -> None:
         pytest.raises(LaunchError, match=expected) as raised,
         to_break(config_of("rollout.devices=1", override)) as sampling,
     ):
-        sampling.engine.sync(sampling.backend.weights())
+        sampling.engine.sync(sampling.backend.gather_weights())
         sampling.generate()
     assert "\n" not in str(raised.value)

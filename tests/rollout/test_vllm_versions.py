@@ -23,8 +23,8 @@ from abrun.recipe.packages import (
     VLLM_VERSIONS,
     vllm_release,
 )
-from abrun.rollout.vllm import instance, starting
-from abrun.rollout.vllm.starting import Tail
+from abrun.rollout.vllm import instance, startup
+from abrun.rollout.vllm.startup import LogTail
 from tests.rollout.vllm_sampling import config_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -49,7 +49,7 @@ class Library:
         self.core = SimpleNamespace(cleanup_dist_env_and_memory=lambda: self.destroyed.append("all groups"))
         contents: dict[str, dict[str, Any]] = {
             "vllm": {"LLM": self._llm},
-            "vllm.logger": {"configure_logging_if_needed": self._set_up_log},
+            "vllm.logger": {"configure_logging_if_needed": self._configure_log},
             "vllm.config": {},
             "vllm.config.logging": {"LoggingConfig": dict},
             "vllm.distributed": {},
@@ -60,19 +60,19 @@ class Library:
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", self.core)
         monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", parallel_state)
-        monkeypatch.setattr(starting, "vllm_refusal", lambda on_gpu: None)
-        monkeypatch.setattr(starting, "installed_vllm_release", lambda: release)
+        monkeypatch.setattr(startup, "vllm_refusal", lambda on_gpu: None)
+        monkeypatch.setattr(startup, "installed_vllm_release", lambda: release)
         if release < MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
             logging.config.dictConfig(LOG)
 
-    def _set_up_log(self, config: dict[str, Any]) -> None:
+    def _configure_log(self, config: dict[str, Any]) -> None:
         if not self._is_log_set_up:
             self._is_log_set_up = True
             logging.config.dictConfig(LOG)
 
     def _llm(self, **arguments: Any) -> Any:
         if self._release >= MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
-            self._set_up_log({})
+            self._configure_log({})
         logging.getLogger("vllm.engine").info("starting with seed %s", arguments["seed"])
         if not self.starts:
             raise ValueError("no memory")
@@ -97,26 +97,26 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Library(request.param, monkeypatch)
 
 
-def start(tail: Tail) -> Any:
-    return starting.start(config_of(), torch.device("cpu"), 1, tail)
+def start(tail: LogTail) -> Any:
+    return startup.start_engine(config_of(), torch.device("cpu"), 1, tail)
 
 
 def test_weights_that_vllm_goes_on_without_are_heard_after_a_start(library: Library) -> None:
-    tail = Tail()
+    tail = LogTail()
     start(tail)
     logging.getLogger("vllm.reload").warning("Following weights were not loaded: {'model.norm.weight'}")
-    assert "model.norm.weight" in tail.not_loaded
+    assert "model.norm.weight" in tail.missing_weights
 
 
 def test_a_start_that_fails_quotes_the_log(library: Library) -> None:
     library.starts = False
     with pytest.raises(LaunchError, match=r"failed to start: .*no memory.* log: starting with"):
-        start(Tail())
+        start(LogTail())
 
 
-@pytest.mark.parametrize("end", [starting.end, lambda llm: None], ids=["ended", "collected"])
+@pytest.mark.parametrize("end", [startup.shut_down, lambda llm: None], ids=["ended", "collected"])
 def test_the_trainers_process_groups_outlive_an_engine(library: Library, end: Callable[[Any], None]) -> None:
-    llm = start(Tail())
+    llm = start(LogTail())
     end(llm)
     del llm
     gc.collect()
@@ -128,7 +128,7 @@ def test_a_sleep_leaves_the_trainer_what_torch_has_cached(monkeypatch: pytest.Mo
     libraries: tuple[Any, ...] = torch.cuda, torch.accelerator
     for library in libraries:
         monkeypatch.setattr(library, "empty_cache", lambda name=library.__name__: emptied.append(name))
-    with instance._kept_by_the_trainer():
+    with instance._keeping_allocator_cache():
         for library in libraries:
             library.empty_cache()
     assert emptied == []

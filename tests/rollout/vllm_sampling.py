@@ -76,14 +76,14 @@ class Sampling:
         self.engine = self._make(config)
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.rollout.vllm.colocated import Colocated
+        from abrun.rollout.vllm.colocated import ColocatedEngine
 
-        return Colocated(config, self.backend, TEXT)
+        return ColocatedEngine(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
         self.engine._vllm._rollout = config.rollout
-        self.engine.sync(self.backend.weights())
+        self.engine.sync(self.backend.gather_weights())
 
     def generate(self, **options: Any) -> list[Completion]:
         return self.engine.generate(PROMPTS, draws(**options.pop("draws", {})), **options)
@@ -91,7 +91,7 @@ class Sampling:
     def error(self, completions: list[Completion]) -> torch.Tensor:
         """How far the engine's log-probs are from the trainer's, of every token."""
         batch = batch_of(completions).to(self.backend.ranks.device)
-        difference = (self.backend.logprobs(batch) - batch.inference_logprobs).abs()
+        difference = (self.backend.compute_logprobs(batch) - batch.inference_logprobs).abs()
         return difference[batch.token_mask].cpu()
 
 
@@ -99,13 +99,13 @@ class SamplingApart(Sampling):
     """With an engine in processes of its own."""
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.rollout.vllm.separate import Separate
+        from abrun.rollout.vllm.separate import SeparateEngine
 
-        return Separate(config, self.backend, TEXT)
+        return SeparateEngine(config, self.backend, TEXT)
 
     def sync(self, config: OwnRunConfig, seed: int = 2) -> None:
         self.backend = backend_of(config, seed)
-        self.engine.sync(self.backend.weights())
+        self.engine.sync(self.backend.gather_weights())
 
     @property
     def pids(self) -> list[int]:

@@ -13,14 +13,14 @@ from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_ind, 
 from abrun.messages.numbers import bound_text
 from abrun.stats.equivalence import equivalence_test, holm, mean_and_sd, t_interval
 from abrun.stats.power import (
-    freedom_per_run,
     pairs_needed,
     pairs_needed_range,
     power_at,
     sd_interval,
     sd_of_difference,
+    welch_dof_per_run,
 )
-from abrun.verdict.skewness import DIFFERENCES, far_off, skew_warning, skewness
+from abrun.verdict.skewness import DIFFERENCES, find_skew, outlier_p, skewness_and_p
 
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5, 10, 40])
@@ -167,7 +167,7 @@ def test_pairs_needed_is_the_first_that_suffices(sd):
 
 def test_pairs_needed_gives_up():
     assert pairs_needed(0.01, 1.0) is None
-    assert pairs_needed(1.0, 2.0, most=10) is None
+    assert pairs_needed(1.0, 2.0, max_pairs=10) is None
 
 
 def test_range_of_pairs_needed_holds_the_estimate():
@@ -199,7 +199,7 @@ def test_welch_agrees_with_statsmodels(num_baselines, num_treatments, shift):
     means = CompareMeans(DescrStatsW(treatment), DescrStatsW(baseline))
     assert tost.interval == pytest.approx(means.tconfint_diff(0.1, usevar="unequal"))
     _, p_difference, freedom = means.ttest_ind(usevar="unequal")
-    assert (tost.p_difference, tost.freedom) == pytest.approx((p_difference, freedom))
+    assert (tost.p_difference, tost.dof) == pytest.approx((p_difference, freedom))
     signed = (
         means if tost.mean_difference >= 0 else CompareMeans(DescrStatsW(baseline), DescrStatsW(treatment))
     )
@@ -216,7 +216,7 @@ def test_welch_has_at_most_twice_the_freedom_of_the_smaller_arm(num_baselines, n
     cap = 2 * (min(num_baselines, num_treatments) - 1)
     larger_varies_more = [(size == max(map(len, arms))) * 9 + 1 for size in map(len, arms)]
     arms = tuple(scale * values for scale, values in zip(larger_varies_more, arms, strict=True))
-    assert equivalence_test(*arms, margin=0.7, paired=False).freedom == cap
+    assert equivalence_test(*arms, margin=0.7, paired=False).dof == cap
     uncapped: Any = ttest_ind(arms[1], arms[0], equal_var=False)
     assert uncapped.df > cap
 
@@ -249,8 +249,8 @@ def test_unpaired_arms_without_spread_are_decided_by_value():
 
 
 def test_runs_needed_is_what_simulation_finds():
-    sd, freedom = np.hypot(0.4, 0.8), freedom_per_run((0.4, 0.8))
-    needed = pairs_needed(1.0, sd, freedom=freedom)
+    sd, freedom = np.hypot(0.4, 0.8), welch_dof_per_run((0.4, 0.8))
+    needed = pairs_needed(1.0, sd, dof_per_pair=freedom)
     assert needed is not None
     rng = np.random.default_rng(5)
 
@@ -261,11 +261,11 @@ def test_runs_needed_is_what_simulation_finds():
         )
 
     assert passing(needed) > 0.77 and passing(needed - 1) < 0.83
-    assert pairs_needed(1.0, sd, true_difference=1.0, freedom=freedom) is None
+    assert pairs_needed(1.0, sd, true_difference=1.0, dof_per_pair=freedom) is None
 
 
 def test_no_skewness_is_impossible_among_normal_samples():
-    found = skewness([0.0, 0.001, 0.002, 1.0])
+    found = skewness_and_p([0.0, 0.001, 0.002, 1.0])
     assert found is not None and 0 < found[1] < 0.001
 
 
@@ -274,7 +274,7 @@ def test_no_skewness_is_impossible_among_normal_samples():
 def test_symmetric_counts_are_rarely_called_skewed(sd, size):
     """Taken for normal ones, those of few steps were in up to .43."""
     counts = np.round(sd * np.random.default_rng(size).standard_normal((1000, size))) / 16
-    found = [skewness(values) for values in 0.3 + counts]
+    found = [skewness_and_p(values) for values in 0.3 + counts]
     assert np.mean([one is not None and one[1] < 0.05 for one in found]) <= 0.07
 
 
@@ -282,27 +282,26 @@ def test_symmetric_counts_are_rarely_called_skewed(sd, size):
 def test_normal_values_are_rarely_called_skewed_and_none_hides_by_how_far_off_it_is(size):
     """One 1e9 times as far as the others left these looking like ties, of which nothing is said."""
     samples = np.random.default_rng(size).standard_normal((2000, size))
-    alone = [far_off(one, 0.0, 0.0) for one in samples]
+    alone = [outlier_p(one, 0.0, 0.0) for one in samples]
     assert np.mean([p is not None and p < 0.05 for p in alone]) <= 0.065
     assert (
-        np.mean([skew_warning({DIFFERENCES: one}, step=0.0, least=0.0) is not None for one in samples])
-        <= 0.065
+        np.mean([find_skew({DIFFERENCES: one}, step=0.0, min_sd=0.0) is not None for one in samples]) <= 0.065
     )
     for far in (100.0, 1e8, 1e10, -1e14, 1e300):
         for one in samples[:20]:
             others = [far, *one[1:]]
-            assert skew_warning({DIFFERENCES: np.array(others)}, step=0.0, least=0.01) is not None, others
+            assert find_skew({DIFFERENCES: np.array(others)}, step=0.0, min_sd=0.01) is not None, others
     for far in (100.0, 1e10, -1e14) if size > 4 else ():  # two on one side: skewness is silent up to 8 values
         for one in samples[:20]:
             others = [far, 1.1 * far, *one[2:]]
-            assert skew_warning({DIFFERENCES: np.array(others)}, step=0.0, least=0.01) is not None, others
+            assert find_skew({DIFFERENCES: np.array(others)}, step=0.0, min_sd=0.01) is not None, others
     for values in (samples, np.random.default_rng(size).standard_t(5, (2000, size))):
-        pairs = [far_off(one, 0.0, 0.0, 2) for one in values]
+        pairs = [outlier_p(one, 0.0, 0.0, 2) for one in values]
         assert np.mean([p is not None and p < 0.05 for p in pairs]) < 0.02
     tied = np.zeros(size)
     for far, said in ((1e-6, False), (1 / 16, False), (0.5, True), (-1e9, True)):
         tied[1] = far
-        assert (skew_warning({DIFFERENCES: tied}, step=1 / 16, least=0.001) is not None) == said, far
+        assert (find_skew({DIFFERENCES: tied}, step=1 / 16, min_sd=0.001) is not None) == said, far
 
 
 def test_a_bound_is_printed_no_smaller_than_it_is():

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from abrun.stats.sigma_margin import Law, sigma_lower_bound, sigma_pairs_needed, sigma_power, sigma_test
+from abrun.stats.sigma_margin import (
+    VarianceModel,
+    sigma_lower_bound,
+    sigma_pairs_needed,
+    sigma_power,
+    sigma_test,
+)
 
 
 def shifted(num_pairs, ratio, rho, sigmas, num, seed=0):
@@ -42,12 +48,12 @@ def test_power_is_how_often_equal_arms_pass(num_pairs, rho):
     left, right = shifted(num_pairs, 1.0, rho, 0.0, 1000, seed=1)
     passed = np.mean([sigma_test(*pair, 1.5).equivalent for pair in zip(left, right, strict=True)])
     assert passed == pytest.approx(
-        sigma_power(1.5, num_pairs, Law(correlation=rho)), abs=4 * np.sqrt(0.25 / 1000)
+        sigma_power(1.5, num_pairs, VarianceModel(correlation=rho)), abs=4 * np.sqrt(0.25 / 1000)
     )
 
 
 def test_pairs_needed_reach_the_power():
-    law = Law(correlation=0.5)
+    law = VarianceModel(correlation=0.5)
     needed = sigma_pairs_needed(1.5, law)
     assert needed and sigma_power(1.5, needed, law) >= 0.8 > sigma_power(1.5, needed - 1, law)
 
@@ -66,9 +72,9 @@ def test_what_cannot_be_tested_is_refused(values, sigmas):
 
 def test_pairs_needed_count_a_treatment_that_varies_more():
     """Taken for arms of one sigma, the 80 % of a treatment of twice the sigma would be 28 %."""
-    rng, law = np.random.default_rng(1), Law(correlation=0.8, ratio=2.0)
+    rng, law = np.random.default_rng(1), VarianceModel(correlation=0.8, sd_ratio=2.0)
     needed = sigma_pairs_needed(1.5, law)
-    assert needed and needed > 2 * (sigma_pairs_needed(1.5, Law(correlation=0.8)) or 0)
+    assert needed and needed > 2 * (sigma_pairs_needed(1.5, VarianceModel(correlation=0.8)) or 0)
     left, own = rng.standard_normal((2, 1000, needed))
     right = 2 * (0.8 * left + 0.6 * own)
     passed = np.mean([sigma_test(*pair, 1.5).equivalent for pair in zip(left, right, strict=True)])

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from abrun.errors import RecipeError
 from abrun.recipe.tasks import Arithmetic, Gsm8k, Jsonl, Validation, WordProblems
-from abrun.tasks import Example, Task, hold_out, make_task
+from abrun.tasks import Example, TrainingTask, hold_out, make_task
 from abrun.tasks.generated import Generated
 from tests.snapshot import Snapshot
 
@@ -24,7 +24,7 @@ GENERATED = (
 )
 
 
-def held_out(task: dict[str, Any], count: int, **fields: Any) -> tuple[Task, list[Example]]:
+def held_out(task: dict[str, Any], count: int, **fields: Any) -> tuple[TrainingTask, list[Example]]:
     return hold_out(TASK.validate_python(task), Validation(every=1, num_prompts=count, **fields))
 
 

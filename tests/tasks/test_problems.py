@@ -9,7 +9,7 @@ import pytest
 
 from abrun.errors import RecipeError
 from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask, Validation
-from abrun.tasks import Example, Task, hold_out, make_task
+from abrun.tasks import Example, TrainingTask, hold_out, make_task
 from tests.snapshot import Snapshot
 
 GSM8K = [
@@ -24,7 +24,7 @@ def written(path: Path, rows: list) -> str:
     return str(path)
 
 
-def numbered(folder: Path, count: int) -> Task:
+def numbered(folder: Path, count: int) -> TrainingTask:
     rows = [{"prompt": f"problem {i}", "answer": str(i)} for i in range(count)]
     return make_task(Jsonl(type="jsonl", path=written(folder / "numbered.jsonl", rows)))
 
@@ -181,7 +181,7 @@ number = 3
 """
 
 
-def verified_by(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
+def verified_by(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> TrainingTask:
     """A task with a verifier out of a module in the working directory."""
     (folder / "the_verifiers.py").write_text(VERIFIERS)
     monkeypatch.chdir(folder)
@@ -245,7 +245,7 @@ def test_a_verifier_that_is_not_there(
     with pytest.raises(RecipeError) as raised:
         verified_by(tmp_path, name, monkeypatch)
     message = str(raised.value)
-    assert message.startswith(f"task.verifier: got {name!r}; ")
+    assert message.startswith(f"task.verifier: got {name!r}")
     snapshot(message)
     assert "\n" not in message
 

@@ -7,13 +7,13 @@ import pytest
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.tasks import ReasoningGym
-from abrun.tasks import Task, make_task
+from abrun.tasks import TrainingTask, make_task
 
 pytest.importorskip("reasoning_gym")
 EASY = {"max_terms": 2, "max_digits": 2}
 
 
-def task(name: str = "chain_sum", **fields: Any) -> Task:
+def task(name: str = "chain_sum", **fields: Any) -> TrainingTask:
     return make_task(ReasoningGym.model_validate({"type": "reasoning_gym", "name": name, **fields}))
 
 

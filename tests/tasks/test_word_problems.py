@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from abrun.models import UNKNOWN, character_tokenizer
 from abrun.recipe.tasks import WordProblems
-from abrun.tasks import Example, Task, make_task
+from abrun.tasks import Example, TrainingTask, make_task
 from abrun.tasks.word_problems import TOPICS
 from tests.snapshot import Snapshot
 
@@ -18,7 +18,7 @@ GOLDEN = "4d3d5645efda1f5852c25a10f3f2d84764e719e492412996d27869f05f1cd1d0"
 CALCULATION = re.compile(r"(\d+(?: [-+*/] \d+)+) = (\d+)")
 
 
-def word_problems(**fields: Any) -> Task:
+def word_problems(**fields: Any) -> TrainingTask:
     return make_task(WordProblems.model_validate({"type": "word_problems", **fields}))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from abrun.errors import LaunchError
 from abrun.messages import sentence
@@ -27,11 +28,18 @@ from abrun.runs.records import NodeStatus, RunRecord, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.train import agent as agents
 from abrun.train.agent import SCRATCH, TIMED_OUT
-from abrun.train.agent import _conclude as conclude
-from abrun.train.agent import _Notes as Notes
+from abrun.train.agent import _NodeNotes as Notes
+from abrun.train.agent import _record_ending as conclude
 from abrun.train.agent import _scratch as scratch
-from abrun.train.failures import ERROR_FILE, Failure, cause_of, first_failure, record_failure
-from abrun.train.failures import _recorded as recorded
+from abrun.train.failures import (
+    ERROR_FILE,
+    Failure,
+    cause_of,
+    first_failure,
+    record_exception,
+    record_failure,
+)
+from abrun.train.failures import _read_error_file as recorded
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -175,14 +183,14 @@ def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
     now = [1000.0]
     monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
     notes.write(0.0, None)
-    assert notes.others() == []
+    assert notes.other_nodes() == []
     run.write_node(NodeStatus(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
     now[0] += 2
-    assert [note.host for note in notes.others()] == ["n2"]
+    assert [note.host for note in notes.other_nodes()] == ["n2"]
     now[0] += 59
-    assert notes.others()
+    assert notes.other_nodes()
     now[0] += 2
-    assert notes.others() == []
+    assert notes.other_nodes() == []
 
 
 def test_a_machine_that_has_slept_says_at_once_that_it_is_there(
@@ -242,25 +250,47 @@ def rank_failed(rank: int, cause: Reason, num_ranks: int = 2) -> Reason:
     return Code.RANK_FAILED(rank=rank, num_ranks=num_ranks, host=None, cause=cause)
 
 
-def test_what_a_failed_import_hides_is_told(tmp_path: Path) -> None:
+class ImportErrorByName(Exception):
+    pass
+
+
+class MissingExtra(ImportError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_origin"),
+    [(ModuleNotFoundError, True), (MissingExtra, True), (ImportErrorByName, False), (ValueError, False)],
+)
+def test_a_failed_import_names_the_error_behind_it_by_its_type(
+    kind: type[Exception], has_origin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As transformers raises it where torchvision is built for another torch."""
-    callstack = (
-        "Traceback (most recent call last):\n  File ...\n"
-        "RuntimeError: operator torchvision::nms does not exist\n"
-        "\nThe above exception was the direct cause of the following exception:\n\n"
-        "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: Could not import module 'X'\n"
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "rank-0.error"))
+
+    @record
+    def import_model() -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise kind("could not import module 'X'") from error
+
+    with pytest.raises(kind) as raised:
+        import_model()
+    record_exception(raised.value)
+    cause, _ = recorded(tmp_path / "rank-0.error") or (None, None)
+    assert cause == Code.EXCEPTION(
+        kind=None,
+        error=f"{kind.__name__}: could not import module 'X'",
+        origin="RuntimeError: operator torchvision::nms does not exist" if has_origin else None,
     )
 
-    def cause(message: str) -> Reason:
-        failure = failure_of(tmp_path, {0: error_of(message, callstack)}, Ends(1))
-        return cause_of(failure, "", None)
 
-    origin = "RuntimeError: operator torchvision::nms does not exist"
-    for message, expected in {
-        "ModuleNotFoundError: X": origin,
-        "ValueError: rollout.engine: x": None,
-    }.items():
-        assert cause(message) == Code.EXCEPTION(kind=None, error=message, origin=expected)
+def test_an_exception_without_a_reason_is_quoted(tmp_path: Path) -> None:
+    """As another rank program leaves it, which only torch's `record` wraps."""
+    message = "ModuleNotFoundError: X"
+    failure = failure_of(tmp_path, {0: error_of(message, "")}, Ends(1))
+    assert cause_of(failure, "", None) == Code.EXCEPTION(kind=None, error=message, origin=None)
 
 
 def test_an_error_of_abruns_keeps_its_code_on_its_way_to_the_agent(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from abrun.backends.pieces import Held
+from abrun.backends.shards import ShardSpec
 from abrun.errors import RecipeError
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import fingerprint
@@ -148,14 +148,14 @@ def test_from_backend_to_backend_and_back(
 
 def taken_and_saved(
     rank: int, size: int, config: OwnRunConfig, folder: str, path: Path
-) -> dict[str, tuple[torch.Tensor, Held]]:
+) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
     """What a rank has after it began there, and of which parts that is made; saved once more."""
     setup = make_setup(config, 0, None, torch.device("cpu"))
     start_from(folder, setup.learner, setup.ranks, 99)
     run = RunDir(path)
     writer = run.begin_attempt() if rank == 0 else None
     checkpoint.save(run.checkpoints, setup.learner, setup.ranks, step=2, keep=1, writer=writer)
-    state, pieces = setup.learner.local_state(), setup.learner.pieces()
+    state, pieces = setup.learner.local_state(), setup.learner.shard_specs()
     assert state.keys() == pieces.keys()
     return {name: (tensor.clone(), pieces[name]) for name, tensor in state.items()}
 
@@ -194,7 +194,7 @@ def test_every_rank_takes_its_part_to_the_bit_and_gives_it_back(
     config, spread = run_config("steps=3", *with_gradients, *LAYOUTS[layout]), tmp_path / "spread"
     for part in run_ranks(taken_and_saved, config.cluster.ranks, config, checkpoint_of(one, 2), spread):
         for tensor, held in part.values():
-            expected = held.joined([named[name][piece.slices] for name, piece in held.pieces])
+            expected = held.assemble([named[name][piece.slices] for name, piece in held.pieces])
             assert torch.equal(tensor, expected.to(tensor.dtype))
     back = taken_and_saved(0, 1, alone, checkpoint_of(spread, 2), tmp_path / "back")
     assert back.keys() == whole.keys()

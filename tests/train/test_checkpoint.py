@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
+from abrun.backends.shards import ShardSpec
 from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
 from abrun.runs.files import fingerprint, read_json, write_json
@@ -48,7 +48,7 @@ class OneTensor:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"weights/x": self.weights}
 
-    def pieces(self) -> dict[str, Held]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -227,8 +227,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
         "run: missing",
     ),
-    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; a mapping"),
-    "no checksum": (lambda path: edit_state(path, files={"rank-0.safetensors": {}}), "None were written"),
+    "another kind": (lambda path: edit_state(path, files=[1]), r"files: got \[1\]; expected a mapping"),
+    "no checksum": (
+        lambda path: edit_state(path, files={"rank-0.safetensors": {}}),
+        "instead of the None written",
+    ),
     "other files": (lambda path: edit_state(path, files={"x": {}}), "files: got 1 for 1 ranks"),
     "num_ranks": (lambda path: edit_state(path, num_ranks=3), "files: got 1 for 3 ranks"),
     "num_ranks is text": (lambda path: edit_state(path, num_ranks="x"), "num_ranks: got 'x'"),
@@ -262,7 +265,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Run
     spoil_all = [path for path in run.checkpoints.iterdir() if path.name == "step-000005"]
     shutil.rmtree(spoil_all[0])
     before = torch.get_rng_state()
-    with pytest.raises(StoreError, match=rf"here is sound \(step 7: .*{reason}.*remove") as raised:
+    with pytest.raises(StoreError, match=rf"checkpoints are damaged \(step 7: .*{reason}.*remove") as raised:
         restore(run, backend)
     assert "\n" not in str(raised.value) and torch.equal(torch.get_rng_state(), before)
 
@@ -412,7 +415,7 @@ def test_what_a_failed_save_wrote_is_removed(
             monkeypatch.setattr(checkpoint, "write_json", fill_disk)
             save(run, OneTensor(2.0), 2, writer)
         else:
-            monkeypatch.setattr(checkpoint, "_synced", fill_disk)  # the shard is there
+            monkeypatch.setattr(checkpoint, "_sync_and_fingerprint", fill_disk)  # the shard is there
             save(run, OneTensor(2.0), 2, writer)
     assert os.listdir(run.checkpoints) == ["step-000001"]
 

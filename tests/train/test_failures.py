@@ -13,7 +13,7 @@ from abrun.processes import progress
 from abrun.reasons import Code
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
-from abrun.train.__main__ import ran_out
+from abrun.train.__main__ import out_of_memory_reason
 from tests.train.runs import Trainer, events, make_run, run_config
 
 OTHERS = {
@@ -23,7 +23,7 @@ OTHERS = {
     ),
     "no task file": (["task={type: gsm8k, path: /nonexistent/train.jsonl}"], "task.path: got '/nonexistent/"),
     "too long": (["rollout.max_new_tokens=2000"], "rollout.max_new_tokens: got 2000"),
-    "too few ranks": (["cluster.cpu_ranks=2"], "asks for 2 ranks and 1 were started"),
+    "too few ranks": (["cluster.cpu_ranks=2"], "needs 2 ranks, but 1 were started"),
 }
 
 
@@ -51,7 +51,9 @@ def test_one_line_and_a_failed_event(case: str, tmp_path: Path) -> None:
 def test_a_feature_to_come(tmp_path: Path) -> None:
     to_come = ("cluster.nodes=2", "rollout={engine: vllm, devices: 1}")
     directory = make_run(tmp_path / "run", run_config(*to_come))
-    message = expect_failure(directory, "rollout.devices: got 1 with cluster.nodes 2, not built yet", ranks=2)
+    message = expect_failure(
+        directory, "rollout.devices: got 1 with cluster.nodes 2, which is not supported yet", ranks=2
+    )
     expect_failed_event(directory, message)
 
 
@@ -69,7 +71,7 @@ def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
 
 def test_more_ranks_than_the_cluster_says(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config())
-    message = expect_failure(directory, "asks for 1 ranks and 2 were started", ranks=2)
+    message = expect_failure(directory, "needs 1 ranks, but 2 were started", ranks=2)
     expect_failed_event(directory, message)
     assert events(directory) == ["failed"]  # rank 0 alone writes
 
@@ -104,7 +106,7 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
     ],
 )
 def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, on_gpu: bool | None) -> None:
-    reason = ran_out(error)
+    reason = out_of_memory_reason(error)
     assert (reason and (reason.code, reason["on_gpu"])) == (
         None if on_gpu is None else (Code.MEMORY_RAN_OUT, on_gpu)
     )
@@ -115,12 +117,12 @@ def test_memory_that_was_wanting_is_told_from_other_errors(error: Exception, on_
 def test_memory_that_others_hold_is_said_to_be_theirs(
     monkeypatch: pytest.MonkeyPatch, free_gib: int, theirs: bool, snapshot
 ) -> None:
-    monkeypatch.setattr(progress, "doing", lambda: "the start")
+    monkeypatch.setattr(progress, "current_activity", lambda: "the start")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 << 30)
     error = "CUDA out of memory. Tried to allocate 2.00 GiB."
-    reason = ran_out(torch.OutOfMemoryError(error))
+    reason = out_of_memory_reason(torch.OutOfMemoryError(error))
     held = {"other_bytes": 128 << 30, "total_bytes": 140 << 30, "own_bytes": 12 << 30}
     assert reason is not None
     assert (reason["others"], reason["error"]) == (held if theirs else None, error)

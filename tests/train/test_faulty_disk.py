@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from abrun.backends.pieces import Held
 from abrun.backends.ranks import make_ranks
+from abrun.backends.shards import ShardSpec
 from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
 from abrun.runs.rundir import RunDir
@@ -37,7 +37,7 @@ class Walk:
     def local_state(self) -> dict[str, torch.Tensor]:
         return {"place": self.place}
 
-    def pieces(self) -> dict[str, Held]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         return {}
 
     def load_local_state(self, state: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_text
 from abrun.recipe.policy import Model
 from abrun.train.data import make_data
-from abrun.train.lengths import refuse_too_long
+from abrun.train.lengths import check_lengths
 from tests.snapshot import Snapshot
 from tests.train.runs import run_config
 
@@ -50,7 +50,7 @@ def refused(
     text.tokenizer.chat_template = template
     data = make_data(config, text, make_ranks(torch.device("cpu"), {}), seed=0)
     try:
-        refuse_too_long(replace(data, ranks=ranks or data.ranks), config, first)
+        check_lengths(replace(data, ranks=ranks or data.ranks), config, first)
     except RecipeError as error:
         return str(error)
     return ""

@@ -314,13 +314,13 @@ def test_seconds_of_the_compiler_are_counted_inside_their_phase() -> None:
 def test_parts_of_a_phase_keep_their_own_peaks_and_the_one_that_an_error_ends_is_known() -> None:
     phases = Phases(CPU)
     told: list[str] = []
-    phases.on_part = told.append
+    phases.on_memory_label = told.append
     with phases("forward_backward"):
         first = torch.zeros(100)
         for _ in range(2):
-            phases.part("forward")
+            phases.label_memory("forward")
             kept = torch.zeros(1000)
-            phases.part("backward")
+            phases.label_memory("backward")
             second = kept + 1
             del kept, second
     assert phases.collect()[1] == {
@@ -330,14 +330,14 @@ def test_parts_of_a_phase_keep_their_own_peaks_and_the_one_that_an_error_ends_is
     }
     assert told == ["forward_backward", *["forward", "backward"] * 2] and len(first) == 100
     with pytest.raises(MemoryError), phases("forward_backward"):
-        phases.part("forward")
+        phases.label_memory("forward")
         raise MemoryError
     assert phases.interrupted == "forward"
 
 
 def test_what_else_lives_between_steps_counts_from_a_phase_s_start() -> None:
     phases, reference = Phases(CPU, lambda: [torch.empty(0)]), [torch.zeros(1000)]
-    phases.reside(lambda: reference)
+    phases.add_resident(lambda: reference)
     with phases("logprobs"):
         pass
     assert phases.collect()[1] == {"memory/logprobs/peak_live_tensor_bytes": 4_000}

@@ -20,7 +20,7 @@ from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.learner import Learner
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.rollouts import Rollouts
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 from tests.train import runs
 from tests.train.runs import Rows, make_run, run_config, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
@@ -156,7 +156,7 @@ def test_any_tokens_of_a_microbatch_have_the_losses_they_have_in_it(loss: Any, r
 def test_old_logprobs_stay_while_the_policy_moves(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = {"optimizer_step": 0, "logprobs": 0}
+    counts = {"optimizer_step": 0, "compute_logprobs": 0}
     for name in counts:
         original = getattr(DtensorBackend, name)
 
@@ -167,10 +167,10 @@ def test_old_logprobs_stay_while_the_policy_moves(
         monkeypatch.setattr(DtensorBackend, name, counted)
     settings = ("steps=2", "policy.optimizer.warmup_steps=0", "algorithm.clip_high=0.05", "keep_samples=null")
     one = train(tmp_path / "one", warm_weights, *settings)
-    assert counts == {"optimizer_step": 2, "logprobs": 0}
+    assert counts == {"optimizer_step": 2, "compute_logprobs": 0}
     updates = ("steps=1", "algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=2")
     several = train(tmp_path / "several", warm_weights, *settings, *updates)
-    assert counts == {"optimizer_step": 2 + 6, "logprobs": 1}
+    assert counts == {"optimizer_step": 2 + 6, "compute_logprobs": 1}
     assert one[2]["train/probs_ratio"] == 1 and one[2]["train/clip_fraction"] == 0
     assert several[1]["train/probs_ratio_max"] > 1.05 > 0.95 > several[1]["train/probs_ratio_min"]
     assert several[1]["train/clip_fraction"] > 0
@@ -460,7 +460,7 @@ def test_metrics_levels(trained: Callable[..., Rows], group: None) -> None:
 # --- which rollouts a step has ---
 
 
-def collector(weights: Path, *overrides: str) -> tuple[Setup, Rollouts]:
+def collector(weights: Path, *overrides: str) -> tuple[RunSetup, Rollouts]:
     setup = make_setup(run_config(*overrides), 0, weights, torch.device("cpu"))
     assert isinstance(setup.config.algorithm, Grpo)
     return setup, Rollouts(setup, setup.config.algorithm)

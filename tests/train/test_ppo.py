@@ -12,7 +12,7 @@ from abrun.recipe.algorithms import Ppo
 from abrun.rl.batch import ActorCriticBatch, RolloutBatch, ScoredBatch
 from abrun.rl.values import generalized_advantages, shift_right, token_rewards
 from abrun.train.policy_objective import PolicyObjective
-from abrun.train.ppo import PpoAlgorithm, ValueObjective
+from abrun.train.ppo import PpoAlgorithm, PpoValueObjective
 from abrun.train.setup import make_setup
 from tests.train import runs
 from tests.train.runs import (
@@ -137,7 +137,7 @@ def test_the_value_loss_of_a_batch_by_hand() -> None:
         returns=torch.tensor([[math.nan, 1.0, 1.0]]),
         loss_weights=mask.double() / 2,
     )
-    objective = ValueObjective(clip_range=0.5, num_tokens=2)
+    objective = PpoValueObjective(clip_range=0.5, num_tokens=2)
     values = torch.tensor([[math.nan, 0.8, 1.2]], requires_grad=True)
     # 0.8 is bounded to 0.5, whose error of 0.5 is the larger; 1.2 is within the bounds.
     losses = objective.losses(batch, values)
@@ -167,7 +167,7 @@ def test_the_critic_s_loss_is_the_mean_of_its_updates_losses() -> None:
             returns=nothing,
             loss_weights=token_mask.double() / token_mask.sum(),
         )
-        objective = ValueObjective(clip_range=None, num_tokens=4, num_updates=2)
+        objective = PpoValueObjective(clip_range=None, num_tokens=4, num_updates=2)
         values = torch.full((1, 3), error)
         found = objective.losses(batch, values)
         losses.append(float(found.shares.sum()))
@@ -184,7 +184,7 @@ def test_a_grad_divisor_scales_the_whole_gradient_of_a_backbone(backbone: Any, f
     policy = PolicyObjective(
         settings=settings, num_tokens=8, num_sequences=2, num_updates=3, gradient_factor=0.25
     )
-    of_values = ValueObjective.for_update(policy)
+    of_values = PpoValueObjective.for_update(policy)
     assert (of_values.num_tokens, of_values.num_updates, of_values.gradient_factor) == (8, 3, factor)
 
 

@@ -13,7 +13,7 @@ class Moving:
 
     num_updates = 0
 
-    def weights(self) -> Any:
+    def gather_weights(self) -> Any:
         yield "w", torch.tensor(self.num_updates)
 
 

@@ -12,7 +12,7 @@ from abrun.runs import layout
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
-from abrun.train.samples import MOST_CHARACTERS, _shortened
+from abrun.train.samples import MAX_TEXT_LENGTH, _shorten
 from tests.snapshot import Snapshot
 from tests.train.runs import group, make_run, metric_values, run_config, train_here
 
@@ -81,9 +81,9 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, snapshot: Snapshot) -> Non
 
 
 def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "a" * MOST_CHARACTERS
-    assert _shortened(text) == text
-    assert len(_shortened(text + "b")) < MOST_CHARACTERS + 10 and _shortened(text + "b").endswith("ab")
+    text = "a" * MAX_TEXT_LENGTH
+    assert _shorten(text) == text
+    assert len(_shorten(text + "b")) < MAX_TEXT_LENGTH + 10 and _shorten(text + "b").endswith("ab")
     run = RunDir(make_run(tmp_path / "run", run_config()))
     writer = run.begin_attempt()
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)

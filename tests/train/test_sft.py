@@ -15,7 +15,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_network, load_text
 from abrun.recipe.policy import Model
 from abrun.rl.batch import Sequences
-from abrun.train.data import Ahead, Data, Texts, make_data
+from abrun.train.data import Data, PrefetchedBatches, Texts, make_data
 from abrun.train.sft import SupervisedObjective
 from tests.conftest import TRITON_ON_CPU
 from tests.snapshot import Snapshot
@@ -92,33 +92,35 @@ def test_a_batch_without_a_token_to_learn_is_refused(tmp_path: Path, group: None
     text = load_text(Model(preset="qwen2-tiny"), weights=None)
     text.tokenizer.eos_token = None
     data = make_data(sft(), text, make_ranks(torch.device("cpu"), {}), seed=0)
-    assert data.encoded([("1+2=", ""), ("1+2=", "3")]).token_mask.sum() == 1
+    assert data.encode([("1+2=", ""), ("1+2=", "3")]).token_mask.sum() == 1
     with pytest.raises(RecipeError) as refusal:
-        data.encoded([("1+2=", ""), ("2+2=", "")])
+        data.encode([("1+2=", ""), ("2+2=", "")])
     snapshot(refusal.value)
 
 
 def test_the_next_steps_batch_is_made_beside_a_step(monkeypatch: pytest.MonkeyPatch, group: None) -> None:
     text = load_text(Model(preset="qwen2-tiny"), weights=None)
     data = make_data(sft("steps=3"), text, make_ranks(torch.device("cpu"), {}), seed=0)
-    made, collated = list[tuple[bool, threading.Event]](), Data.collated
+    made, collate_texts = list[tuple[bool, threading.Event]](), Data.collate_texts
 
     def noted(data: Data, texts: Texts) -> Sequences:
         here, done = threading.current_thread() is threading.main_thread(), threading.Event()
         made.append((here, done))
         try:
-            return collated(data, texts)
+            return collate_texts(data, texts)
         finally:
             done.set()
 
-    monkeypatch.setattr(Data, "collated", noted)
-    batches = Ahead(data, lambda examples: [(one.prompt, one.completion) for one in examples], num_steps=3)
+    monkeypatch.setattr(Data, "collate_texts", noted)
+    batches = PrefetchedBatches(
+        data, lambda examples: [(one.prompt, one.completion) for one in examples], num_steps=3
+    )
     for step in (1, 2, 3, 2):  # the last as after a failure, which nobody could foresee
         batch = batches.batch(step)
         if step < 3:
             assert made[-1][1].wait(10)  # while nobody asks for it
-        whole = [(one.prompt, one.completion) for one in data.share_of(step)]
-        assert torch.equal(batch.token_ids, collated(data, whole).token_ids)
+        whole = [(one.prompt, one.completion) for one in data.local_examples(step)]
+        assert torch.equal(batch.token_ids, collate_texts(data, whole).token_ids)
     assert len(made) == 5 and not any(here for here, _ in made)
 
 

@@ -288,7 +288,7 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
             Path(f"{arm}/seed-{seed}.csv").write_text(f"step,train/reward\n{table}")
     compare = "abrun compare a b"
     code, output, _ = pasted(f"{compare} --claim 'train/reward:all:0.1' --format=terminal", monkeypatch)
-    where = "(step 3 is the first): b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
+    where = "(first: step 3): b/seed-1.csv, line 4, column train/reward: got 'n/a'; write"
     assert code == 5 and where in output
     for path in Path("b").iterdir():
         header, *lines = path.read_text().replace(",", ";").replace(".", ",").splitlines()

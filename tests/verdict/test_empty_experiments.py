@@ -8,7 +8,7 @@ import pytest
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.verdict.sensitivity import climb_bound
+from abrun.verdict.sensitivity import climb_lower_bound
 from tests.reasons import only
 from tests.verdict.simulate import edit_rows, fail
 
@@ -272,5 +272,5 @@ def test_a_baseline_without_spread_has_no_sigma(simulated, judged):
 def test_many_flat_metrics_do_not_make_one_that_climbs():
     """Of ten flat ones, one is shown to climb at 5 % in 40 % of all experiments: together they err at 5 %."""
     draws = np.random.default_rng(0).standard_normal((1000, 10, 5))
-    shown = [any(climb_bound(values, 10) > 0 for values in experiment) for experiment in draws]
+    shown = [any(climb_lower_bound(values, 10) > 0 for values in experiment) for experiment in draws]
     assert np.mean(shown) == pytest.approx(0.05, abs=0.02)

@@ -18,7 +18,7 @@ from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import power_at, sd_of_difference
 from abrun.stats.series import Series
-from abrun.stats.sigma_margin import Law, sigma_power
+from abrun.stats.sigma_margin import VarianceModel, sigma_power
 from abrun.verdict.decide import judge
 from tests.bench.bench_levels import BASELINES, FEW_PROMPTS, dying_rates, sigma_rates, welch_rates
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
@@ -145,7 +145,7 @@ def test_a_margin_in_sigmas_of_the_baseline_keeps_its_level(num_pairs, rho):
     shifted = verdicts(num_pairs, rho, 1.0, "1 sigma")
     assert shifted["MATCH"] <= at_most(0.05)
     equal = verdicts(num_pairs, rho, 0.0, "1 sigma")
-    assert equal["MATCH"] == near(sigma_power(1.0, num_pairs, Law(correlation=rho)))
+    assert equal["MATCH"] == near(sigma_power(1.0, num_pairs, VarianceModel(correlation=rho)))
     assert equal["MISMATCH"] <= at_most(0.05)
 
 

@@ -13,11 +13,11 @@ from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
 from abrun.report.evidence import evidence_lines
 from abrun.stats.power import power_at
-from abrun.verdict.claims import with_holm, with_statistics
-from abrun.verdict.decide import decide
+from abrun.verdict.claims import add_statistics, apply_holm
+from abrun.verdict.decide import decide_verdict
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import ClaimResult, ClaimTerms
-from abrun.verdict.step_one import StepOne, factor_of_maxima
+from abrun.verdict.step_one import StepOne, maxima_ratio_quantile
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
 
@@ -81,7 +81,7 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step("train/grad_norm", 1.0))
     edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", treatment))
     one = check(judged(experiment_dir), "train/grad_norm")
-    factor = factor_of_maxima(5, 10, 0.01 / 4 / len(STEP_ONE_METRICS))
+    factor = maxima_ratio_quantile(5, 10, 0.01 / 4 / len(STEP_ONE_METRICS))
     assert one.aa_deviation == pytest.approx(0.01) and 2 < factor < 4
     assert one.tolerance == pytest.approx(0.01 * factor)
     assert one.tolerance_from == f"{factor:.3g}x the largest A/A deviation of 10"
@@ -103,7 +103,7 @@ def test_the_factor_of_maxima_is_the_quantile_of_drawn_ones(num_pairs, num_rerun
     rng = np.random.default_rng(3)
     pairs = np.abs(rng.standard_normal((200_000, num_pairs))).max(axis=1)
     reruns = np.abs(rng.standard_normal((200_000, num_reruns))).max(axis=1)
-    beyond = np.mean(pairs > factor_of_maxima(num_pairs, num_reruns, 0.01) * reruns)
+    beyond = np.mean(pairs > maxima_ratio_quantile(num_pairs, num_reruns, 0.01) * reruns)
     assert beyond == pytest.approx(0.01, abs=4 * np.sqrt(0.01 * 0.99 / 200_000))
 
 
@@ -374,8 +374,8 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
         for number in range(num_claims):
             baseline = rng.normal(5, 2, num_pairs)
             treatment = baseline + rng.normal(shift, sd, num_pairs)
-            results.append(with_statistics(claim(f"m{number}", margin), baseline, treatment))
-        found.append(decide([], [STEP_ONE], [passing], with_holm(results))[0])
+            results.append(add_statistics(claim(f"m{number}", margin), baseline, treatment))
+        found.append(decide_verdict([], [STEP_ONE], [passing], apply_holm(results))[0])
     return {verdict: found.count(verdict) for verdict in ("MATCH", "MISMATCH", "INCONCLUSIVE")}
 
 
@@ -412,9 +412,9 @@ def test_many_claims_do_not_make_false_mismatches():
 def test_holm_counts_every_tested_claim():
     def tested(name, p):
         differences = np.array([1.0, 2.0, 3.0, 2.5])
-        result = with_statistics(claim(name), np.zeros(4), differences)
+        result = add_statistics(claim(name), np.zeros(4), differences)
         return replace(result, estimate=replace(result.estimate, p_difference=p, p_beyond=p))
 
-    results = with_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])
+    results = apply_holm([tested("a", 0.01), tested("b", 0.04), tested("c", 0.03), claim("untested")])
     assert [result.estimate.p_difference_holm for result in results[:3]] == pytest.approx([0.03, 0.06, 0.06])
     assert [result.result for result in results] == ["different", "undecided", "undecided", "not tested"]

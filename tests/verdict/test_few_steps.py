@@ -8,11 +8,11 @@ from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import Experiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
-from abrun.stats.power import freedom_per_run, pairs_needed
+from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Series
 from abrun.stats.sigma_margin import sigma_test
 from abrun.verdict.decide import ArmVerdict, judge
-from abrun.verdict.summaries import resolution
+from abrun.verdict.summaries import find_resolution
 
 STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
@@ -95,7 +95,7 @@ def test_the_step_of_a_rounded_accuracy_is_that_of_its_prompts(prompts, digits, 
     answers = np.random.default_rng(prompts).binomial(prompts, np.linspace(0.1, 0.8, 12), (6, 12)) / prompts
     curves = answers if digits is None else np.round(answers, digits)
     runs = recorded(curves.astype(np.float32).astype(np.float64) if float32 else curves)
-    step = resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:])
+    step = find_resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:])
     assert step == pytest.approx(1 / prompts, abs=1.01 * 10.0 ** -(digits or 9))
 
 
@@ -103,13 +103,13 @@ def test_the_step_of_a_rounded_accuracy_is_that_of_its_prompts(prompts, digits, 
 def test_of_continuous_values_the_step_is_the_log_s_last_digit(decimals, step):
     curves = np.random.default_rng(0).normal(0.5, 0.1, (10, 200))
     runs = recorded(curves if decimals is None else np.round(curves, decimals))
-    assert resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:]) == pytest.approx(step)
+    assert find_resolution(runs, Claim(metric=ACCURACY, margin=0.05), curves[:, -1:]) == pytest.approx(step)
 
 
 def test_values_that_repeat_have_a_step_though_they_lie_on_no_grid():
     curves = np.random.default_rng(0).choice([0.0, 0.13, 0.74, 1.0], (6, 10))
     claim = Claim(metric=ACCURACY, margin=0.05)
-    assert resolution(recorded(curves), claim, curves[:, -1:]) == pytest.approx(0.13)
+    assert find_resolution(recorded(curves), claim, curves[:, -1:]) == pytest.approx(0.13)
 
 
 def test_a_window_s_step_is_divided_by_the_changes_in_it_alone():
@@ -117,7 +117,7 @@ def test_a_window_s_step_is_divided_by_the_changes_in_it_alone():
     curves, claim = np.arange(48).reshape(4, 12) % 9 / 8, Claim(metric=ACCURACY, margin=0.05)
     still, moving = np.zeros((3, 10)), np.arange(30).reshape(3, 10) % 2 / 8
     half = np.where(np.arange(10) < 5, 0.0, 1 / 8) * np.ones((3, 1))
-    steps = [resolution(recorded(curves), claim, window) for window in (still, half, moving)]
+    steps = [find_resolution(recorded(curves), claim, window) for window in (still, half, moving)]
     assert steps == pytest.approx([1 / 8, 1 / 16, 1 / 80])
 
 
@@ -187,9 +187,9 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     assert tested.result == "undecided" and tested.estimate.interval == described.interval
     assert tested.estimate.standard_error is not None and described.margin
     sds = (tested.estimate.standard_error * np.sqrt(3 / 2),) * 2
-    sd, freedom = np.hypot(*sds), freedom_per_run(sds)
-    assert tested.power.pairs_needed == pairs_needed(0.01, sd, freedom=freedom) == 95
-    assert described.runs_needed == pairs_needed(described.margin, sd, freedom=freedom)
+    sd, freedom = np.hypot(*sds), welch_dof_per_run(sds)
+    assert tested.power.pairs_needed == pairs_needed(0.01, sd, dof_per_pair=freedom) == 95
+    assert described.runs_needed == pairs_needed(described.margin, sd, dof_per_pair=freedom)
 
 
 REWARD = "train/reward"

@@ -13,7 +13,7 @@ from abrun.recipe.claims import Compare, Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
-from abrun.verdict.guards import check_guards, measure_savings, num_tests
+from abrun.verdict.guards import check_guards, count_tests, measure_savings
 from tests.verdict.simulate import edit, edit_rows
 
 ERROR = "train/token_mult_prob_error"
@@ -89,7 +89,7 @@ def guards_of(baseline, treatment, limits, metric=ERROR, paired=True):
         treatments=tuple(pair.treatment for pair in pairs),
         paired=paired,
     )
-    level = limits.alpha / num_tests(Compare(guards=limits))
+    level = limits.alpha / count_tests(Compare(guards=limits))
     savings = measure_savings("treatment", sides)
     found = check_guards("treatment", pairs, sides, limits, savings, windows=(), alpha=level)
     return {one.guard: one.result for one in found}

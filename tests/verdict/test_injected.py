@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import group_pairs, make_plan
-from abrun.launch.controls import with_faults_alone
+from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
 from abrun.recorded.stored import load_experiment
 from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
-from abrun.verdict.injected import sensitivity
+from abrun.verdict.injected import measure_sensitivity
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import RECIPE, edit_rows
@@ -52,7 +52,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     [
         (
             {"controls": {"faults": ["value_unshifted"]}},
-            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop it",
+            "controls.faults: got 'value_unshifted', which needs algorithm.type: ppo, or drop the fault",
         ),
         ({"controls": {"faults": ["one_ulp"]}}, "use controls.ulp_reruns"),
         ({"controls": {"faults": ["misgrouped", "misgrouped"]}}, "'misgrouped' twice"),
@@ -92,7 +92,9 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     snapshot(said)
     *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
-    assert re.fullmatch(r"train/reward moves by [+-][\d.e-]+, bound [\d.e-]+, margin ±0.02", figures)
+    assert re.fullmatch(
+        r"train/reward changes by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
+    )
     advice = missed.advice
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
     assert advice["tolerance"]["deviation"] > advice["tolerance"]["aa_deviation"] >= 0
@@ -184,18 +186,18 @@ def test_controls_change_nothing_of_the_verdict(
 
 def test_sensitivity_has_the_baseline_and_faults_alone() -> None:
     recipe = recipe_with(compare={**RECIPE["compare"], "interim": [3, 5]})
-    alone, lacks = with_faults_alone(recipe, None)
+    alone, lacks = make_sensitivity_recipe(recipe, None)
     assert list(alone.arms) == ["baseline"] and alone.name == "simulated-sensitivity"
     injected = {one.name for one in alone.controls.faults}
     assert {"flipped_advantages", "late_half_batch"} <= injected and not injected & set(lacks)
     assert lacks["value_unshifted"] == "needs algorithm.type: ppo"
-    few, _ = with_faults_alone(recipe, "misgrouped, late_half_batch:0.25")
+    few, _ = make_sensitivity_recipe(recipe, "misgrouped, late_half_batch:0.25")
     assert list(few.control_arms) == ["fault-misgrouped", LATE]
     for names, said in {"misgrouped:x": "NAME:SIZE", "nonsense": "abrun faults"}.items():
         with pytest.raises(RecipeError, match=said):
-            with_faults_alone(recipe, names)
+            make_sensitivity_recipe(recipe, names)
     with refused(Code.FAULT_NEEDS, fault="value_unshifted", needs="needs algorithm.type: ppo"):
-        with_faults_alone(recipe, "value_unshifted")
+        make_sensitivity_recipe(recipe, "value_unshifted")
 
 
 def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
@@ -204,7 +206,7 @@ def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
     directory = simulated(policy={"dtype": "bfloat16"}, controls={"faults": ["misgrouped"]})
     for path in directory.glob("fault-misgrouped/*"):
         edit_rows(path, lambda row: row.update({"train/token_mult_prob_error": 1.04}))
-    found = sensitivity(load_experiment(directory))
+    found = measure_sensitivity(load_experiment(directory))
     assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
     advice = found.faults[0].advice
     assert advice is not None and advice["rounded_metric"] == "train/token_mult_prob_error"

@@ -16,7 +16,7 @@ from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Series
 from abrun.verdict.limits import judge_limit
-from abrun.verdict.outcomes import outcome
+from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ErrorRates
 from tests.verdict.simulate import edit, edit_rows
 
@@ -200,7 +200,7 @@ def test_a_ratio_is_one_of_the_excess_over_1(snapshot):
         "undecided",
     ]
     assert limited(treatment, baseline, above="1.5x").result == "holds"
-    reason = outcome(found, has_recipe=False)
+    reason = outcome_reason(found, has_recipe=False)
     assert (reason.code, reason["measure"], reason["limit"]) == (Code.LIMIT_HOLDS, "excess", 1.0)
     snapshot(sentence(reason))
     independent = limited(baseline, treatment, below="1x", paired=False)

@@ -15,7 +15,7 @@ from abrun.recipe.claims import parse_claim
 from abrun.recorded.claim_tests import MAX_TESTS, earlier_claim_tests
 from abrun.recorded.sources import Reading, open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
-from abrun.stats.sequential import interim_level, level_of_readings
+from abrun.stats.sequential import interim_level, simulate_familywise_error
 from tests.bench.bench_readings import repeated, windows_tried
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -244,12 +244,12 @@ def test_looks_that_do_not_fit_the_runs_are_refused(
 
 def test_the_stated_rate_is_that_of_the_readings() -> None:
     nested = [[str(pair) for pair in range(count)] for count in range(3, 11)]
-    assert level_of_readings(nested) == pytest.approx(repeated(3, 1)[0], abs=0.01)
-    assert level_of_readings(nested[:1]) == pytest.approx(0.05, abs=0.003)
+    assert simulate_familywise_error(nested) == pytest.approx(repeated(3, 1)[0], abs=0.01)
+    assert simulate_familywise_error(nested[:1]) == pytest.approx(0.05, abs=0.003)
     apart = [[f"{group}{pair}" for pair in range(5)] for group in "ab"]
-    assert level_of_readings(apart) == pytest.approx(1 - 0.95**2, abs=0.005)
+    assert simulate_familywise_error(apart) == pytest.approx(1 - 0.95**2, abs=0.005)
     many = [[f"{group}-{pair}" for pair in range(50)] for group in range(500)]
-    assert 0.05 < level_of_readings(many) < 1
+    assert 0.05 < simulate_familywise_error(many) < 1
 
 
 @pytest.mark.parametrize("start", [3, pytest.param(8, marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.decide import Verdict
-from abrun.verdict.grids import lacking
+from abrun.verdict.grids import find_missing_steps
 from tests.logs.layouts import Rows, rows, write_events, write_jsonl
 from tests.snapshot import Snapshot
 from tests.verdict.test_anything import described
@@ -221,5 +221,7 @@ def test_what_a_run_lacks(grid: Any, expected: range, absent: list[int]) -> None
         status="finished",
         metrics={"m": Series(steps, np.zeros(len(steps)))},
     )
-    assert lacking(run, "m", np.array(expected)).tolist() == absent
-    assert lacking(run, "m", np.array(expected), strict=True).tolist() == sorted({*expected} - {*grid})
+    assert find_missing_steps(run, "m", np.array(expected)).tolist() == absent
+    assert find_missing_steps(run, "m", np.array(expected), strict=True).tolist() == sorted(
+        {*expected} - {*grid}
+    )

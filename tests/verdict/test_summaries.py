@@ -8,7 +8,7 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.recipe.claims import Claim
-from abrun.verdict.summaries import reduced, transformed
+from abrun.verdict.summaries import reduce_window, transform_values
 from tests.verdict.simulate import edit_rows
 
 
@@ -25,18 +25,18 @@ from tests.verdict.simulate import edit_rows
 )
 def test_summary_of_a_window(metric, transform, of_1_3_and_8):
     assert default_transform(metric) == transform
-    values = transformed(np.array([[1.0, 3.0, 8.0]]), transform, metric)
-    assert reduced(values, metric) == pytest.approx([of_1_3_and_8])
+    values = transform_values(np.array([[1.0, 3.0, 8.0]]), transform, metric)
+    assert reduce_window(values, metric) == pytest.approx([of_1_3_and_8])
 
 
 def test_exact_agreement_of_trainer_and_engine_has_a_finite_log_excess():
-    assert transformed(np.array([1.0]), "log_excess", "m") == pytest.approx([math.log(1e-6)])
+    assert transform_values(np.array([1.0]), "log_excess", "m") == pytest.approx([math.log(1e-6)])
 
 
 @pytest.mark.parametrize(("transform", "value"), [("log", 0.0), ("log", -1.0), ("log_excess", 0.9)])
 def test_values_outside_a_transform_are_refused(transform, value):
     with pytest.raises(ComparisonError, match=f"transform '{transform}' got the value {value:g}"):
-        transformed(np.array([[2.0, value]]), transform, "m")
+        transform_values(np.array([[2.0, value]]), transform, "m")
 
 
 def test_a_claim_on_a_norm_is_a_claim_on_a_ratio(simulated, judged):

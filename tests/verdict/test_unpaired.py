@@ -14,8 +14,8 @@ from abrun.recorded.sources import Reading
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
 from abrun.report.injected import sensitivity_columns, write_sensitivity
-from abrun.verdict.guards import opposed
-from abrun.verdict.injected import sensitivity
+from abrun.verdict.guards import pair_with_all_baselines
+from abrun.verdict.injected import measure_sensitivity
 from abrun.verdict.verdict_file import json_schema
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows
@@ -176,7 +176,7 @@ def test_independent_runs_have_the_machine_in_common_and_not_the_prompts(simulat
 def test_no_baseline_opposes_nothing(simulated, judged):
     from abrun.recorded.experiment import Sides
 
-    assert opposed(Sides(baselines=(), treatments=(), paired=False)) == []
+    assert pair_with_all_baselines(Sides(baselines=(), treatments=(), paired=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         assert "--seeds 5-24 " in found.next_steps[0].command
     report = (experiment_dir / "report/report.md").read_text()
     experiment = load_experiment(experiment_dir)
-    faults = sensitivity(experiment)
+    faults = measure_sensitivity(experiment)
     assert faults
     of_faults = write_sensitivity(faults, {}, experiment_dir / "report", "mine", experiment.compare)
     assert "(5 runs of " in of_faults.read_text() and " of 40 steps)" in of_faults.read_text()

@@ -6,7 +6,7 @@ from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
 from abrun.runs.lines import LineWriter, read_json_lines
-from abrun.verdict.decide import EXIT_CODES, worst
+from abrun.verdict.decide import EXIT_CODES, worst_verdict
 from abrun.verdict.validity import Coverage
 from tests.reasons import codes_of, reason_of, refused
 from tests.verdict.simulate import OUT_OF_MEMORY, edit, edit_rows, fail
@@ -157,7 +157,7 @@ def test_another_model_has_other_initial_weights(simulated, judged):
             edit(path, lambda content, hash=recorded: content.update(initial_weights_hash=hash))
         comparison = judged(experiment_dir)
         assert comparison.verdict == "MATCH"
-        unsaid = Code.RUNS_DO_NOT_SAY(missing=["their initial weights"])
+        unsaid = Code.RUNS_DO_NOT_SAY(missing=["initial weights"])
         assert (unsaid in comparison.content.not_tested) == (recorded is None)
 
 
@@ -189,9 +189,9 @@ def _only_clip_fraction(row):
 
 
 def test_worst_is_ordered_as_the_exit_codes():
-    assert worst(["MATCH", "INCONCLUSIVE"]) == "INCONCLUSIVE"
-    assert worst(["MISMATCH", "INCONCLUSIVE", "MATCH"]) == "MISMATCH"
-    assert worst(["MISMATCH", "INVALID"]) == "INVALID"
+    assert worst_verdict(["MATCH", "INCONCLUSIVE"]) == "INCONCLUSIVE"
+    assert worst_verdict(["MISMATCH", "INCONCLUSIVE", "MATCH"]) == "MISMATCH"
+    assert worst_verdict(["MISMATCH", "INVALID"]) == "INVALID"
     assert EXIT_CODES == {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
 
 

@@ -58,8 +58,8 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "schema_version 2; this version reads 6"),
-        ({"schema_version": None}, "schema_version null"),
+        ({"schema_version": 2}, "schema_version is 2, but this abrun reads 6"),
+        ({"schema_version": None}, "schema_version is null"),
         ({"num_pairs": "many"}, "num_pairs: "),
         ({"claims": [{"arm": "treatment"}]}, "claims.0.claim.metric: "),
     ],

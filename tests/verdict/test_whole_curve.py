@@ -14,9 +14,9 @@ from abrun.recipe.claims import Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
-from abrun.verdict.sensitivity import one_run_as_two_seeds
-from abrun.verdict.step_one import shares_prompts
-from abrun.verdict.whole_curve import copied, curve_warnings, smoothness
+from abrun.verdict.sensitivity import check_distinct_seeds
+from abrun.verdict.step_one import has_shared_prompts
+from abrun.verdict.whole_curve import curve_warnings, find_copies, measure_smoothness
 from tests.snapshot import Snapshot
 from tests.verdict.test_guards import guards_of
 
@@ -65,7 +65,7 @@ def sides_of(baseline: dict[str, Curves], treatment: dict[str, Curves], *, paire
 
 
 def repeated(baseline: Curves, treatment: Curves, **options: Any) -> Reason | None:
-    return one_run_as_two_seeds(sides_of({REWARD: baseline}, {REWARD: treatment}, **options), REWARD)
+    return check_distinct_seeds(sides_of({REWARD: baseline}, {REWARD: treatment}, **options), REWARD)
 
 
 def warnings_of(arms: Sequence[Curves]) -> list[Reason]:
@@ -123,10 +123,10 @@ def test_copies_of_a_discrete_metric_show_in_the_others(snapshot: Snapshot) -> N
         }
         for _ in range(2)
     ]
-    assert one_run_as_two_seeds(sides_of(*distinct), REWARD) is None
+    assert check_distinct_seeds(sides_of(*distinct), REWARD) is None
     norms = distinct[0]["train/grad_norm"]
     norms[2] = norms[1] * (1 + 1e-5 * rng.standard_normal(STEPS))
-    found = one_run_as_two_seeds(sides_of(*distinct), REWARD)
+    found = check_distinct_seeds(sides_of(*distinct), REWARD)
     assert found and (found["run"], found["metrics"]) == ("baseline/seed-2", ["train/grad_norm"])
     snapshot(sentence(found))
 
@@ -149,7 +149,7 @@ def test_seeds_that_follow_one_trend_are_not_one_run(num_steps: int, sd: float, 
     steps = np.arange(num_steps)
     trend = 2 * np.exp(-steps / 8) + jump * (steps >= num_steps // 2)
     found = sum(
-        copied(trend + sd * noise(rng, (10, num_steps), persistence))[np.triu_indices(10, 1)].any()
+        find_copies(trend + sd * noise(rng, (10, num_steps), persistence))[np.triu_indices(10, 1)].any()
         for persistence in (0.0, 0.5, 0.9)
         for _ in range(70)
     )
@@ -166,7 +166,7 @@ def test_seeds_that_see_the_same_batches_are_not_one_run(num_pairs: int, num_ste
         batches = 0.1 * rng.standard_normal(num_steps)
         of_arms = 0.005 * np.repeat(rng.standard_normal((2, num_steps)), num_pairs, axis=0)
         curves = batches + of_arms + 0.01 * rng.standard_normal((2 * num_pairs, num_steps))
-        found += bool(copied(curves)[np.triu_indices(2 * num_pairs, 1)].any())
+        found += bool(find_copies(curves)[np.triu_indices(2 * num_pairs, 1)].any())
     assert found <= 1
 
 
@@ -196,7 +196,7 @@ def test_running_means_are_said_and_raw_curves_are_not() -> None:
         [one.cumsum(axis=1) / np.arange(1, STEPS + 1) for one in raw],
     ):
         assert any(warning.code == Code.RUNNING_MEAN for warning in warnings_of(kind))
-    coefficients = [smoothness(learning(rng, 5, persistence=0.9)) or 0.0 for _ in range(100)]
+    coefficients = [measure_smoothness(learning(rng, 5, persistence=0.9)) or 0.0 for _ in range(100)]
     assert max(coefficients) < 0.9
 
 
@@ -316,10 +316,10 @@ def test_first_rewards_that_are_equal_within_pairs_show_shared_prompts(
     rewards: list[float], shared: bool
 ) -> None:
     values = np.array(rewards)[:, None]
-    assert shares_prompts(first_rewards(values, values)) == shared
+    assert has_shared_prompts(first_rewards(values, values)) == shared
     moved = values.copy()
     moved[0] += 0.05
-    assert not shares_prompts(first_rewards(values, moved))
+    assert not has_shared_prompts(first_rewards(values, moved))
 
 
 def test_other_prompts_seldom_give_equal_first_rewards() -> None:
@@ -328,7 +328,7 @@ def test_other_prompts_seldom_give_equal_first_rewards() -> None:
         for num_pairs in PAIRS:
             rewards = rng.binomial(num_prompts, rate, (2, 1000, num_pairs, 1)) / num_prompts
             alike = sum(
-                shares_prompts(first_rewards(*rewards[:, i]))
+                has_shared_prompts(first_rewards(*rewards[:, i]))
                 for i in range(1000)
                 if (rewards[0, i] == rewards[1, i]).all()
             )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from abrun.verdict.decide import ArmSection
-from abrun.verdict.results import ClaimResult, ClaimTerms, Estimate, Power
+from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import SCHEMA_VERSION, VerdictFile
 
@@ -28,7 +28,7 @@ CLAIM = ClaimResult(
         num_pairs=3,
         seeds=(0, 1, 2),
     ),
-    estimate=Estimate(
+    estimate=ClaimEstimate(
         differences=(0.01, -0.004, 0.002),
         mean_difference=0.0027,
         ci90=(-0.009, 0.0144),
@@ -82,7 +82,7 @@ def claim(metric: str = "train/reward", arm: str = "treatment", **changed: Any) 
     """Return a result; `changed` may name a field of any of its parts."""
     parts: dict[str, Any] = {"claim": {"metric": metric}, "estimate": {}, "power": {}}
     for name in [*changed]:
-        for part, record in (("claim", ClaimTerms), ("estimate", Estimate), ("power", Power)):
+        for part, record in (("claim", ClaimTerms), ("estimate", ClaimEstimate), ("power", Power)):
             if name in record.__dataclass_fields__:
                 parts[part][name] = changed.pop(name)
     made = {part: replace(getattr(CLAIM, part), **values) for part, values in parts.items()}

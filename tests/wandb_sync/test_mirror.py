@@ -183,11 +183,11 @@ def test_a_server_that_falls_silent_is_left_behind(
     tmp_path: Path, server: Server, snapshot: Snapshot
 ) -> None:
     """The mirror of a training run, whose last rows no server takes, is ended, with its processes."""
-    from abrun.train.wandb_mirror import WandbMirror
+    from abrun.train.wandb_sync import WandbSync
 
     run = run_of(tmp_path / "x")
     writer, said = run.begin_attempt(), list[str]()
-    mirror = WandbMirror(run, said.append, finish_s=5.0)
+    mirror = WandbSync(run, said.append, finish_s=5.0)
     writer.metrics(1, {"train/reward": 1.0})
     until = time.monotonic() + 60
     while not server.runs:
@@ -205,11 +205,11 @@ def test_a_server_that_falls_silent_is_left_behind(
 
 
 def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
-    from abrun.train.wandb_mirror import WandbMirror
+    from abrun.train.wandb_sync import WandbSync
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     said = list[str]()
-    mirror = WandbMirror(run_of(tmp_path / "x"), said.append)
+    mirror = WandbSync(run_of(tmp_path / "x"), said.append)
     assert mirror._process
     os.kill(mirror._process.pid, signal.SIGKILL)
     mirror.finish()

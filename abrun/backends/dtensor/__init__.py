@@ -1,7 +1,7 @@
 """The dtensor backend: FSDP2 (`fully_shard`) over the data-parallel ranks, on gloo or nccl.
 
-The log-prob kernel is called inside the root module's forward, so that FSDP's hooks see an ordinary forward
-and the head's weight is whole when the kernel needs it.
+The log-prob kernel runs inside the root module's forward, so that FSDP's hooks see an ordinary forward and
+the head's weight is gathered when the kernel needs it.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import B, Decoder
 from abrun.backends.attention import enable_streams, hidden_states
-from abrun.backends.dtensor.experts import spread_experts
+from abrun.backends.dtensor.experts import shard_experts
 from abrun.backends.dtensor.fsdp import (
     ShardedParameters,
-    forget_gathered,
-    gathered_once,
+    free_gathered,
+    gather_once,
     keeps_gathered,
     materialise,
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
-from abrun.backends.dtensor.routing import Routing
-from abrun.backends.dtensor.tensor_parallel import TensorParallel, own_part
+from abrun.backends.dtensor.layers import apply_liger_kernels, prepare_layers
+from abrun.backends.dtensor.routing import Routers
+from abrun.backends.dtensor.tensor_parallel import TensorParallel, local_shard
 from abrun.backends.dtensor.value_model import DtensorValueModel
-from abrun.backends.head import Entropies, Head, HeadOutput, check_available, logprobs_of_tokens
+from abrun.backends.head import EntropyMode, HeadOutput, LmHead, check_logprob_kernel, compute_token_logprobs
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
-from abrun.backends.policy import Balance, PolicyBackend
+from abrun.backends.policy import AuxLossInputs, PolicyBackend
 from abrun.backends.ranks import Ranks
-from abrun.backends.routing import Load, check_routing, route_dtype
+from abrun.backends.routing import RouterLoad, check_routing, route_dtype
 from abrun.kernels import TokenLoss
 from abrun.models import (
     Facts,
@@ -51,61 +51,61 @@ from abrun.rl.batch import Sequences, sequence_lengths
 
 
 class PolicyModule(nn.Module):
-    """A causal language model whose forward ends in log-probs, or in a loss of them, not in logits."""
+    """A causal language model whose forward returns log-probs, or a loss of them, instead of logits."""
 
-    def __init__(self, network: nn.Module, facts: Facts, head: Head) -> None:
+    def __init__(self, network: nn.Module, facts: Facts, head: LmHead) -> None:
         super().__init__()
         self.network: Any = network
         self._facts, self.head = facts, head
 
     @property
     def base(self) -> Any:
-        """The network's layers, without its head."""
+        """Return the network without its LM head."""
         return self._facts.base
 
     def forward(
         self,
         token_ids: Tensor,  # [B, S] right-padded, or [1, S] packed
         token_mask: Tensor,  # [B, S] bool
-        entropies: Entropies,
+        entropies: EntropyMode,
         token_loss: TokenLoss | None = None,
         packing: Packing | None = None,
         support: Tensor | None = None,  # [B, S, W], see abrun.rl.sampling
     ) -> HeadOutput:
-        """See abrun.backends.head.logprobs_of_tokens."""
+        """See abrun.backends.head.compute_token_logprobs."""
         hidden = hidden_states(self.base, token_ids, packing)
-        weight = own_part(self._facts.head.weight)
-        return logprobs_of_tokens(
+        weight = local_shard(self._facts.head.weight)
+        return compute_token_logprobs(
             self.head, hidden, weight, token_ids, token_mask, entropies, token_loss, packing, support
         )
 
     def hidden_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
-        """For a value head on this backbone; see abrun.backends.attention.hidden_states."""
+        """Return hidden states for a value head on this backbone: see abrun.backends.attention."""
         return hidden_states(self.base, token_ids, packing)
 
     def decode(
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
     ) -> tuple[Tensor, Any]:
         """See abrun.backends.Decoder."""
-        weight = own_part(self._facts.head.weight)
+        weight = local_shard(self._facts.head.weight)
         return self.head.decode(self.base, weight, token_ids, attention_mask, position_ids, cache)
 
 
-class Routed(NamedTuple):
-    """What routers did with a microbatch."""
+class RoutingRecord(NamedTuple):
+    """The routing of one microbatch."""
 
-    load: Load
-    routes: Tensor | None  # [b, s, L * K]; None: of a pass with gradient
+    load: RouterLoad
+    routes: Tensor | None  # [b, s, L * K]; None in a pass with gradient
 
 
-class DtensorBackend(PolicyBackend[Routed]):
+class DtensorBackend(PolicyBackend[RoutingRecord]):
     """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
     _parameters: ShardedParameters
 
     def __init__(
         self,
-        load: Callable[[], Any],
+        load_network: Callable[[], Any],
         policy: Policy,
         ranks: Ranks,
         *,
@@ -114,14 +114,14 @@ class DtensorBackend(PolicyBackend[Routed]):
         engine_dtype: str | None = None,
         trainable: bool = True,
     ) -> None:
-        check_available(policy.logprobs, ranks.device)
+        check_logprob_kernel(policy.logprobs, ranks.device)
         super().__init__(policy, ranks)
-        self._load = load
-        network = load()
+        self._load = load_network
+        network = load_network()
         enable_streams(network, policy)
-        take_liger_kernels(network, policy)
+        apply_liger_kernels(network, policy)
         facts = facts_of(network)
-        head = Head(
+        head = LmHead(
             policy.logprobs,
             temperature=temperature,
             filters=filters,
@@ -140,15 +140,15 @@ class DtensorBackend(PolicyBackend[Routed]):
             else None
         )
         if self._tensor:
-            self._tensor.spread(network, facts, experts_are_spread=ranks.experts is not None)
+            self._tensor.shard_network(network, facts, experts_are_sharded=ranks.expert_mesh is not None)
         self._hidden_size = facts.head.in_features
-        self._routing = Routing(network)
-        check_routing(policy, network, self._routing.num_layers)
-        self._experts = spread_experts(network, ranks, policy.dtype)
+        self._routers = Routers(network)
+        check_routing(policy, network, self._routers.num_layers)
+        self._experts = shard_experts(network, ranks, policy.dtype)
         prepare_layers(facts.layers, policy)
-        shard_layers(facts.layers, ranks.weights, policy.dtype)
+        shard_layers(facts.layers, ranks.weight_mesh, policy.dtype)
         # FSDP keeps the root's weights gathered until the backward pass, which a frozen policy never has.
-        shard(self.module, ranks.weights, policy.dtype, reshard_after_forward=None if trainable else True)
+        shard(self.module, ranks.weight_mesh, policy.dtype, reshard_after_forward=None if trainable else True)
         materialise(self.module, network, ranks.device)
         for method in ("hidden_states", "decode"):
             register_fsdp_forward_method(self.module, method)
@@ -158,40 +158,42 @@ class DtensorBackend(PolicyBackend[Routed]):
             dict(self.module.named_parameters()), policy.optimizer if trainable else None, prefix="network."
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from published(self._network, itertools.chain(self._whole(), persistent_buffers(self._network)))
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from published(
+            self._network, itertools.chain(self._full_weights(), persistent_buffers(self._network))
+        )
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
-        """Weights are gathered over data-parallel ranks, which then need not decode alike.
+        """Gather weights over the data-parallel ranks, which can then decode independently of each other.
 
-        Tensor-parallel ones decode the same rows to the same step, each with its part of the weights.
+        Tensor-parallel ranks decode the same rows for the same number of steps, each with its weight shards.
         """
         network = self._network
         in_place = getattr(network, "decodes_in_place", False)
-        sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        for part in sharded:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+        fsdp_modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        for fsdp_module in fsdp_modules:
+            fsdp_module.set_reshard_after_forward(False, recurse=False)
+            fsdp_module.unshard()
         if self.ranks.device.type == "cuda":
             self._gathered = torch.cuda.current_stream().record_event()
         self.module.eval()
         try:
-            with contextlib.ExitStack() as gathered:
+            with contextlib.ExitStack() as stack:
                 if self.settings.compile:
-                    gathered.enter_context(torch.compiler.set_stance("force_eager"))
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if self._tensor:
-                    gathered.enter_context(self._tensor.whole_sequences())
+                    stack.enter_context(self._tensor.with_full_sequences())
                 for experts in self._experts:
-                    gathered.enter_context(experts.gathered())
+                    stack.enter_context(experts.with_all_experts())
                 if in_place:
-                    gathered.enter_context(attention_in_place(network))
+                    stack.enter_context(attention_in_place(network))
                 yield Decoder(step=self._decode, in_place=in_place, collective=self._tensor is not None)
         finally:
             self.module.train()
-            for part in sharded:
-                part.set_reshard_after_forward(part is not self.module, recurse=False)
-                part.reshard()
+            for fsdp_module in fsdp_modules:
+                fsdp_module.set_reshard_after_forward(fsdp_module is not self.module, recurse=False)
+                fsdp_module.reshard()
 
     def make_value_model(self, settings: Ppo, seed: int) -> DtensorValueModel:
         backbone = self._load() if settings.value_backbone == "own" else self.module.hidden_states
@@ -207,15 +209,15 @@ class DtensorBackend(PolicyBackend[Routed]):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         super().load_local_state(state)
-        forget_gathered(self.module)
+        free_gathered(self.module)
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        return self._parameters.whole()
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._parameters.full_weights()
 
     def _decode(self, *inputs: Any) -> tuple[Tensor, Any]:
         if self.ranks.device.type == "cuda":
-            # All weights are here. Without an event FSDP makes its streams wait for this one, and a CUDA
-            # graph that is being recorded takes in whatever does.
+            # All weights are gathered. Without an event, FSDP's streams would wait for the current stream,
+            # and a CUDA graph that is being captured would include them.
             root: Any = self.module
             root.set_post_optim_event(self._gathered)
         return self.module.decode(*inputs)
@@ -227,10 +229,10 @@ class DtensorBackend(PolicyBackend[Routed]):
     def _run(
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
-        keeps = backward and keeps_gathered(self.settings)
-        for microbatch in gathered_once(self.module, microbatches) if keeps else microbatches:
-            # Around the backward pass, too, which may compute layers again
-            with self._routing.replayed(_of_tokens(microbatch.batch.routes, microbatch.packing)):
+        gathers_once = backward and keeps_gathered(self.settings)
+        for microbatch in gather_once(self.module, microbatches) if gathers_once else microbatches:
+            # Also around the backward pass, which may recompute layers.
+            with self._routers.replay(_pack_routes(microbatch.batch.routes, microbatch.packing)):
                 loss = forward(microbatch)
                 if backward:
                     loss.backward()
@@ -239,55 +241,58 @@ class DtensorBackend(PolicyBackend[Routed]):
         self,
         batch: Sequences,
         packing: Packing | None,
-        entropies: Entropies,
+        entropies: EntropyMode,
         token_loss: TokenLoss | None,
-        routed: list[Routed],
-        balance: Balance | None,
+        records: list[RoutingRecord],
+        aux_loss_inputs: AuxLossInputs | None,
     ) -> HeadOutput:
         pack: Callable[[Tensor], Tensor] = packing.pack if packing else lambda rows: rows
         support = None if batch.support is None else pack(batch.support)
-        with self._routing.seen() as seen:
+        with self._routers.record() as choices:
             output = self.module(
                 pack(batch.token_ids), pack(batch.token_mask), entropies, token_loss, packing, support
             )
         if packing:
-            output = output.mapped(packing.unpack)
-        if seen:
-            with torch.set_grad_enabled(balance is not None):
-                load = Load.of(seen, _counted(batch, packing))
-            if balance is not None:
-                coefficient, whole = balance
-                share = coefficient * load.imbalance(whole.counts, whole.num_tokens)
-                output = output._replace(balance=share)
-            routes = None if torch.is_grad_enabled() else self._rows_of_routes(seen, batch, packing)
-            routed.append(Routed(load.detached(), routes))
+            output = output.map_tokens(packing.unpack)
+        if choices:
+            with torch.set_grad_enabled(aux_loss_inputs is not None):
+                load = RouterLoad.from_choices(choices, _count_sequences(batch, packing))
+            if aux_loss_inputs is not None:
+                coefficient, global_load = aux_loss_inputs
+                aux_loss = coefficient * load.balance_loss(global_load.counts, global_load.num_tokens)
+                output = output._replace(aux_loss=aux_loss)
+            routes = None if torch.is_grad_enabled() else self._record_routes(choices, batch, packing)
+            records.append(RoutingRecord(load.detached(), routes))
         return output
 
-    def _total_load(self, routed: list[Routed]) -> Load:
-        loads = (each.load for each in routed)
-        return functools.reduce(operator.add, loads).over(self.ranks.weights.get_group())
+    def _reduce_load(self, records: list[RoutingRecord]) -> RouterLoad:
+        loads = (record.load for record in records)
+        return functools.reduce(operator.add, loads).all_reduce(self.ranks.weight_mesh.get_group())
 
-    def _routes(self, routed: list[Routed]) -> list[Tensor]:
-        return [each.routes for each in routed if each.routes is not None]
+    def _collect_routes(self, records: list[RoutingRecord]) -> list[Tensor]:
+        return [record.routes for record in records if record.routes is not None]
 
-    def _rows_of_routes(
-        self, seen: list[tuple[Tensor, Tensor]], batch: Sequences, packing: Packing | None
+    def _record_routes(
+        self, choices: list[tuple[Tensor, Tensor]], batch: Sequences, packing: Packing | None
     ) -> Tensor:  # [b, s, L * K]
-        dtype = route_dtype(self._routing.num_experts)
-        route = (1 + torch.cat([chosen for _, chosen in seen], dim=1)).to(dtype)
+        dtype = route_dtype(self._routers.num_experts)
+        route = (1 + torch.cat([chosen for _, chosen in choices], dim=1)).to(dtype)
         if packing:
-            return packing.unpack_prompts(packing.whole(route[None]))
+            return packing.unpack_with_prompts(packing.to_full(route[None]))
         return route.view(*batch.token_ids.shape, -1)
 
 
-def _of_tokens(routes: Tensor | None, packing: Packing | None) -> Tensor | None:  # [B, S, R] -> [T, R]
+def _pack_routes(
+    routes: Tensor | None,  # [B, S, L * K]
+    packing: Packing | None,
+) -> Tensor | None:  # [T, L * K]
     if routes is None:
         return None
-    return (packing.own(packing.pack(routes)) if packing else routes).flatten(0, 1)
+    return (packing.to_local(packing.pack(routes)) if packing else routes).flatten(0, 1)
 
 
-def _counted(batch: Sequences, packing: Packing | None) -> Tensor:  # [T] float64
-    """Of each token of a pass how many sequences have it, prompts included: 0 where it is padding."""
+def _count_sequences(batch: Sequences, packing: Packing | None) -> Tensor:  # [T] float64
+    """Return the number of sequences that contain each token, prompts included; 0 for padding."""
     positions = torch.arange(batch.token_mask.shape[1], device=batch.token_mask.device)
-    real = (positions < sequence_lengths(batch.token_mask)[:, None]).double()
-    return (packing.own(packing.pack(packing.counted(real))) if packing else real).flatten()
+    is_real = (positions < sequence_lengths(batch.token_mask)[:, None]).double()
+    return (packing.to_local(packing.pack(packing.merge_counts(is_real))) if packing else is_real).flatten()

@@ -1,6 +1,6 @@
-"""Modules whose parameters are spread over all ranks (FSDP2), and their AdamW: of policy and critic alike.
+"""FSDP2 sharding of modules, and AdamW on the shards, for policies and value models.
 
-Master weights and optimizer state are float32; `dtype` is what the products compute in.
+Master weights and optimizer state are float32; `dtype` is the compute dtype.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import get_total_norm
 
-from abrun.backends.pieces import Held, Piece, of_optimizer
+from abrun.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.models import takes_weight_decay
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
 
@@ -30,11 +30,11 @@ def shard(
     cast_inputs: bool = True,
     dim: int = 0,
 ) -> None:
-    """Spread a module's parameters over the mesh, to be gathered for each of its forward passes.
+    """Shard a module's parameters over the mesh; each forward pass of the module gathers them.
 
-    Each is cut along `dim`, which its size there allows: any along 0, else a multiple of the mesh's.
-    Gradients are summed over the mesh, as the global loss is a sum over all ranks: there is no average to be
-    cancelled, and so no factor that a mesh of another shape could get wrong.
+    Parameters are sharded along `dim`. Except along dimension 0, their size must be a multiple of the mesh's.
+    Gradients are summed over the mesh, not averaged, because the global loss is a sum over all ranks. So no
+    factor depends on the shape of the mesh.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
@@ -46,25 +46,25 @@ def shard(
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=(lambda parameter: Shard(dim)) if dim else None,
     )
-    if mesh.size() > 1:  # one rank has nothing to average over, and would divide by the factor
+    if mesh.size() > 1:  # a single rank averages nothing, and would only divide by 1
         sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
 def shard_layers(layers: nn.ModuleList, mesh: DeviceMesh, dtype: str) -> None:
-    """The decoder's repeated blocks: gathered and freed one by one."""
+    """Shard the decoder's layers, each gathered and freed on its own."""
     for layer in layers:
         shard(layer, mesh, dtype)
         for module in layer.modules():
-            # In a module marked so, a compiler takes a head's size for a number that may change, and its
-            # kernels divide by it. What is compiled is inside of FSDP's hooks, and need not know of them.
+            # In a module with this mark, torch.compile treats the head size as dynamic, and its kernels
+            # divide by it. The compiled code runs inside of FSDP's hooks and does not depend on the mark.
             module._is_fsdp_managed_module = False  # pyright: ignore[reportArgumentType]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be spread over a mesh, on every rank of it. Collective.
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of one that may be sharded, on every rank of its mesh. Collective.
 
-    The mesh's dimensions one after the other, the first first: FSDP shards what the others have left.
+    Gathers over one mesh dimension at a time, beginning with the first: FSDP shards last, after the others.
     """
     if isinstance(tensor, DTensor):
         placements = list(tensor.placements)
@@ -75,30 +75,32 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients by what brings their common L2 norm down to `max_norm`; returns that norm [].
+    """Scale all gradients so that their common L2 norm is at most `max_norm`; return the norm [] before.
 
-    torch's own refuses parameters of several meshes, and one norm a mesh would clip each by another factor.
-    Collective.
+    Collective. torch's clip_grad_norm_ refuses parameters of different meshes, and clipping per mesh would
+    scale each mesh by another factor.
     """
-    of_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    own = []
+    grads_by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    local_grads = []
     for parameter in parameters:
         if parameter.grad is not None:
             mesh = getattr(parameter, "device_mesh", None)
-            own.append(_local(parameter.grad))
-            alone = mesh is None or mesh.size() == 1
-            of_mesh.setdefault(None if alone else mesh, []).append(own[-1] if alone else parameter.grad)
-    norms = [whole(get_total_norm(grads)) for grads in of_mesh.values()]
+            local_grads.append(_local(parameter.grad))
+            is_on_one_rank = mesh is None or mesh.size() == 1
+            grads_by_mesh.setdefault(None if is_on_one_rank else mesh, []).append(
+                local_grads[-1] if is_on_one_rank else parameter.grad
+            )
+    norms = [full_tensor(get_total_norm(grads)) for grads in grads_by_mesh.values()]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(own, factor)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(local_grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return total
 
 
 def materialise(module: nn.Module, network: Any, device: torch.device) -> None:
-    """Read the weights of `network`, inside the sharded `module`: each rank its own parts, into float32.
+    """Load the weights of `network`, a part of the sharded `module`: each rank reads its shards, as float32.
 
-    Nothing where they are there already.
+    Does nothing if the weights are loaded already.
     """
     checkpoint = getattr(network, "checkpoint", None)
     if checkpoint is None:
@@ -109,65 +111,67 @@ def materialise(module: nn.Module, network: Any, device: torch.device) -> None:
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
         for name, parameter in network.named_parameters():
-            own = _local(parameter)
-            if own.numel() and not own.is_meta:  # a value model leaves the head where it is
-                own.copy_(checkpoint.read(name, own_slices(parameter)))
-    del network.checkpoint  # and its files
+            local_parameter = _local(parameter)
+            # A value model leaves the LM head on the meta device.
+            if local_parameter.numel() and not local_parameter.is_meta:
+                local_parameter.copy_(checkpoint.read(name, local_slices(parameter)))
+    del network.checkpoint  # closes its files
 
 
-def forget_gathered(module: nn.Module) -> None:
-    """Drop whole weights that a forward pass without gradient left here: their parts have changed."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+def free_gathered(module: nn.Module) -> None:
+    """Free gathered weights that a forward pass without gradient left, because their shards have changed."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 def keeps_gathered(policy: Policy) -> bool:
     return isinstance(policy.backend, Dtensor) and policy.backend.keep_gathered
 
 
-def gathered_once(module: nn.Module, microbatches: Iterable[T]) -> Iterator[T]:
-    """The microbatches of an update, that between them gather weights once and reduce gradients once.
+def gather_once(module: nn.Module, microbatches: Iterable[T]) -> Iterator[T]:
+    """Yield an update's microbatches such that weights are gathered once and gradients reduced once.
 
-    The first gathers, layer by layer; the last reduces over ranks and frees what was gathered.
+    The first microbatch gathers, layer by layer. The last one reduces over the ranks and frees the weights.
     """
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    fsdp_modules = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
     def set_last(is_last: bool) -> None:
-        for part in sharded:
-            part.set_requires_gradient_sync(is_last, recurse=False)
-            part.set_reshard_after_backward(is_last, recurse=False)
-            # What was gathered for this pass its own backward pass needs, too.
-            part.set_reshard_after_forward(False, recurse=False)
+        for submodule in fsdp_modules:
+            submodule.set_requires_gradient_sync(is_last, recurse=False)
+            submodule.set_reshard_after_backward(is_last, recurse=False)
+            # The backward pass of this microbatch needs the gathered weights as well.
+            submodule.set_reshard_after_forward(False, recurse=False)
 
-    following = iter(microbatches)
-    microbatch = next(following)
+    remaining = iter(microbatches)
+    microbatch = next(remaining)
     set_last(False)
-    with module.register_forward_hook(_add_uses_as_computed):
-        for after in following:
+    with module.register_forward_hook(_accumulate_in_compute_dtype):
+        for next_microbatch in remaining:
             yield microbatch
-            microbatch = after
+            microbatch = next_microbatch
         set_last(True)
         yield microbatch
-    for part in sharded:
-        part.set_reshard_after_forward(part is not module, recurse=False)
+    for submodule in fsdp_modules:
+        submodule.set_reshard_after_forward(submodule is not module, recurse=False)
 
 
-def _add_uses_as_computed(module: nn.Module, *_: Any) -> None:
-    """Let the backward pass add the gradients of a weight with two uses in the dtype of its products.
+def _accumulate_in_compute_dtype(module: nn.Module, *_: Any) -> None:
+    """Accumulate the gradients of a weight with two uses, as a tied embedding, in the compute dtype.
 
-    torch 2.15 adds them in float32 in the first microbatch of several, and in no other: a tied embedding then
-    gets another gradient than where each microbatch reduces its own.
+    torch 2.15 accumulates in float32 in the first of several microbatches only. A tied embedding's gradient
+    would then differ from that of microbatches which reduce their gradients separately.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.grad_dtype = None
 
 
-def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """What this rank holds of a parameter: of what the mesh's later dimensions cut, FSDP cuts the rest.
+def local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Return the slices of the full parameter that this rank holds.
 
-    DTensor cuts into equal parts, of which the last are smaller or empty.
+    Later mesh dimensions shard first, and FSDP shards the result. DTensor makes equal shards, the last of
+    which are smaller or empty.
     """
     slices = [slice(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
@@ -175,18 +179,18 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
         for dimension, placement in reversed(list(enumerate(parameter.placements))):
             if isinstance(placement, Replicate):
                 continue
-            of_dim: Any = placement  # a shard, strided or not
-            old, rank = slices[of_dim.dim], mesh.get_local_rank(dimension)
-            size = -(-(old.stop - old.start) // mesh.size(dimension))
-            start, stop = (min(old.start + place * size, old.stop) for place in (rank, rank + 1))
-            slices[of_dim.dim] = slice(start, stop)
+            shard_placement: Any = placement  # Shard or _StridedShard
+            extent, rank = slices[shard_placement.dim], mesh.get_local_rank(dimension)
+            size = -(-(extent.stop - extent.start) // mesh.size(dimension))
+            start, stop = (min(extent.start + index * size, extent.stop) for index in (rank, rank + 1))
+            slices[shard_placement.dim] = slice(start, stop)
     return tuple(slices)
 
 
 class ShardedParameters:
-    """The parameters of sharded modules with their optimizer; `optimizer` None: frozen.
+    """The parameters of sharded modules with their optimizer; without an optimizer they are frozen.
 
-    `prefix`: of the parameters' names, which Hugging Face's lack.
+    `prefix` is removed from parameter names to get Hugging Face's.
     """
 
     def __init__(
@@ -194,74 +198,78 @@ class ShardedParameters:
     ) -> None:
         self._parameters: dict[str, Any] = parameters
         self._settings, self._prefix = optimizer, prefix
-        # What the optimizer sees of them, as it takes each number by itself: DTensor needs as long to hand on
-        # its step as a GPU to do it.
-        self._own = {name: _local(parameter) for name, parameter in parameters.items()} if optimizer else {}
-        self._optimizer = _adamw(self._own, optimizer) if optimizer else None
+        # AdamW is elementwise, so it can run on plain local tensors. Dispatching its step through DTensor
+        # takes as long as the step takes on a GPU.
+        self._local_parameters = (
+            {name: _local(parameter) for name, parameter in parameters.items()} if optimizer else {}
+        )
+        self._optimizer = _adamw(self._local_parameters, optimizer) if optimizer else None
 
     @torch.no_grad()
     def optimizer_step(self, learning_rate: float) -> float:
-        """See abrun.backends.Trained."""
+        """See abrun.backends.Trainable."""
         assert self._optimizer is not None and self._settings is not None
         norm = clip_gradients(self._parameters.values(), self._settings.max_grad_norm)
-        for own, parameter in zip(self._own.values(), self._parameters.values(), strict=True):
-            own.data = _local(parameter)  # which FSDP may have moved
-            own.grad = None if parameter.grad is None else _local(parameter.grad)
+        for local_parameter, parameter in zip(
+            self._local_parameters.values(), self._parameters.values(), strict=True
+        ):
+            local_parameter.data = _local(parameter)  # FSDP may have moved it
+            local_parameter.grad = None if parameter.grad is None else _local(parameter.grad)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        for tensor in (*self._own.values(), *self._parameters.values()):
+        for tensor in (*self._local_parameters.values(), *self._parameters.values()):
             tensor.grad = None
         return float(norm)
 
     def local_state(self) -> dict[str, Tensor]:
-        """See abrun.backends.Trained."""
+        """See abrun.backends.Trainable."""
         state = {f"weights/{name}": _local(parameter) for name, parameter in self._parameters.items()}
         if self._optimizer is not None:
-            for name, own in self._own.items():
-                # A parameter that has never had a gradient, as an expert that no token met, has none.
-                for key, value in self._optimizer.state.get(own, {}).items():
+            for name, local_parameter in self._local_parameters.items():
+                # A parameter that never had a gradient, such as an expert without tokens, has no state.
+                for key, value in self._optimizer.state.get(local_parameter, {}).items():
                     state[f"optimizer/{key}/{name}"] = value
         return state
 
-    def pieces(self) -> dict[str, Held]:
-        """See abrun.backends.Trained."""
-        found = {}
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """See abrun.backends.Trainable."""
+        specs = {}
         for name, parameter in self._parameters.items():
-            piece = Piece(tuple(parameter.shape), own_slices(parameter))
-            own = Held.one(name.removeprefix(self._prefix), piece)
-            found[f"weights/{name}"] = own.under("weights/")
+            piece = Piece(tuple(parameter.shape), local_slices(parameter))
+            spec = ShardSpec.from_piece(name.removeprefix(self._prefix), piece)
+            specs[f"weights/{name}"] = spec.with_prefix("weights/")
             if self._optimizer is not None:
-                for key, held in of_optimizer(own).items():
-                    found[f"optimizer/{key}/{name}"] = held.under(f"optimizer/{key}/")
-        return found
+                for key, state_spec in optimizer_specs(spec).items():
+                    specs[f"optimizer/{key}/{name}"] = state_spec.with_prefix(f"optimizer/{key}/")
+        return specs
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """See abrun.backends.Trained."""
+        """See abrun.backends.Trainable."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
-            for name, own in self._own.items():
+            for name, local_parameter in self._local_parameters.items():
                 if f"optimizer/step/{name}" not in state:
                     continue
-                self._optimizer.state[own] = {
-                    "step": torch.zeros((), device=own.device),  # where the fused AdamW wants it
-                    "exp_avg": torch.zeros_like(own),
-                    "exp_avg_sq": torch.zeros_like(own),
+                self._optimizer.state[local_parameter] = {
+                    "step": torch.zeros((), device=local_parameter.device),  # the fused AdamW needs it there
+                    "exp_avg": torch.zeros_like(local_parameter),
+                    "exp_avg_sq": torch.zeros_like(local_parameter),
                 }
         for name, tensor in self.local_state().items():
             tensor.copy_(state[name])
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights by Hugging Face's names, whole, one after the other. Collective."""
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each full weight under its Hugging Face name. Collective."""
         for name, parameter in self._parameters.items():
             name = name.removeprefix(self._prefix)
             if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
-                yield name, _local(parameter)  # as `whole` has it, without the 0.1 ms that DTensor takes
+                yield name, _local(parameter)  # equal to full_tensor, without its 0.1 ms overhead
             else:
-                yield name, whole(parameter.detach())
+                yield name, full_tensor(parameter.detach())
 
     def resident_tensors(self) -> Sequence[Tensor]:
-        """See abrun.backends.Trained."""
+        """See abrun.backends.Trainable."""
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         weights = (_local(parameter) for parameter in self._parameters.values())
         return [*weights, *(tensor for state in states for tensor in state.values())]
@@ -284,5 +292,5 @@ def _adamw(parameters: Mapping[str, Tensor], settings: Optimizer) -> torch.optim
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory."""
+    """Return this rank's shard without copying it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

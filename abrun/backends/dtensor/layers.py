@@ -1,4 +1,4 @@
-"""What a decoder's layers do besides what transformers gives them: compiled, and computed again backwards."""
+"""Compilation and activation checkpointing of a decoder's layers, and their Liger kernels."""
 
 import functools
 import inspect
@@ -21,115 +21,124 @@ STOCK_ROTATION = llama.apply_rotary_pos_emb
 
 
 def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
-    """Compile each layer's forward pass, and compute it again in the backward pass, where the policy says so.
+    """Compile each layer's forward pass and checkpoint its activations, as the policy asks.
 
-    Both replace the layer's method `forward`, so that FSDP's hooks stay outside and run once. Lengths are
-    dynamic, and the layers share their code: one compilation serves all of them and any microbatch, but for
-    one of a single row, for which torch takes a constant: packed ones always are, padded ones seldom.
+    Both replace the layer's `forward`, so FSDP's hooks stay outside and run once. Lengths are dynamic and the
+    layers share their code, so one compilation serves all layers and microbatches. Microbatches of a single
+    row need another one, because torch specialises on a size of 1: packed ones always, padded ones seldom.
     """
     for layer in layers:
         if policy.compile:
-            _rotate_position_by_position(sys.modules[type(layer).__module__])
+            _replace_rotation(sys.modules[type(layer).__module__])
         forward: Callable[..., Any] = layer.forward
         if policy.compile:
-            forward = functools.partial(_compiled, torch.compile(forward, dynamic=True))
+            forward = functools.partial(_run_compiled, torch.compile(forward, dynamic=True))
         if policy.activation_checkpointing == "selective":
-            forward = functools.partial(_graphs_again, forward)
+            forward = functools.partial(_run_with_graphs_recomputed, forward)
         elif policy.activation_checkpointing == "full":
-            forward = functools.partial(_computed_again, forward)
+            forward = functools.partial(_run_checkpointed, forward)
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def take_liger_kernels(network: Any, policy: Policy) -> None:
-    """Let Liger compute a network's norms, rotary embeddings and SwiGLU, where the policy says so.
+def apply_liger_kernels(network: Any, policy: Policy) -> None:
+    """Replace a network's norms, rotary embeddings and SwiGLU by Liger's kernels, if the policy asks.
 
-    Raises RecipeError where it has no kernels for the family. The head stays abrun's.
+    Raises RecipeError if Liger has no kernels for the model family. The head remains abrun's.
     """
     if not policy.liger:
         return
     from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
 
     family = network.config.model_type
-    take = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family)
-    if take is None:
+    apply_kernels = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family)
+    if apply_kernels is None:
         raise RecipeError(
             f"policy.liger: got true with a model of type {family!r}, which Liger has no kernels for; "
             "use false"
         )
-    take(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
+    apply_kernels(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def _compiled(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """With what no argument of torch.compile says, for these layers alone: vLLM may compile here, too."""
+def _run_compiled(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """Run a compiled forward with settings that torch.compile has no arguments for.
+
+    They apply to these layers alone, because vLLM may compile in the same process.
+    """
     with (
-        # A number such as a norm's epsilon would be taken for one that changes, and in a second try for a
-        # constant. The first try is in no cache.
+        # Otherwise a float such as a norm's epsilon is first compiled as dynamic and then again as a
+        # constant. The first attempt is never cached.
         dynamo_config.patch(specialize_float=True),
-        # Sizes that are equal would be taken for one, such as a microbatch's rows and a head's, a constant.
+        # Otherwise equal sizes, such as a microbatch's rows and the constant head size, share a symbol.
         shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
-        # Their traced code, forwards and backwards, is a part of the key that a graph is cached under.
+        # The cache key includes the traced forward and backward code of custom functions.
         functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
     ):
-        return forward(*inputs, **more)
+        return forward(*inputs, **settings)
 
 
-def _computed_again(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Only a layer's inputs are kept until then. It draws no random numbers: models that do are refused."""
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **more)
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
+def _run_checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """Keep only a layer's inputs, and recompute it in the backward pass.
 
-
-def _graphs_again(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """The compiled parts of a layer keep their inputs alone, and attention between them keeps what it needs.
-
-    (Selective checkpointing of operators one by one was no faster than a whole layer again, for 20 GiB more.)
+    The random state is not restored, because models that draw random numbers are refused.
     """
-    with functorch_config.patch(activation_memory_budget=0.0):  # read when a part is compiled
-        return forward(*inputs, **more)
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **settings)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **settings)
 
 
-def _rotate_position_by_position(family: Any) -> None:
-    """Let a family's layers rotate queries and keys as they lie in memory, to the same bits.
+def _run_with_graphs_recomputed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """Keep only the inputs of a layer's compiled graphs, and all that the attention between them saves.
 
-    transformers rotates [B, heads, S, D], views of [B, S, heads, D]. Of those a compiler makes kernels that
-    divide by a length known only when they run, and a copy for the attention that follows. Families with a
-    rotation of their own keep it.
+    Selective checkpointing by operator was no faster than recomputing whole layers, and took 20 GiB more.
+    """
+    with functorch_config.patch(activation_memory_budget=0.0):  # read when a graph is compiled
+        return forward(*inputs, **settings)
+
+
+def _replace_rotation(family: Any) -> None:
+    """Let a family's layers apply rotary embeddings in memory order, with bit-identical results.
+
+    transformers rotates [B, heads, S, D], views of [B, S, heads, D]. Compiled kernels for those views divide
+    by a dynamic length, and attention then needs a copy. Families with their own rotation keep it.
     """
     stock = {"apply_rotary_pos_emb": STOCK_ROTATION, "rotate_half": llama.rotate_half}
-    if all(_does(getattr(family, name, None), function) for name, function in stock.items()):
-        family.apply_rotary_pos_emb = _rotated
+    if all(_has_same_code(getattr(family, name, None), function) for name, function in stock.items()):
+        family.apply_rotary_pos_emb = _apply_rotary
 
 
-def _does(function: Any, stock: Callable[..., Any]) -> bool:
-    """Whether a function has another's code, whatever its docstring."""
-    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in (function, stock) if one is not None]
+def _has_same_code(function: Any, stock: Callable[..., Any]) -> bool:
+    """Return whether two functions have the same code, docstrings aside."""
+    codes = [
+        getattr(inspect.unwrap(candidate), "__code__", None)
+        for candidate in (function, stock)
+        if candidate is not None
+    ]
     contents = [(code.co_code, code.co_names, code.co_consts[1:]) for code in codes if code is not None]
     return len(contents) == 2 and contents[0] == contents[1]
 
 
-def _rotated(
+def _apply_rotary(
     query: Tensor,  # [B, heads, S, D]
     key: Tensor,  # [B, key heads, S, D]
     cos: Tensor,  # [B, S, D]
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embeddings (arXiv:2104.09864, section 3.4.2), halves rotated with each other."""
-    if unsqueeze_dim != 1:  # of states [B, S, heads, D]
+    """Apply rotary position embeddings (arXiv:2104.09864, section 3.4.2) to pairs from the two halves."""
+    if unsqueeze_dim != 1:  # states are [B, S, heads, D]
         return STOCK_ROTATION(query, key, cos, sin, unsqueeze_dim)
-    half = query.shape[-1] // 2  # which a compiler knows, as it does not know the tables' last size
-    halves = [each[:, :, None].unflatten(-1, (2, half)).unbind(-2) for each in (cos, sin)]
-    query, key = (_turned(each.transpose(1, 2), *halves).transpose(1, 2) for each in (query, key))
+    half = query.shape[-1] // 2  # static for torch.compile, unlike the last size of cos and sin
+    halves = [tensor[:, :, None].unflatten(-1, (2, half)).unbind(-2) for tensor in (cos, sin)]
+    query, key = (_rotate_halves(tensor.transpose(1, 2), *halves).transpose(1, 2) for tensor in (query, key))
     return query, key
 
 
-def _turned(
+def _rotate_halves(
     states: Tensor,  # [B, S, heads, D]
-    cos: tuple[Tensor, ...],  # of the first half and of the second [B, S, 1, D/2]
+    cos: tuple[Tensor, ...],  # for the first and the second half, [B, S, 1, D/2] each
     sin: tuple[Tensor, ...],
 ) -> Tensor:
-    """Without a slice, whose way back would be a sum of padded halves."""
-    first, second = states.unflatten(-1, (2, -1)).unbind(-2)
-    turned = first * cos[0] - second * sin[0], second * cos[1] + first * sin[1]
-    return torch.stack(turned, dim=-2).flatten(-2)
+    """Rotate the halves of each head. Unlike slices, unbind needs no padding in the backward pass."""
+    first_half, second_half = states.unflatten(-1, (2, -1)).unbind(-2)
+    rotated = first_half * cos[0] - second_half * sin[0], second_half * cos[1] + first_half * sin[1]
+    return torch.stack(rotated, dim=-2).flatten(-2)

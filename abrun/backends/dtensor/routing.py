@@ -1,7 +1,7 @@
-"""The routers of a network of transformers: what they choose seen, and replayed; see abrun.backends.routing.
+"""The routers of a transformers network: recording and replaying their choices. See abrun.backends.routing.
 
-Letters: L layers with a router, T tokens of a forward pass (rows one after the other, or a packed stream), E
-experts of a layer, K experts that a token goes to.
+Letters: L layers with a router, T tokens of a forward pass (flattened rows, or a packed stream), E experts of
+a layer, K experts per token.
 """
 
 import contextlib
@@ -11,48 +11,52 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from abrun.backends.routing import Choice
+from abrun.backends.routing import RouterChoice
 from abrun.models import routers_of
 
 
-class Routing:
-    """The routers of one network. What they choose can be seen, and chosen for them."""
+class Routers:
+    """The routers of one network, whose choices can be recorded and replayed."""
 
     def __init__(self, network: nn.Module) -> None:
         routers = routers_of(network)
         self.num_layers = len(routers)
         self.num_experts, self.top_k = (routers[0].num_experts, routers[0].top_k) if routers else (0, 0)
-        self._seen: list[tuple[Tensor, Tensor]] | None = None
-        self._replayed: Tensor | None = None  # [T, L, K]
+        self._choices: list[tuple[Tensor, Tensor]] | None = None
+        self._replayed_routes: Tensor | None = None  # [T, L, K]
         for layer, router in enumerate(routers):
             router.forward = partial(self._route, layer, router.forward)
 
     @contextlib.contextmanager
-    def seen(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Of the one forward pass inside, by layer: probabilities [T, E], and the experts chosen [T, K]."""
-        self._seen = []
+    def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Record one forward pass: for each layer, probabilities [T, E] and chosen experts [T, K]."""
+        self._choices = []
         try:
-            yield self._seen
+            yield self._choices
         finally:
-            self._seen = None
+            self._choices = None
 
     @contextlib.contextmanager
-    def replayed(self, routes: Tensor | None) -> Iterator[None]:
-        """Tokens go to the experts in `routes` [T, L * K] inside, in recomputation, too; None: as ever.
+    def replay(self, routes: Tensor | None) -> Iterator[None]:
+        """Route tokens to the experts in `routes` [T, L * K] while the context is open; None: no replay.
 
-        Each is weighed by its router's own probability of it, which has a gradient. Padding, of which nothing
-        is recorded, goes where its router sends it.
+        Recomputed layers are included. Each expert is weighted with the router's current probability, which
+        has a gradient. Padding has no recorded route, so the router decides.
         """
-        self._replayed = None if routes is None else routes.view(len(routes), self.num_layers, self.top_k)
+        self._replayed_routes = (
+            None if routes is None else routes.view(len(routes), self.num_layers, self.top_k)
+        )
         try:
             yield
         finally:
-            self._replayed = None
+            self._replayed_routes = None
 
     def _route(self, layer: int, forward: Any, *inputs: Any) -> Any:
-        with Choice(None if self._replayed is None else self._replayed[:, layer].long()) as choice:
+        with RouterChoice(
+            None if self._replayed_routes is None else self._replayed_routes[:, layer].long()
+        ) as choice:
             outputs = forward(*inputs)
-        if self._seen is not None:
-            assert choice.made is not None
-            self._seen.append(choice.made)
+        if self._choices is not None:
+            assert choice.decision is not None
+            self._choices.append(choice.decision)
         return outputs

@@ -1,4 +1,4 @@
-"""PPO's value model on the dtensor backend: a scalar head on a backbone, its own or the policy's."""
+"""PPO's value model on the dtensor backend: a scalar head on its own backbone or on the policy's."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from abrun.backends import B
 from abrun.backends.attention import enable_streams, hidden_states
-from abrun.backends.dtensor.experts import spread_experts
+from abrun.backends.dtensor.experts import shard_experts
 from abrun.backends.dtensor.fsdp import (
     DTYPES,
     ShardedParameters,
-    forget_gathered,
-    gathered_once,
+    free_gathered,
+    gather_once,
     keeps_gathered,
     materialise,
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import prepare_layers, take_liger_kernels
+from abrun.backends.dtensor.layers import apply_liger_kernels, prepare_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
-from abrun.backends.head import initial_value_weight
+from abrun.backends.head import init_value_weight
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.policy import ValueBackend
@@ -45,8 +45,8 @@ class Backbone(nn.Module):
         return hidden_states(self.base_model, token_ids, packing)
 
 
-class ValueHead(nn.Linear):
-    """A number for each hidden state."""
+class LinearValueHead(nn.Linear):
+    """A linear head that maps each hidden state to a scalar."""
 
     def forward(self, input: Tensor) -> Tensor:  # [..., H] -> [...]
         return input @ self.weight[0] + self.bias
@@ -55,7 +55,7 @@ class ValueHead(nn.Linear):
 class DtensorValueModel(ValueBackend):
     """See abrun.backends.ValueModel.
 
-    `backbone`: a network of its own, or what gives the policy's hidden states, on which the head then stands.
+    `backbone` is its own network, or the function that returns the policy's hidden states.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class DtensorValueModel(ValueBackend):
         self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
         self._tensor = tensor
         self._coefficient = 1.0
-        # In float32 unless the recipe wants to see what bfloat16 masters and moments lose: they truncate.
-        self.head = _head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
+        # float32, unless the recipe tests how much bfloat16 master weights and moments lose by rounding.
+        self.head = _make_head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
         if tensor:
             tensor.replicate(self.head)
-        # Gathered in its own dtype, whatever the backbone's products compute in.
-        shard(self.head, ranks.weights, settings.value_head_dtype)
+        # Gathered in its own dtype, whatever the backbone's compute dtype.
+        shard(self.head, ranks.weight_mesh, settings.value_head_dtype)
         trained = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
         if isinstance(backbone, nn.Module):
-            self._hidden_states = self._sharded(backbone)
+            self._hidden_states = self._shard_backbone(backbone)
             trained |= dict(self._hidden_states.named_parameters())
         else:
             self._hidden_states = backbone
@@ -90,55 +90,55 @@ class DtensorValueModel(ValueBackend):
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         super().load_local_state(state)
         for module in (self.head, self._hidden_states):
-            if isinstance(module, nn.Module):  # not the policy's
-                forget_gathered(module)
+            if isinstance(module, nn.Module):  # the policy frees its own backbone
+                free_gathered(module)
 
     def _run(
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
         backbone = self._hidden_states
-        each: Iterable[Microbatch[B]] = microbatches
+        remaining: Iterable[Microbatch[B]] = microbatches
         if backward and keeps_gathered(self.settings) and isinstance(backbone, nn.Module):
-            each = gathered_once(backbone, microbatches)
-        for microbatch in each:
+            remaining = gather_once(backbone, microbatches)
+        for microbatch in remaining:
             loss = forward(microbatch)
             if backward:
                 loss.backward()
 
     def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
         token_ids = packing.pack(batch.token_ids) if packing else batch.token_ids
-        return self._in_rows(self.head(self._backbone_states(token_ids, packing)).float(), packing)
+        return self._to_rows(self.head(self._backbone_states(token_ids, packing)).float(), packing)
 
     def _backbone_states(self, token_ids: Tensor, packing: Packing | None) -> Tensor:
         if self._coefficient == 0:
             with torch.no_grad():
                 return self._hidden_states(token_ids, packing)
         hidden = self._hidden_states(token_ids, packing)
-        # Each tensor-parallel rank computes the whole loss, and their gradients of the states are added up.
+        # Every tensor-parallel rank computes the full loss, and the gradients of the states are summed.
         share = self._coefficient / (self._tensor.size if self._tensor else 1)
         if hidden.requires_grad and share != 1:
             hidden.register_hook(lambda gradient: gradient * share)
         return hidden
 
-    def _sharded(self, network: Any) -> Backbone:
+    def _shard_backbone(self, network: Any) -> Backbone:
         enable_streams(network, self.settings)
-        take_liger_kernels(network, self.settings)
+        apply_liger_kernels(network, self.settings)
         facts = facts_of(network)
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:
             module.to(self.ranks.device)
         if self._tensor:
-            self._tensor.spread(network, facts, experts_are_spread=self.ranks.experts is not None)
-        spread_experts(network, self.ranks, self.settings.dtype)
+            self._tensor.shard_network(network, facts, experts_are_sharded=self.ranks.expert_mesh is not None)
+        shard_experts(network, self.ranks, self.settings.dtype)
         prepare_layers(facts.layers, self.settings)
-        shard_layers(facts.layers, self.ranks.weights, self.settings.dtype)
-        shard(module, self.ranks.weights, self.settings.dtype)
+        shard_layers(facts.layers, self.ranks.weight_mesh, self.settings.dtype)
+        shard(module, self.ranks.weight_mesh, self.settings.dtype)
         materialise(module, network, self.ranks.device)
         return module.train()
 
 
-def _head(hidden_size: int, seed: int, device: torch.device, dtype: torch.dtype) -> ValueHead:
-    head = ValueHead(hidden_size, 1)
-    head.weight = nn.Parameter(initial_value_weight(hidden_size, seed).to(device, dtype))
+def _make_head(hidden_size: int, seed: int, device: torch.device, dtype: torch.dtype) -> LinearValueHead:
+    head = LinearValueHead(hidden_size, 1)
+    head.weight = nn.Parameter(init_value_weight(hidden_size, seed).to(device, dtype))
     head.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     return head

@@ -1,4 +1,4 @@
-"""A policy on megatron-core: rows in and out, whatever is cut in between. See abrun.backends.megatron."""
+"""A policy on megatron-core. See abrun.backends.megatron."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,21 +8,21 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from abrun.backends import Decoder, ValueModel
-from abrun.backends.head import Entropies, Head, HeadOutput, check_available, logprobs_of_tokens
-from abrun.backends.megatron.cpu import standing_in
-from abrun.backends.megatron.decoding import Skeleton, decoder_of
-from abrun.backends.megatron.groups import join
-from abrun.backends.megatron.library import dtype_of, quiet
-from abrun.backends.megatron.names import Names
+from abrun.backends.head import EntropyMode, HeadOutput, LmHead, check_logprob_kernel, compute_token_logprobs
+from abrun.backends.megatron.cpu import emulate_cuda
+from abrun.backends.megatron.decoding import WeightlessNetwork, open_decoder
+from abrun.backends.megatron.groups import join_groups
+from abrun.backends.megatron.library import dtype_of, suppress_warnings
+from abrun.backends.megatron.names import WeightNames
 from abrun.backends.megatron.network import make_network
-from abrun.backends.megatron.routing import Routed, Routing
-from abrun.backends.megatron.sharded import Sharded
+from abrun.backends.megatron.parameters import MegatronParameters
+from abrun.backends.megatron.routing import MicrobatchRouting, StageRouters
 from abrun.backends.megatron.stages import StagedModel, Stages
 from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing
-from abrun.backends.policy import Balance, PolicyBackend
+from abrun.backends.policy import AuxLossInputs, PolicyBackend
 from abrun.backends.ranks import Ranks
-from abrun.backends.routing import Load, check_routing
+from abrun.backends.routing import RouterLoad, check_routing
 from abrun.kernels import TokenLoss
 from abrun.models import facts_of, published
 from abrun.recipe.algorithms import Ppo
@@ -30,14 +30,14 @@ from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
 from abrun.rl.batch import Sequences
 
 
-class MegatronBackend(StagedModel, PolicyBackend[Routed]):
+class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
     """See abrun.backends.Backend, and abrun.backends.make_backend for the arguments."""
 
-    _parameters: Sharded
+    _parameters: MegatronParameters
 
     def __init__(
         self,
-        load: Callable[[], Any],
+        load_network: Callable[[], Any],
         policy: Policy,
         ranks: Ranks,
         *,
@@ -47,24 +47,24 @@ class MegatronBackend(StagedModel, PolicyBackend[Routed]):
         trainable: bool = True,
     ) -> None:
         assert isinstance(policy.backend, Megatron)
-        check_available(policy.logprobs, ranks.device)
+        check_logprob_kernel(policy.logprobs, ranks.device)
         super().__init__(policy, ranks)
-        with standing_in(ranks.device), quiet():
-            join(ranks, policy.backend)
-        network = load()
+        with emulate_cuda(ranks.device), suppress_warnings():
+            join_groups(ranks, policy.backend)
+        network = load_network()
         facts = facts_of(network)
         self.model = self._make_module(network, head=True)
-        self._routing = Routing(self.model, ranks)
-        check_routing(policy, network, self._routing.num_layers)
-        self._names = Names(self.model, network)
-        self._parameters = Sharded(
+        self._routers = StageRouters(self.model, ranks)
+        check_routing(policy, network, self._routers.num_layers)
+        self._weight_names = WeightNames(self.model, network)
+        self._parameters = MegatronParameters(
             self.model,
-            self._names.held,
+            self._weight_names.shard_spec,
             policy.optimizer if trainable else None,
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
         )
-        self._names.load(network, self._parameters.assign)
+        self._weight_names.load(network, self._parameters.assign)
         settings: dict[str, Any] = {
             "temperature": temperature,
             "filters": filters,
@@ -72,42 +72,42 @@ class MegatronBackend(StagedModel, PolicyBackend[Routed]):
             "softcap": facts.logit_softcap,
         }
         shared: dict[str, Any] = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
-        self._head = Head(policy.logprobs, **settings, **shared)
-        self._whole_head = Head(policy.logprobs, engine_dtype=engine_dtype, **settings)
-        self._load = load
-        self._skeleton = Skeleton(network)
+        self._head = LmHead(policy.logprobs, **settings, **shared)
+        self._full_head = LmHead(policy.logprobs, engine_dtype=engine_dtype, **settings)
+        self._load = load_network
+        self._skeleton = WeightlessNetwork(network)
         self._stages, self._module = Stages(policy.backend, ranks), self._parameters.module
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from published(self._network, self._whole())
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from published(self._network, self._full_weights())
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
-        """A copy with whole weights on every rank; no collective runs inside."""
+        """Open a decoder with full weights on every rank; decoding needs no collective."""
         dtype = dtype_of(self.settings.dtype)
-        network = self._skeleton.filled(self._whole(), dtype, self.ranks.device)
-        with decoder_of(network, self._whole_head) as decoder:
+        network = self._skeleton.fill(self._full_weights(), dtype, self.ranks.device)
+        with open_decoder(network, self._full_head) as decoder:
             yield decoder
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
-        parts = settings, self.settings, self.ranks, self._stages
+        arguments = settings, self.settings, self.ranks, self._stages
         if settings.value_backbone == "shared":
-            return MegatronValueModel(*parts, self._module, None, seed=seed)
+            return MegatronValueModel(*arguments, self._module, None, seed=seed)
         network = self._load()
-        return MegatronValueModel(*parts, self._make_module(network, head=False), network, seed=seed)
+        return MegatronValueModel(*arguments, self._make_module(network, head=False), network, seed=seed)
 
     def _make_module(self, network: Any, *, head: bool) -> GPTModel:
-        """This rank's part of a transformers network, without its weights."""
+        """Make this rank's shard of a transformers network, without its weights."""
         assert isinstance(self.settings.backend, Megatron)
         on_cpu = self.ranks.device.type == "cpu"
-        with standing_in(self.ranks.device), quiet():
+        with emulate_cuda(self.ranks.device), suppress_warnings():
             return make_network(
                 network, facts_of(network), self.settings, self.settings.backend, on_cpu=on_cpu, head=head
             )
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under the network's own names, whole, one after the other. Collective."""
-        return self._stages.each_from_its_stage(self._names.whole(self._parameters.master))
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each full parameter under the network's own name. Collective."""
+        return self._stages.broadcast_weights(self._weight_names.full_weights(self._parameters.gather_master))
 
     @property
     def _network(self) -> Any:
@@ -117,35 +117,39 @@ class MegatronBackend(StagedModel, PolicyBackend[Routed]):
         self,
         batch: Sequences,
         packing: Packing | None,
-        entropies: Entropies,
+        entropies: EntropyMode,
         token_loss: TokenLoss | None,
-        routed: list[Routed],
-        balance: Balance | None,
+        records: list[MicrobatchRouting],
+        aux_loss_inputs: AuxLossInputs | None,
     ) -> HeadOutput | Tensor:
-        of_routers = None
-        if self._routing.num_layers:
-            of_routers = self._routing.of(batch, self._stages.places(batch.token_mask, packing), balance)
-            routed.append(of_routers)
-        hidden = self._stages.hidden_states(self._module, batch.token_ids, packing, of_routers)
+        routing = None
+        if self._routers.num_layers:
+            routing = self._routers.start_microbatch(
+                batch, self._stages.token_positions(batch.token_mask, packing), aux_loss_inputs
+            )
+            records.append(routing)
+        hidden = self._stages.hidden_states(self._module, batch.token_ids, packing, routing)
         if not self.is_last_stage:
             return hidden
         pack: Callable[[Tensor], Tensor] = packing.pack if packing else lambda rows: rows
-        hidden = self._stages.for_vocabulary(hidden, packing.num_own if packing else batch.token_ids.shape[1])
+        hidden = self._stages.gather_for_sharded_head(
+            hidden, packing.num_local_tokens if packing else batch.token_ids.shape[1]
+        )
         support = None if batch.support is None else pack(batch.support)
         tokens = pack(batch.token_ids), pack(batch.token_mask)
-        output = logprobs_of_tokens(
+        output = compute_token_logprobs(
             self._head, hidden, self._weight(), *tokens, entropies, token_loss, packing, support
         )
-        return output.mapped(packing.unpack) if packing else output
+        return output.map_tokens(packing.unpack) if packing else output
 
-    def _total_load(self, routed: list[Routed]) -> Load:
-        return self._routing.load(routed)
+    def _reduce_load(self, records: list[MicrobatchRouting]) -> RouterLoad:
+        return self._routers.reduce_load(records)
 
-    def _routes(self, routed: list[Routed]) -> list[Tensor]:
-        return self._routing.record(routed)
+    def _collect_routes(self, records: list[MicrobatchRouting]) -> list[Tensor]:
+        return self._routers.record_routes(records)
 
     def _weight(self) -> Tensor:
-        """This rank's rows of the head's weight, on the last stage."""
+        """Return this rank's rows of the head's weight, on the last stage."""
         model: Any = self.model
         if model.share_embeddings_and_output_weights:
             return model.shared_embedding_or_output_weight()

@@ -1,6 +1,6 @@
-"""megatron-core without CUDA: while `standing_in` is entered, what it asks of CUDA is answered by the CPU.
+"""megatron-core without CUDA: inside `emulate_cuda`, its calls to CUDA run on the CPU.
 
-megatron-core names the CUDA device outright. Where a run trains on GPUs nothing here does anything.
+megatron-core hard-codes the CUDA device. For runs on GPUs this module does nothing.
 """
 
 import contextlib
@@ -15,27 +15,27 @@ CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def standing_in(device: torch.device) -> Iterator[None]:
-    """Around whatever calls megatron-core for a rank on `device`. May be entered inside itself."""
+def emulate_cuda(device: torch.device) -> Iterator[None]:
+    """Redirect CUDA calls to the CPU while the context is open, unless `device` is a GPU. Reentrant."""
     if device.type == "cuda":
         yield
         return
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements():
-            stack.enter_context(_replaced(owner, name, value))
-        stack.enter_context(_DevicesMeanCpu())
+            stack.enter_context(_replace_attribute(owner, name, value))
+        stack.enter_context(_CudaMeansCpu())
         yield
 
 
-class _DevicesMeanCpu(TorchFunctionMode):
-    """Calls that name a CUDA device are made with the CPU, and a tensor's type is called that of CUDA's."""
+class _CudaMeansCpu(TorchFunctionMode):
+    """Replaces CUDA devices by the CPU in torch calls, and reports CPU tensor types as CUDA types."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # which optimizers sort parameters by
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # optimizers group parameters by type
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
         if func is Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
@@ -43,53 +43,53 @@ class _DevicesMeanCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Idle:
-    """A stream or an event on which nothing ever waits."""
+class _NoOpStream:
+    """A CUDA stream or event that does nothing."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **settings: _Idle()
+        return lambda *arguments, **settings: _NoOpStream()
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    def nothing(*arguments: Any, **settings: Any) -> None: ...
+    def do_nothing(*arguments: Any, **settings: Any) -> None: ...
 
-    def no_context(*arguments: Any, **settings: Any) -> Any:
+    def make_null_context(*arguments: Any, **settings: Any) -> Any:
         return contextlib.nullcontext()
 
     cuda = torch.cuda
     yield cuda, "current_device", lambda: CPU
-    yield cuda, "synchronize", nothing
-    yield cuda.nvtx, "range_push", nothing
-    yield cuda.nvtx, "range_pop", nothing
-    yield cuda, "Stream", _Idle
-    yield cuda, "Event", _Idle
-    yield cuda, "current_stream", _Idle
-    yield cuda, "stream", no_context
+    yield cuda, "synchronize", do_nothing
+    yield cuda.nvtx, "range_push", do_nothing
+    yield cuda.nvtx, "range_pop", do_nothing
+    yield cuda, "Stream", _NoOpStream
+    yield cuda, "Event", _NoOpStream
+    yield cuda, "current_stream", _NoOpStream
+    yield cuda, "stream", make_null_context
 
     from megatron.core.tensor_parallel import random
 
-    # Models have no dropout, so no random number is drawn between these.
+    # Models have no dropout, so the CUDA generators are never used.
     yield random, "_get_cuda_rng_state", lambda *arguments, **settings: torch.get_rng_state()
-    yield random, "_set_cuda_rng_state", nothing
-    yield random.CudaRNGStatesTracker, "fork", no_context
+    yield random, "_set_cuda_rng_state", do_nothing
+    yield random.CudaRNGStatesTracker, "fork", make_null_context
 
     from megatron.core.transformer.moe import token_dispatcher
 
-    yield token_dispatcher, "maybe_move_tensor_to_cpu", _as_counts
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _keep_on_cpu
 
 
-def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's own moves, and converts, tensors of a GPU alone."""
+def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return token counts as the dispatcher needs them; megatron-core's version handles GPU tensors only."""
     return tensor.detach().numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+def _replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)

@@ -1,4 +1,4 @@
-"""The policy as a plain Hugging Face network: to write a checkpoint with, and to decode from a cache."""
+"""The policy as a plain Hugging Face network, to write checkpoints and to decode with a cache."""
 
 import contextlib
 import copy
@@ -10,32 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends import Decoder
-from abrun.backends.head import Head
+from abrun.backends.head import LmHead
 from abrun.models import attention_in_place, facts_of
 
 
-class Skeleton:
-    """A network without its weights, which are megatron's."""
+class WeightlessNetwork:
+    """A transformers network without its weights, which megatron-core's model holds."""
 
     def __init__(self, network: Any) -> None:
-        # What a checkpoint has not, such as the frequencies of rotary embeddings, is kept.
+        # Keep buffers that a checkpoint lacks, such as the frequencies of rotary embeddings.
         stored = network.state_dict().keys()
         self._buffers = {name: b.clone() for name, b in network.named_buffers() if name not in stored}
-        vars(network).pop("checkpoint", None)  # and its files
+        vars(network).pop("checkpoint", None)  # closes its files
         self.network: Any = network.to("meta")
         self.network.tie_weights()
 
-    def filled(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
-        """A copy on `device`, in evaluation mode, filled tensor by tensor."""
+    def fill(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return a copy on `device` in evaluation mode, filled with the weights one tensor at a time."""
         network = copy.deepcopy(self.network)
         modules = dict(network.named_modules())
         for name, buffer in self._buffers.items():
-            owner, _, last = name.rpartition(".")
-            setattr(modules[owner], last, buffer.to(device))
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, buffer.to(device))
         missing = dict(network.named_parameters())
         for name, weight in weights:
-            owner, _, last = name.rpartition(".")
-            setattr(modules[owner], last, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
             del missing[name]
         network.tie_weights()
         assert not missing, f"no weights for {sorted(missing)}"
@@ -43,8 +43,8 @@ class Skeleton:
 
 
 @contextlib.contextmanager
-def decoder_of(network: Any, head: Head) -> Iterator[Decoder]:
-    """A decoder on whole weights."""
+def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
+    """Open a decoder of a network with full weights."""
     facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
     step = partial(head.decode, facts.base, facts.head.weight)
     with attention_in_place(network) if in_place else contextlib.nullcontext():

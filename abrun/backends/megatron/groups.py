@@ -1,4 +1,4 @@
-"""megatron-core's process groups, which it keeps for the whole process, beside those of `Ranks`."""
+"""megatron-core's process groups, global to the process and separate from those of `Ranks`."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
 from abrun.recipe.policy import Megatron
 
-_joined: tuple[Any, Megatron] | None = None  # the process group that was cut, and how
+_joined: tuple[Any, Megatron] | None = None  # the world group and settings that the groups were made of
 
 
-def join(ranks: Ranks, settings: Megatron) -> None:
-    """Cut the run's process group as the recipe says, unless it is. Collective.
+def join_groups(ranks: Ranks, settings: Megatron) -> None:
+    """Make megatron-core's process groups for the recipe's layout, unless they exist. Collective.
 
-    megatron-core refuses context parallelism without Transformer Engine: to it the ranks of a context are
-    replicas with other tokens, over which gradients are added up and the optimizer's state is cut.
+    megatron-core refuses context parallelism without Transformer Engine. So the ranks of a context are
+    data-parallel replicas to it, over which it sums gradients and shards the optimizer's state.
     """
     global _joined
     if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():
@@ -26,14 +26,16 @@ def join(ranks: Ranks, settings: Megatron) -> None:
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
         expert_model_parallel_size=settings.expert_parallel,
-        expert_tensor_parallel_size=1,  # an expert is whole on its rank
+        expert_tensor_parallel_size=1,  # tensor parallelism does not shard experts
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
-    if ranks.device.type == "cuda":  # whose generators megatron-core swaps around what it may drop
+    if ranks.device.type == "cuda":  # megatron-core swaps CUDA generators around dropout
         model_parallel_cuda_manual_seed(0)
-    replica = ranks.weights.get_local_rank()
-    assert parallel_state.get_data_parallel_rank() == replica, "samples are shared otherwise"
+    replica = ranks.weight_mesh.get_local_rank()
+    assert parallel_state.get_data_parallel_rank() == replica, (
+        "megatron-core numbers data-parallel ranks differently"
+    )
     assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
     assert parallel_state.get_pipeline_model_parallel_rank() == (
         ranks.pipeline.rank() if ranks.pipeline else 0
@@ -42,7 +44,7 @@ def join(ranks: Ranks, settings: Megatron) -> None:
 
 
 def is_last_stage() -> bool:
-    """Whether this rank's stage has hidden states to judge."""
+    """Return whether this rank's pipeline stage is the last, which computes log-probs and values."""
     return parallel_state.is_pipeline_last_stage()
 
 

@@ -1,4 +1,4 @@
-"""megatron-core: which versions this backend was built against, and what it calls of them."""
+"""The supported versions of megatron-core, and the functions that this backend calls."""
 
 import contextlib
 import importlib
@@ -13,8 +13,8 @@ import torch
 from abrun.errors import RecipeError
 from abrun.recipe.packages import MEGATRON_VERSIONS, megatron_refusal
 
-# What is called by keyword, or replaced: a version that renamed one of them would be called wrongly.
-CALLED = {
+# Arguments passed by keyword, and functions that are replaced. A version without them is refused.
+REQUIRED_ARGUMENTS = {
     "megatron.core.parallel_state:initialize_model_parallel": (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -62,25 +62,25 @@ CALLED = {
 
 
 def check() -> None:
-    """Raises RecipeError where megatron-core is missing, or is a version that this backend does not know."""
-    wrong = megatron_refusal()
-    if wrong:
-        raise RecipeError(wrong)
-    with quiet():
-        for name, expected in CALLED.items():
-            missing = set(expected) - _parameters(name)
+    """Raise RecipeError if megatron-core is missing or its version is not supported."""
+    refusal = megatron_refusal()
+    if refusal:
+        raise RecipeError(refusal)
+    with suppress_warnings():
+        for name, expected in REQUIRED_ARGUMENTS.items():
+            missing = set(expected) - _parameter_names(name)
             if missing:
                 raise RecipeError(
                     f"policy.backend.type: got 'megatron' with megatron-core {version('megatron-core')}, "
                     f"whose {name.partition(':')[2]} has no {', '.join(sorted(missing))}; "
                     f"pip install 'megatron-core{MEGATRON_VERSIONS}'"
                 )
-        _complete_experts()
+        _define_missing_gemm()
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings: of what megatron-core calls that torch will rename, and of packages it misses."""
+def suppress_warnings() -> Iterator[None]:
+    """Suppress megatron-core's warnings about deprecated torch functions and missing optional packages."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -91,16 +91,16 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _parameters(name: str) -> set[str]:
+def _parameter_names(name: str) -> set[str]:
     module, _, path = name.partition(":")
-    found = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return set(inspect.signature(found).parameters) if callable(found) else set()
+    target = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute, None)
+    return set(inspect.signature(target).parameters) if callable(target) else set()
 
 
-def _complete_experts() -> None:
-    """0.16 looks this name up in a router's forward pass, and defines it with Transformer Engine alone."""
+def _define_missing_gemm() -> None:
+    """Define a name that 0.16 reads in a router's forward but only defines with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -108,5 +108,5 @@ def _complete_experts() -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a recipe names."""
+    """Return the dtype that a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,4 +1,4 @@
-"""Weights under their Hugging Face names, and as megatron-core's parameters hold them: both ways, to the bit.
+"""The conversion of weights between Hugging Face's tensors and megatron-core's parameters, bit for bit.
 
 Letters: G groups of query heads that share keys, Q query heads in each, D width of a head, H hidden size, I
 width of an MLP, E experts, V vocabulary.
@@ -13,145 +13,157 @@ import torch.distributed as dist
 from torch import Tensor
 
 from abrun.backends.megatron.groups import expert_group, tensor_group
-from abrun.backends.megatron.network import head_width
-from abrun.backends.pieces import Held, Piece
-from abrun.models import part_of
+from abrun.backends.megatron.network import head_dim
+from abrun.backends.shards import Piece, ShardSpec
+from abrun.models import read_slice
 
-OF_HEAD = "value_head"  # of a critic, which no Hugging Face network has
+VALUE_HEAD = "value_head"  # module of a value model, without a counterpart in Hugging Face's networks
 LAYER, EXPERT = "decoder.layers.", "mlp.experts.local_experts."
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a parameter of megatron-core is made of, and how tensor-parallel ranks share it."""
+class ParameterSource:
+    """The Hugging Face tensors of a megatron-core parameter, and its tensor-parallel sharding."""
 
-    sources: tuple[str, ...]  # Hugging Face names
-    shared: Literal["rows", "columns", "rows_of_halves", "not"] = "not"
-    expert: int | None = None  # of the E that are one tensor in Hugging Face's networks
+    hf_names: tuple[str, ...]
+    sharding: Literal["rows", "columns", "rows_of_halves", "not"] = "not"
+    expert: int | None = None  # index into the E experts that one Hugging Face tensor holds
 
 
-class Names:
-    """Of one model on this rank, by its Hugging Face configuration."""
+class WeightNames:
+    """The mapping between one model's parameters on this rank and Hugging Face's tensors."""
 
     def __init__(self, model: Any, network: Any) -> None:
         self._model: Any = model
         self._config: Any = network.config
         self._shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
-        self._width = head_width(self._config)
-        self._tensor, self._experts = tensor_group(), expert_group()
-        self._named: dict[str, Tensor] = {
-            name: p for name, p in model.named_parameters() if not name.startswith(OF_HEAD)
+        self._head_dim = head_dim(self._config)
+        self._tensor_group, self._expert_group = tensor_group(), expert_group()
+        self._parameters: dict[str, Tensor] = {
+            name: p for name, p in model.named_parameters() if not name.startswith(VALUE_HEAD)
         }
 
     @torch.no_grad()
     def load(self, network: Any, assign: Callable[[str, Tensor], None]) -> None:
-        """Assign this rank's part of each parameter by its name; nothing else of the `network` is read."""
-        for name in self._named:
-            held = self.held(name)
-            assign(name, held.joined([part_of(network, of, piece.slices) for of, piece in held.pieces]))
+        """Assign this rank's shard of each parameter, reading nothing else of the `network`."""
+        for name in self._parameters:
+            spec = self.shard_spec(name)
+            assign(
+                name,
+                spec.assemble([read_slice(network, hf_name, piece.slices) for hf_name, piece in spec.pieces]),
+            )
 
-    def held(self, name: str) -> Held:
-        """Of what this rank's part of a parameter is made."""
-        place = self._place(name)
-        return Held(
-            pieces=tuple((source, self._own_piece(self._shapes[source], place)) for source in place.sources),
-            shape=tuple(self._named[name].shape),
-            width=self._width_of(name),
+    def shard_spec(self, name: str) -> ShardSpec:
+        """Return the spec of this rank's shard of a parameter."""
+        source = self._find_source(name)
+        return ShardSpec(
+            pieces=tuple(
+                (hf_name, self._local_piece(self._shapes[hf_name], source)) for hf_name in source.hf_names
+            ),
+            shape=tuple(self._parameters[name].shape),
+            head_dim=self._qkv_head_dim(name),
         )
 
     @torch.no_grad()
-    def whole(self, mine: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights, from this rank's part of each. Collective over the stage's ranks."""
-        for name in self._named:
-            place = self._place(name)
+    def full_weights(self, read_local: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this stage's full weights under Hugging Face's names. Collective over the stage's ranks.
+
+        `read_local` returns this rank's shard of a parameter.
+        """
+        for name in self._parameters:
+            source = self._find_source(name)
             if EXPERT in name:
                 if f"{EXPERT}0." in name:
-                    yield place.sources[0], self._all_experts(name, mine)
-            elif not self._is_copy(name):
-                whole = _unshard(_gathered(mine(name), self._tensor), place)
-                pieces = tuple((source, Piece.all_of(self._shapes[source])) for source in place.sources)
-                held = Held(pieces=pieces, shape=tuple(whole.shape), width=self._width_of(name))
-                yield from zip(place.sources, held.split(whole), strict=True)
+                    yield source.hf_names[0], self._all_experts(name, read_local)
+            elif not self._is_embedding_copy(name):
+                full_weight = _unshard(_all_gather(read_local(name), self._tensor_group), source)
+                pieces = tuple((hf_name, Piece.full(self._shapes[hf_name])) for hf_name in source.hf_names)
+                spec = ShardSpec(
+                    pieces=pieces, shape=tuple(full_weight.shape), head_dim=self._qkv_head_dim(name)
+                )
+                yield from zip(source.hf_names, spec.split(full_weight), strict=True)
 
-    def _width_of(self, name: str) -> int | None:
-        """Of a head, where queries, keys and values are one parameter."""
-        return self._width if "linear_qkv" in name else None
+    def _qkv_head_dim(self, name: str) -> int | None:
+        """Return the head size if the parameter combines query, key and value projections, else None."""
+        return self._head_dim if "linear_qkv" in name else None
 
-    def _is_copy(self, name: str) -> bool:
-        """Whether this is the last stage's copy of the embedding, which the first stage gives."""
+    def _is_embedding_copy(self, name: str) -> bool:
+        """Return whether this is the last stage's copy of a tied embedding, which the first stage exports."""
         return name == "output_layer.weight" and self._config.tie_word_embeddings
 
-    def _all_experts(self, of_first: str, mine: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
-        before, _, after = of_first.partition(f"{EXPERT}0.")
-        count = self._config.num_experts // self._experts.size()
-        local = torch.stack([mine(f"{before}{EXPERT}{index}.{after}") for index in range(count)])
-        return torch.cat(_gathered(local, self._experts))
+    def _all_experts(self, first_name: str, read_local: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
+        prefix, _, suffix = first_name.partition(f"{EXPERT}0.")
+        count = self._config.num_experts // self._expert_group.size()
+        local = torch.stack([read_local(f"{prefix}{EXPERT}{index}.{suffix}") for index in range(count)])
+        return torch.cat(_all_gather(local, self._expert_group))
 
-    def _own_piece(self, shape: tuple[int, ...], place: Place) -> Piece:
-        part = [slice(0, size) for size in shape]
-        if place.expert is not None:
-            part[0] = slice(place.expert, place.expert + 1)
-        elif place.shared != "not":
-            dim = 1 if place.shared == "columns" else 0
-            size = -(-shape[dim] // self._tensor.size())
-            start = min(self._tensor.rank() * size, shape[dim])
-            part[dim] = slice(start, min(start + size, shape[dim]))
-        return Piece(shape, tuple(part))
+    def _local_piece(self, shape: tuple[int, ...], source: ParameterSource) -> Piece:
+        slices = [slice(0, size) for size in shape]
+        if source.expert is not None:
+            slices[0] = slice(source.expert, source.expert + 1)
+        elif source.sharding != "not":
+            dim = 1 if source.sharding == "columns" else 0
+            size = -(-shape[dim] // self._tensor_group.size())
+            start = min(self._tensor_group.rank() * size, shape[dim])
+            slices[dim] = slice(start, min(start + size, shape[dim]))
+        return Piece(shape, tuple(slices))
 
-    def _place(self, name: str) -> Place:
+    def _find_source(self, name: str) -> ParameterSource:
         if not name.startswith(LAYER):
             embedding = "model.embed_tokens.weight"
             head = embedding if self._config.tie_word_embeddings else "lm_head.weight"
             return {
-                "embedding.word_embeddings.weight": Place((embedding,), "rows"),
-                "decoder.final_layernorm.weight": Place(("model.norm.weight",)),
-                "output_layer.weight": Place((head,), "rows"),
+                "embedding.word_embeddings.weight": ParameterSource((embedding,), "rows"),
+                "decoder.final_layernorm.weight": ParameterSource(("model.norm.weight",)),
+                "output_layer.weight": ParameterSource((head,), "rows"),
             }[name]
         index, _, inside = name.removeprefix(LAYER).partition(".")
-        number = self._model.decoder.layers[int(index)].layer_number - 1  # counted over all stages
+        number = self._model.decoder.layers[int(index)].layer_number - 1  # index over all stages
         prefix = f"model.layers.{number}."
         if inside.startswith(EXPERT):
             local, kind = inside.removeprefix(EXPERT).split(".")[:2]
-            first = self._experts.rank() * self._config.num_experts // self._experts.size()
-            source = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[kind]
-            return Place((f"{prefix}mlp.experts.{source}",), expert=first + int(local))
-        place = _IN_LAYER[inside]
-        return Place(tuple(prefix + source for source in place.sources), place.shared)
+            first_expert = self._expert_group.rank() * self._config.num_experts // self._expert_group.size()
+            projection = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[kind]
+            return ParameterSource((f"{prefix}mlp.experts.{projection}",), expert=first_expert + int(local))
+        source = _LAYER_SOURCES[inside]
+        return ParameterSource(tuple(prefix + hf_name for hf_name in source.hf_names), source.sharding)
 
 
-_IN_LAYER = {
-    "input_layernorm.weight": Place(("input_layernorm.weight",)),
-    "pre_mlp_layernorm.weight": Place(("post_attention_layernorm.weight",)),
+_LAYER_SOURCES = {
+    "input_layernorm.weight": ParameterSource(("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": ParameterSource(("post_attention_layernorm.weight",)),
     **{
-        f"self_attention.linear_qkv.{kind}": Place(
-            tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv"), "rows"
+        f"self_attention.linear_qkv.{kind}": ParameterSource(
+            tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv"), "rows"
         )
         for kind in ("weight", "bias")
     },
-    "self_attention.linear_proj.weight": Place(("self_attn.o_proj.weight",), "columns"),
-    "self_attention.q_layernorm.weight": Place(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Place(("self_attn.k_norm.weight",)),
-    "mlp.linear_fc1.weight": Place(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows_of_halves"),
-    "mlp.linear_fc2.weight": Place(("mlp.down_proj.weight",), "columns"),
-    "mlp.router.weight": Place(("mlp.gate.weight",)),
+    "self_attention.linear_proj.weight": ParameterSource(("self_attn.o_proj.weight",), "columns"),
+    "self_attention.q_layernorm.weight": ParameterSource(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ParameterSource(("self_attn.k_norm.weight",)),
+    "mlp.linear_fc1.weight": ParameterSource(
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows_of_halves"
+    ),
+    "mlp.linear_fc2.weight": ParameterSource(("mlp.down_proj.weight",), "columns"),
+    "mlp.router.weight": ParameterSource(("mlp.gate.weight",)),
 }
 
 
-def _unshard(shards: Sequence[Tensor], place: Place) -> Tensor:
-    if place.shared == "not":
+def _unshard(shards: Sequence[Tensor], source: ParameterSource) -> Tensor:
+    if source.sharding == "not":
         return shards[0]
-    if place.shared == "rows_of_halves":
+    if source.sharding == "rows_of_halves":
         return torch.cat(
-            [half for halves in zip(*(s.chunk(2) for s in shards), strict=True) for half in halves]
+            [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
         )
-    return torch.cat(list(shards), dim=1 if place.shared == "columns" else 0)
+    return torch.cat(list(shards), dim=1 if source.sharding == "columns" else 0)
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's, in their order. Collective."""
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensor of every rank of the group, in rank order. Collective."""
     tensor = tensor.detach().contiguous()
     if group.size() == 1:
         return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors

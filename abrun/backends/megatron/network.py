@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from abrun.backends.attention import attend_in_stream
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.backends.megatron.library import dtype_of
-from abrun.backends.megatron.routing import Routed
+from abrun.backends.megatron.routing import MicrobatchRouting
 from abrun.backends.packing import Packing
 from abrun.errors import RecipeError
 from abrun.models import Facts, attends_to_all
@@ -28,25 +28,25 @@ from abrun.recipe.model_fit import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 
 
-def hidden_states_as_they_are(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
-    """What GPTModel does with its last hidden states, in place of its LM head: a head of our own follows.
+def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
+    """Return the last hidden states unchanged: replaces GPTModel's LM head, because abrun has its own.
 
-    See megatron.core.tensor_parallel.ColumnParallelLinear. The versions that have an argument for it
-    (`output_processor`) hand over what this gets, and 0.16 and 0.17 have none: so there is one way for all.
+    The signature is that of ColumnParallelLinear.forward. Newer versions have an argument for this,
+    `output_processor`, but 0.16 and 0.17 do not, so all versions are treated alike.
     """
-    asked = [name for name, value in unused.items() if value is not None]
-    assert not asked, f"this megatron-core asks its output layer for {asked}"
+    unexpected = [name for name, value in unused.items() if value is not None]
+    assert not unexpected, f"megatron-core called its output layer with unsupported arguments: {unexpected}"
     return hidden, None
 
 
-class NoHead(nn.Module):
-    """In place of the LM head of a network that has none."""
+class IdentityHead(nn.Module):
+    """A placeholder for the LM head of a network without one."""
 
-    forward = staticmethod(hidden_states_as_they_are)
+    forward = staticmethod(return_hidden_states)
 
 
-class PaddingIsConstant:
-    """A hook of the embedding: like torch's own, it gives the row of the padding token no gradient."""
+class DetachPaddingRows:
+    """An embedding hook that blocks the padding token's gradient, as torch's `padding_idx` does."""
 
     def __init__(self, padding: int, settings: Megatron) -> None:
         self._padding, self._sequence_parallel = padding, settings.sequence_parallel
@@ -60,38 +60,38 @@ class PaddingIsConstant:
 
 
 class RMSNorm(nn.RMSNorm):
-    """megatron-core's own, without Transformer Engine or apex, refuses sequence parallelism."""
+    """RMSNorm with sequence parallelism, which megatron-core's refuses without Transformer Engine or apex."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # Each rank sees some of the tokens, so gradients are added up over the tensor-parallel ranks.
+        # Each rank sees some of the tokens, so gradients are summed over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(kw_only=True)
-class Passing(PackedSeqParams):
-    """What of a microbatch goes with its hidden states to every layer, in recomputation, too.
+class MicrobatchParams(PackedSeqParams):
+    """A microbatch's data for every layer, also when layers are recomputed.
 
-    megatron-core hands it on as it is, and reads nothing of it: our rotary embedding and attention do.
+    megatron-core passes it on without reading it. RotaryEmbedding, CausalAttention and the routers read it.
     """
 
-    positions: Tensor  # [S] int64, each token's place in its sequence
-    packing: Packing | None = None  # of a stream; what follows its own tokens is padding
-    routed: Routed | None = None  # what routers are told; None: nothing
+    positions: Tensor  # [S] int64, each token's position in its sequence
+    packing: Packing | None = None  # of a stream; tokens after its local ones are padding
+    routing: MicrobatchRouting | None = None  # input and output of the routers; None: not recorded
 
 
-class Rotary(nn.Module):
-    """The family's own frequencies, however it stretches them, at each token's own position."""
+class RotaryEmbedding(nn.Module):
+    """Rotary embeddings with the model family's (scaled) frequencies, at each token's own position."""
 
     def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
         super().__init__()
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def get_rotary_seq_len(
-        self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: Passing
+        self, context: Any, decoder: Any, hidden: Any, config: Any, packed_seq_params: MicrobatchParams
     ) -> Tensor:
-        """What megatron-core asks before `forward`, and then calls it with: positions, not their number."""
+        """Return the positions: megatron-core calls `forward` with this result, usually a length."""
         return packed_seq_params.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:  # [S] -> [S, 1, 1, D]
@@ -101,7 +101,7 @@ class Rotary(nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Attention through torch's kernels; megatron-core's own holds all S x S scores."""
+    """Causal attention with torch's kernels; megatron-core's own materialises all S x S scores."""
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -109,23 +109,23 @@ class CausalAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [S, B, heads, D]; of a stream B is 1
+        query: Tensor,  # [S, B, heads, D]; for a stream B is 1
         key: Tensor,  # [S, B, key heads, D]
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: Passing,
+        packed_seq_params: MicrobatchParams,
         **_: Any,
     ) -> Tensor:  # [S, B, heads * D]
-        """Rows are padded right, so no real token sees padding and no mask is needed."""
+        """Compute attention. Rows are right-padded, so no real token sees padding and no mask is needed."""
         assert attention_mask is None
         packing = packed_seq_params.packing
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if packing is None:
             return self._causal(q, k, v).transpose(0, 1).flatten(2)
-        own = packing.num_own
-        q, k, v = (states[:, :, :own] for states in (q, k, v))
-        found = attend_in_stream(q, k, v, packing, self._scale, self._causal)
-        return F.pad(found.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - own))
+        num_tokens = packing.num_local_tokens
+        q, k, v = (states[:, :, :num_tokens] for states in (q, k, v))
+        output = attend_in_stream(q, k, v, packing, self._scale, self._causal)
+        return F.pad(output.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - num_tokens))
 
     def _causal(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
@@ -138,24 +138,23 @@ class CausalAttention(MegatronModule):
 def make_network(
     network: Any, facts: Facts, policy: Policy, settings: Megatron, *, on_cpu: bool, head: bool = True
 ) -> GPTModel:
-    """This rank's part of the architecture of a transformers network; its weights are anyone's yet.
+    """Build this rank's shard of a transformers network, with uninitialised weights.
 
-    Without its LM head where `head` is False.
-
-    Its output is hidden states, on the last stage [B, S, H] (with sequence parallelism [B, S / tensor ranks,
-    H]). Raises RecipeError for what cannot be built or cut so.
+    With `head` False it has no LM head. Its output is hidden states: on the last stage [B, S, H], or, with
+    sequence parallelism, [B, S / tensor ranks, H]. Raises RecipeError if the network is not supported or does
+    not fit the layout.
     """
     misfit = megatron_misfit(network.config.to_dict(), settings)
     if misfit:
         raise RecipeError(misfit)
-    _refuse_what_differs(network, facts)
+    _check_supported(network, facts)
     config = _transformer_config(network.config, policy, settings, on_cpu=on_cpu)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    parts = layer.submodules
-    attention = parts.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    submodules = layer.submodules
+    attention = submodules.self_attention.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = CausalAttention
@@ -166,7 +165,7 @@ def make_network(
     model: Any = GPTModel(
         config,
         block,
-        vocab_size=padded_vocabulary(network.config.vocab_size, settings),
+        vocab_size=padded_vocab_size(network.config.vocab_size, settings),
         max_sequence_length=network.config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(),
@@ -174,25 +173,25 @@ def make_network(
         position_embedding_type="rope",
     )
     device = next(model.parameters()).device
-    model.rotary_pos_emb = Rotary(_rotary(facts).inv_freq.detach().clone().to(device))
+    model.rotary_pos_emb = RotaryEmbedding(_rotary_embedding(facts).inv_freq.detach().clone().to(device))
     base: Any = facts.base
     padding = base.get_input_embeddings().padding_idx
     if model.pre_process and padding is not None:
-        model.embedding.word_embeddings.register_forward_hook(PaddingIsConstant(padding, settings))
-    assert not getattr(config, "use_mup", False), "logits are scaled by the head, not here"
+        model.embedding.word_embeddings.register_forward_hook(DetachPaddingRows(padding, settings))
+    assert not getattr(config, "use_mup", False), "use_mup scales logits, which abrun's head would do again"
     if is_last_stage() and head:
-        model.output_layer.forward = hidden_states_as_they_are
+        model.output_layer.forward = return_hidden_states
     elif is_last_stage():
-        model.output_layer = NoHead()
+        model.output_layer = IdentityHead()
     return model
 
 
-def _rotary(facts: Facts) -> Any:
+def _rotary_embedding(facts: Facts) -> Any:
     return getattr(facts.base, "rotary_emb", None)
 
 
-def padded_vocabulary(size: int, settings: Megatron) -> int:
-    """Rows of the embedding: the vocabulary, up to a multiple of the ranks that share it."""
+def padded_vocab_size(size: int, settings: Megatron) -> int:
+    """Return the vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
     return -size // settings.tensor_parallel * -settings.tensor_parallel
 
 
@@ -206,7 +205,7 @@ def _transformer_config(
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_width(config),
+        "kv_channels": head_dim(config),
         "ffn_hidden_size": config.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
@@ -221,18 +220,18 @@ def _transformer_config(
         "pipeline_model_parallel_size": settings.pipeline_parallel,
         "expert_model_parallel_size": settings.expert_parallel,
         "sequence_parallel": settings.sequence_parallel,
-        "variable_seq_lengths": True,  # each microbatch is as long as its own longest sequence
-        "moe_token_dispatcher_type": "alltoall",  # the one that takes them
+        "variable_seq_lengths": True,  # microbatches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the one that supports variable lengths
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        # Without it parameters are not marked as cut over ranks, and the norm counts some of them only.
+        # Otherwise parameters are not marked as sharded, and the gradient norm misses some of them.
         "perform_initialization": True,
         "init_method": _uninitialised,
         "output_layer_init_method": _uninitialised,
         "embedding_init_method": _uninitialised,
-        # A sum over tokens, ranks and microbatches is left as it is: nothing divides, and nothing cancels.
+        # Keeps the sum over tokens, ranks and microbatches: megatron-core then divides by nothing.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
@@ -244,17 +243,17 @@ def _transformer_config(
     if policy.activation_checkpointing == "full":
         values |= {f"recompute_{name}": value for name, value in recompute.items()}
     if config.model_type == "qwen3_moe":
-        values |= _of_experts(config)
-    known = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+        values |= _expert_config(config)
+    known_fields = {field.name for field in fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in values.items() if name in known_fields})
 
 
-def _of_experts(config: Any) -> dict[str, Any]:
+def _expert_config(config: Any) -> dict[str, Any]:
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
-        # The softmax of the chosen scores is that of all of them, scaled to the sum 1.
+        # The softmax of the chosen scores equals their softmax over all experts, renormalised to the sum 1.
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -264,17 +263,17 @@ def _of_experts(config: Any) -> dict[str, Any]:
     }
 
 
-def head_width(config: Any) -> int:
+def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _uninitialised(weight: Tensor) -> Tensor:
-    """Whatever memory held: every weight is loaded."""
+    """Leave the weight uninitialised, because every weight is loaded."""
     return weight
 
 
-def _refuse_what_differs(network: Any, facts: Facts) -> None:
-    """Raises RecipeError for a model that GPTModel, as it is set up here, does not compute."""
+def _check_supported(network: Any, facts: Facts) -> None:
+    """Raise RecipeError for a model that GPTModel, as configured here, would compute differently."""
     config, kind = network.config, type(network).__name__
     layers = config.num_hidden_layers
     differences = {
@@ -285,12 +284,12 @@ def _refuse_what_differs(network: Any, facts: Facts) -> None:
         "scaled logits": facts.logit_scale != 1 or facts.logit_softcap is not None,
         "layers without experts": config.model_type == "qwen3_moe"
         and bool(config.mlp_only_layers or config.decoder_sparse_step != 1 or not layers),
-        "scaled rotary embeddings": getattr(_rotary(facts), "attention_scaling", 1.0) != 1.0
-        or getattr(_rotary(facts), "rope_type", "default") not in ("default", "linear", "llama3"),
+        "scaled rotary embeddings": getattr(_rotary_embedding(facts), "attention_scaling", 1.0) != 1.0
+        or getattr(_rotary_embedding(facts), "rope_type", "default") not in ("default", "linear", "llama3"),
     }
-    for what, differs in differences.items():
+    for feature, differs in differences.items():
         if differs:
             raise RecipeError(
-                f"policy.backend.type: got 'megatron' with {kind}, which it does not build ({what}); use "
-                f"type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
+                f"policy.backend.type: got 'megatron' with {kind}, which it does not support ({feature}); "
+                f"use type: dtensor, or a model of {', '.join(PLAIN_DECODERS)}"
             )

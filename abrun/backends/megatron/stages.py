@@ -1,6 +1,6 @@
-"""A pass over microbatches: through this rank's stage of the pipeline, in megatron-core's order (1F1B).
+"""Passes over microbatches through this rank's pipeline stage, on megatron-core's 1F1B schedule.
 
-Every rank of a replica has the same rows, so each stage reads its own; hidden states alone travel.
+Every rank of a replica has the same rows, so only hidden states are sent between stages.
 Letters: B sequences, S positions, H hidden size; T tokens of a packed stream.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from abrun.backends import B
-from abrun.backends.megatron.cpu import standing_in
+from abrun.backends.megatron.cpu import emulate_cuda
 from abrun.backends.megatron.groups import is_last_stage, tensor_group
-from abrun.backends.megatron.library import quiet
-from abrun.backends.megatron.network import Passing
-from abrun.backends.megatron.routing import Routed
+from abrun.backends.megatron.library import suppress_warnings
+from abrun.backends.megatron.network import MicrobatchParams
+from abrun.backends.megatron.routing import MicrobatchRouting
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.policy import TrainedModel
@@ -34,7 +34,7 @@ from abrun.rl.metrics import MetricParts
 
 
 class Stages:
-    """Of one module on this rank."""
+    """Passes of modules through this rank's pipeline stage, and broadcasts between stages."""
 
     def __init__(self, settings: Megatron, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
@@ -47,98 +47,111 @@ class Stages:
         *,
         backward: bool,
     ) -> None:
-        """Call `forward` on each microbatch; with `backward`, go back from what it returned. Collective.
+        """Call `forward` on each microbatch; with `backward`, backpropagate from its output. Collective.
 
-        On the last stage that is a loss [], on others what the stage computed for the next.
+        The output is a loss [] on the last stage, and on others the hidden states for the next stage.
         """
 
         def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
-            return forward(next(remaining)), _as_it_is
+            return forward(next(remaining)), _return_undivided
 
-        with standing_in(self._ranks.device), quiet():
+        with emulate_cuda(self._ranks.device), suppress_warnings():
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(microbatches),
                 model=[module],
                 num_microbatches=len(microbatches),
-                seq_length=1,  # each microbatch says its own
+                seq_length=1,  # unused, since lengths vary
                 micro_batch_size=1,
                 forward_only=not backward,
             )
 
     def hidden_states(
-        self, module: Any, token_ids: Tensor, packing: Packing | None, routed: Routed | None = None
+        self,
+        module: Any,
+        token_ids: Tensor,
+        packing: Packing | None,
+        routing: MicrobatchRouting | None = None,
     ) -> Tensor:
-        """What this stage's last layer gives, of right-padded rows [B, S] or, packed, of own tokens [1, T/P].
+        """Return the stage's output for right-padded rows [B, S], or for a stream's local tokens [1, T/P].
 
         With sequence parallelism the rows are padded to a multiple of the tensor-parallel ranks, and the
-        states are this rank's part of the tokens; `for_vocabulary` and `for_everyone` make them whole.
+        states are sharded by position; `gather_for_sharded_head` and `gather_for_replicated_head` gather
+        them.
         """
         if packing is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         else:
-            token_ids = packing.own(packing.pack(token_ids))
-            positions = packing.own(packing.position_ids)[0]
-        extra = self._extra(token_ids.shape[1])
-        passing = Passing(positions=pad(positions, (0, extra)), packing=packing, routed=routed)
-        hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=passing)
-        return hidden.contiguous()  # which sending it to the next stage needs
+            token_ids = packing.to_local(packing.pack(token_ids))
+            positions = packing.to_local(packing.position_ids)[0]
+        extra = self._num_padding(token_ids.shape[1])
+        params = MicrobatchParams(positions=pad(positions, (0, extra)), packing=packing, routing=routing)
+        hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=params)
+        return hidden.contiguous()  # required to send it to the next stage
 
-    def places(self, token_mask: Tensor, packing: Packing | None) -> Tensor:  # [B, S] bool -> [T] int64
-        """Where the tokens of this rank's layers stand in the flattened rows; -1: padding."""
+    def token_positions(
+        self, token_mask: Tensor, packing: Packing | None
+    ) -> Tensor:  # [B, S] bool -> [T] int64
+        """Return the index in the flattened rows of each token of this rank's layers; -1 for padding."""
         if packing is None:
             rows = torch.arange(token_mask.numel(), device=token_mask.device).view(token_mask.shape)
             positions = torch.arange(token_mask.shape[1], device=token_mask.device)
-            places = torch.where(positions < sequence_lengths(token_mask)[:, None], rows, -1)
+            token_positions = torch.where(positions < sequence_lengths(token_mask)[:, None], rows, -1)
         else:
             split = packing.split
-            places = packing.index[None] if split is None else split.cut(packing.index[None], -1)
-        places = pad(places, (0, self._extra(places.shape[1])), value=-1).t()  # positions first
+            token_positions = (
+                packing.index[None] if split is None else split.to_local(packing.index[None], -1)
+            )
+        token_positions = pad(
+            token_positions, (0, self._num_padding(token_positions.shape[1])), value=-1
+        ).t()  # positions first
         if self._settings.sequence_parallel:
-            places = places.chunk(tensor_group().size())[tensor_group().rank()]
-        return places.flatten()
+            token_positions = token_positions.chunk(tensor_group().size())[tensor_group().rank()]
+        return token_positions.flatten()
 
-    def for_vocabulary(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
-        """The last stage's states for a head whose vocabulary is cut over the tensor-parallel ranks.
+    def gather_for_sharded_head(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
+        """Return the last stage's full states for a head with a sharded vocabulary.
 
-        Each rank's gradient of them is a part, of its own vocabulary: the parts are added up.
+        Each rank's gradient of them is a partial sum, from its vocabulary shard; the backward pass sums them.
         """
         if not self._settings.sequence_parallel:
             return copy_to_tensor_model_parallel_region(hidden, group=tensor_group())
-        return self._gathered(hidden, length, partial_gradients=True)
+        return self._gather_sequence(hidden, length, partial_gradients=True)
 
-    def for_everyone(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
-        """The last stage's states for a head that every tensor-parallel rank has whole.
+    def gather_for_replicated_head(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
+        """Return the last stage's full states for a head that is replicated over tensor-parallel ranks.
 
-        Each rank's gradient of them is all of it.
+        Each rank has their full gradient.
         """
         if not self._settings.sequence_parallel:
             return hidden
-        return self._gathered(hidden, length, partial_gradients=False)
+        return self._gather_sequence(hidden, length, partial_gradients=False)
 
-    def metrics_from_last(self, parts: MetricParts | None) -> MetricParts:
-        """The last stage's contributions, on every stage; others have None. Collective over the pipeline."""
+    def broadcast_metrics(self, metrics: MetricParts | None) -> MetricParts:
+        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
         if self._ranks.pipeline is None:
-            assert parts is not None
-            return parts
+            assert metrics is not None
+            return metrics
         numbers = (
-            None if parts is None else [_numbers(each) for each in (parts.sums, parts.maxima, parts.minima)]
+            None
+            if metrics is None
+            else [_to_floats(values) for values in (metrics.sums, metrics.maxima, metrics.minima)]
         )
         box: list[Any] = [numbers]
-        dist.broadcast_object_list(box, src=self._last(), group=self._ranks.pipeline)
-        sums, maxima, minima = ({k: self._number(v) for k, v in each.items()} for each in box[0])
+        dist.broadcast_object_list(box, src=self._last_rank(), group=self._ranks.pipeline)
+        sums, maxima, minima = ({k: self._to_tensor(v) for k, v in values.items()} for values in box[0])
         return MetricParts(sums=sums, maxima=maxima, minima=minima)
 
-    def each_from_its_stage(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of every stage, in their order, on every stage. Collective over the pipeline."""
+    def broadcast_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all stages, in stage order, on every stage. Collective over the pipeline."""
         pipeline = self._ranks.pipeline
         if pipeline is None:
             yield from weights
             return
         for stage in range(pipeline.size()):
-            source, mine = dist.get_global_rank(pipeline, stage), stage == pipeline.rank()
+            source, is_mine = dist.get_global_rank(pipeline, stage), stage == pipeline.rank()
             while True:
-                name, weight = next(weights, ("", None)) if mine else ("", None)
+                name, weight = next(weights, ("", None)) if is_mine else ("", None)
                 box = [None if weight is None else (name, weight.shape, weight.dtype)]
                 dist.broadcast_object_list(box, src=source, group=pipeline)
                 if box[0] is None:
@@ -147,35 +160,35 @@ class Stages:
                 tensor = (
                     torch.empty(shape, dtype=dtype, device=self._ranks.device) if weight is None else weight
                 )
-                dist.broadcast(tensor.contiguous() if mine else tensor, src=source, group=pipeline)
+                dist.broadcast(tensor.contiguous() if is_mine else tensor, src=source, group=pipeline)
                 yield name, tensor
 
-    def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's, in place on every stage. Collective over the pipeline."""
+    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
+        """Copy the last stage's tensor into `tensor` on every stage. Collective over the pipeline."""
         if self._ranks.pipeline is not None:
-            dist.broadcast(tensor, src=self._last(), group=self._ranks.pipeline)
+            dist.broadcast(tensor, src=self._last_rank(), group=self._ranks.pipeline)
         return tensor
 
-    def _extra(self, length: int) -> int:
-        """Tokens that pad so many to a multiple of the ranks that cut them."""
+    def _num_padding(self, length: int) -> int:
+        """Return the number of padding tokens that sequence parallelism needs."""
         return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
 
-    def _number(self, value: float) -> Tensor:
+    def _to_tensor(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device=self._ranks.device)
 
-    def _last(self) -> int:
+    def _last_rank(self) -> int:
         return parallel_state.get_pipeline_model_parallel_last_rank()
 
-    def _gathered(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
+    def _gather_sequence(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
         tokens_first = hidden.transpose(0, 1).contiguous()  # [S / tensor ranks, B, H]
-        whole = gather_from_sequence_parallel_region(
+        gathered = gather_from_sequence_parallel_region(
             tokens_first, tensor_parallel_output_grad=partial_gradients, group=tensor_group()
         )
-        return whole[:length].transpose(0, 1)
+        return gathered[:length].transpose(0, 1)
 
 
 class StagedModel(TrainedModel):
-    """Passes of this rank's stage of `_module`."""
+    """A model whose passes run through this rank's stage of `_module`."""
 
     _stages: Stages
     _module: Any
@@ -191,16 +204,16 @@ class StagedModel(TrainedModel):
 
     def _tensor_from_last_stage(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
         zeros = torch.zeros(shape, device=self.ranks.device)
-        return self._stages.tensor_from_last(zeros if tensor is None else tensor)
+        return self._stages.broadcast_tensor(zeros if tensor is None else tensor)
 
-    def _metrics_from_last_stage(self, parts: MetricParts | None) -> MetricParts:
-        return self._stages.metrics_from_last(parts)
+    def _metrics_from_last_stage(self, metrics: MetricParts | None) -> MetricParts:
+        return self._stages.broadcast_metrics(metrics)
 
 
-def _as_it_is(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
-    """A loss in the form that the schedule divides by nothing."""
+def _return_undivided(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
+    """Return the loss in the form that the schedule does not divide: with a token count of 0."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), None
 
 
-def _numbers(values: dict[str, Tensor]) -> dict[str, float]:
+def _to_floats(values: dict[str, Tensor]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""PPO's value model on megatron-core: a scalar head on a backbone, its own or the policy's."""
+"""PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,31 +9,31 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from abrun.backends.head import initial_value_weight
+from abrun.backends.head import init_value_weight
 from abrun.backends.megatron.groups import is_last_stage
-from abrun.backends.megatron.names import OF_HEAD, Names
-from abrun.backends.megatron.sharded import Sharded
+from abrun.backends.megatron.names import VALUE_HEAD, WeightNames
+from abrun.backends.megatron.parameters import MegatronParameters
 from abrun.backends.megatron.stages import StagedModel, Stages
 from abrun.backends.packing import Packing
-from abrun.backends.pieces import Held, Piece
 from abrun.backends.policy import ValueBackend
 from abrun.backends.ranks import Ranks
+from abrun.backends.shards import Piece, ShardSpec
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Megatron, Policy
 from abrun.rl.batch import Sequences
 
 
-class ValueHead(MegatronModule):
-    """A number for each hidden state, float32, whole on every rank of the last stage.
+class StageValueHead(MegatronModule):
+    """A float32 linear head that maps each hidden state to a scalar, replicated on the last stage's ranks.
 
-    Weights of standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), alike on every rank.
+    Its weight is drawn with standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), the same on every rank.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, *, seed: int) -> None:
         super().__init__(config=config)
         if not is_last_stage():
             return
-        self.weight = nn.Parameter(initial_value_weight(config.hidden_size, seed).to(device))
+        self.weight = nn.Parameter(init_value_weight(config.hidden_size, seed).to(device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [...]
@@ -43,8 +43,8 @@ class ValueHead(MegatronModule):
 class MegatronValueModel(StagedModel, ValueBackend):
     """See abrun.backends.ValueModel.
 
-    `backbone`: one of its own, with the weights of the transformers `network`; or the policy's module, on
-    whose hidden states the head then stands, without a `network`.
+    `backbone` is either its own module, loaded from the transformers `network`, or the policy's module. In
+    the second case `network` is None.
     """
 
     def __init__(
@@ -61,35 +61,35 @@ class MegatronValueModel(StagedModel, ValueBackend):
         assert isinstance(policy.backend, Megatron)
         self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
         self._stages = stages
-        self.head = ValueHead(backbone.config, ranks.device, seed=seed)
+        self.head = StageValueHead(backbone.config, ranks.device, seed=seed)
         self._coefficient = 1.0
-        own = network is not None
-        if own:
-            backbone.add_module(OF_HEAD, self.head)  # one module, so that one norm is clipped
+        has_own_backbone = network is not None
+        if has_own_backbone:
+            backbone.add_module(VALUE_HEAD, self.head)  # in one module, so that one gradient norm covers both
         else:
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
-        self._names = Names(backbone, network) if own else None
-        self._parameters = Sharded(
-            backbone if own else self.head,
-            self._held,
+        self._names = WeightNames(backbone, network) if has_own_backbone else None
+        self._parameters = MegatronParameters(
+            backbone if has_own_backbone else self.head,
+            self._shard_spec,
             settings.value_optimizer,
             distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
-            replicated=not own,
+            replicated=not has_own_backbone,
         )
         if self._names is not None:
             self._names.load(network, self._parameters.assign)
-        self._module = self._parameters.module if own else backbone
-        # A pipeline's stages wait for each other's gradients, so there these are 0.
+        self._module = self._parameters.module if has_own_backbone else backbone
+        # Pipeline stages wait for each other's gradients, so with a pipeline the gradients are 0 instead.
         self._detached = self._coefficient == 0 and ranks.pipeline is None
 
-    def _held(self, name: str) -> Held:
-        """Of a parameter, by names as the other backend's value model has them."""
-        inside = name.removeprefix(f"{OF_HEAD}.")
+    def _shard_spec(self, name: str) -> ShardSpec:
+        """Return a parameter's spec, with the same tensor names as the dtensor backend's value model."""
+        inside = name.removeprefix(f"{VALUE_HEAD}.")
         if inside in ("weight", "bias"):
-            return Held.one(f"head.{inside}", Piece.all_of(getattr(self.head, inside).shape))
+            return ShardSpec.from_piece(f"head.{inside}", Piece.full(getattr(self.head, inside).shape))
         assert self._names is not None
-        held = self._names.held(name)
+        held = self._names.shard_spec(name)
         return replace(held, pieces=tuple((of.removeprefix("model."), piece) for of, piece in held.pieces))
 
     def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
@@ -99,5 +99,5 @@ class MegatronValueModel(StagedModel, ValueBackend):
             return hidden
         if hidden.requires_grad and self._coefficient != 1:
             hidden.register_hook(lambda gradient: gradient * self._coefficient)
-        length = batch.token_ids.shape[1] if packing is None else packing.num_own
-        return self._in_rows(self.head(self._stages.for_everyone(hidden, length)), packing)
+        length = batch.token_ids.shape[1] if packing is None else packing.num_local_tokens
+        return self._to_rows(self.head(self._stages.gather_for_replicated_head(hidden, length)), packing)

@@ -34,8 +34,8 @@ from abrun.stats.equivalence import ALPHA, t_interval, welch_interval
 from abrun.stats.sequential import interim_levels
 from abrun.stats.series import window_bounds
 from abrun.verdict.decide import ArmVerdict, judge
-from abrun.verdict.machines import OF_THE_MACHINE
-from abrun.verdict.margins import window_summaries
+from abrun.verdict.machines import MACHINE_KEYS
+from abrun.verdict.margins import summarize_window
 from abrun.verdict.results import ClaimResult
 
 EXCEEDED = 3  # exit code
@@ -307,7 +307,7 @@ def _environment_sha256(runs: Sequence[RecordedRun]) -> str:
 
 
 def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: environment.get(key) for key in OF_THE_MACHINE}
+    return {key: environment.get(key) for key in MACHINE_KEYS}
 
 
 def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
@@ -317,7 +317,7 @@ def _levels(runs: Sequence[RecordedRun], ledger: Ledger) -> dict[int, float]:
         transform=ledger.transform,
         margin=1.0,
     )
-    values = window_summaries(list(runs), claim)
+    values = summarize_window(list(runs), claim)
     return {run.name.seed: float(value) for run, value in zip(runs, values, strict=True)}
 
 

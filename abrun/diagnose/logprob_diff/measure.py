@@ -40,7 +40,7 @@ from abrun.runs.rundir import RunDir
 from abrun.train.branch import start_from
 from abrun.train.loop import make_algorithm
 from abrun.train.rollouts import Rollouts
-from abrun.train.setup import Setup, make_setup
+from abrun.train.setup import RunSetup, make_setup
 
 RECORDED, BEFORE, NOW = "recorded.npz", "before", "now"
 NUM_WORST = 10
@@ -135,14 +135,14 @@ def record(
     }
 
 
-def _load(checkpoint: str | None, setup: Setup) -> int:
+def _load(checkpoint: str | None, setup: RunSetup) -> int:
     """The step after which the run goes on."""
     if checkpoint is None:
         return 0
     return start_from(checkpoint, setup.learner, setup.ranks, setup.config.steps, field="--step").step
 
 
-def _save(setup: Setup, folder: Path) -> None:
+def _save(setup: RunSetup, folder: Path) -> None:
     folder.mkdir()
     setup.policy.save(folder)
     setup.data.text.save(folder)
@@ -220,12 +220,12 @@ class Recorded:
         return [of_row[mask] for of_row, mask in zip(support, self.batch.token_mask, strict=True)]
 
     def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
-        from abrun.rollout.vllm.instance import Instance
+        from abrun.rollout.vllm.instance import VllmInstance
 
-        engine = Instance(config, self.batch.token_ids.device, 1, text.end_ids)
+        engine = VllmInstance(config, self.batch.token_ids.device, 1, text.end_ids)
         prompts, completions = self._parts()
         try:
-            engine.load(policy.weights())
+            engine.load(policy.gather_weights())
             scored = engine.score(
                 [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
             )
@@ -237,8 +237,8 @@ class Recorded:
 def _with_routes(policy: Backend, batch: Sequences, top_k: int) -> dict[str, Tensor]:
     """Log-probs [N] of the completion tokens; of a mixture of experts also their routes [N, L, K]."""
     if not top_k:
-        return {"logprobs": policy.logprobs(batch)[batch.token_mask]}
-    logprobs, routes = policy.routed_logprobs(batch)
+        return {"logprobs": policy.compute_logprobs(batch)[batch.token_mask]}
+    logprobs, routes = policy.compute_logprobs_and_routes(batch)
     routes = routes[batch.token_mask]
     return {"logprobs": logprobs[batch.token_mask], "routes": routes.view(len(routes), -1, top_k)}
 

@@ -1,4 +1,4 @@
-"""Diagnosis of this machine and environment: what it can run, and why not otherwise; imports none of it."""
+"""Diagnosis of this machine and environment: what it can run, and why not otherwise; imports none of it.
 
 What the recipes refuse in a launch is refused here in the same words. Only packages whose import is quick are
 imported, each in a process of its own: a broken one is a line, not a traceback.
@@ -85,7 +85,10 @@ class Diagnosis:
             capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
             machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
         machine += [] if self.gpus else [("GPU", "none")]
-        machine += [("python", self.python), *((name, version or "-") for name, version in self.versions.items())]
+        machine += [
+            ("python", self.python),
+            *((name, version or "-") for name, version in self.versions.items()),
+        ]
         usable, unusable = Text("usable", "green"), Text("no", "red")
         rows = [
             (part.kind, part.name, unusable, Text(sentence(part.refusal)))

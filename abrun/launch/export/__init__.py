@@ -1,8 +1,8 @@
-"""`abrun export`: a plan as manifests for engines that abrun itself starts nothing on.
+"""`abrun export`: a plan as manifests for engines on which abrun itself starts nothing.
 
-command.py     refused, or written whole: the manifests and the script that submits them
-jobset.py      Kubernetes: a JobSet for each pair of runs
-skypilot.py    SkyPilot: a task for each run
-parts.py       what both have: the jobs of a plan, the shell line of a node, the recipe as a variable
-member.py      what each node of a run does there
+command.py     checks a plan and writes the manifests and a submit script, or nothing
+jobset.py      Kubernetes: a JobSet per pair of runs
+skypilot.py    SkyPilot: a task per run
+manifest.py    shared parts: the jobs of a plan, the script of a node, the recipe as a variable
+run_node.py    runs on each node of a run
 """

@@ -1,20 +1,20 @@
-"""A plan for Kubernetes: a JobSet for each pair, in it a Job for each arm, and in that a pod for each node.
+"""A plan for Kubernetes: a JobSet per pair, with a Job per arm and a pod per node.
 
-The pods of a run find each other by the names that the JobSet's headless service gives them. A run that
-fails is begun again with its pair, which goes on from the newest checkpoints; what a drained or preempted
-node takes along does not count.
+The pods of a run find each other by the host names of the JobSet's headless service. If a run fails, its
+pair restarts from the newest checkpoints. The loss of a drained or preempted node does not count as a retry.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from abrun.launch.export.parts import RECIPE, Export, dns_label
+from abrun.launch.export.manifest import RECIPE_VARIABLE, ExportedPlan, dns_label
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import JobSet
 from abrun.recipe.run import RunConfig
 
-MOST_NAME, MOST_ARM = 30, 16  # of 63 characters that a pod's name has, with indices and a suffix of 6
+# A pod's name has at most 63 characters, which include indices and a suffix of 6.
+MAX_NAME_LENGTH, MAX_ARM_LENGTH = 30, 16
 NODE = '"$JOB_COMPLETION_INDEX"'
 DISRUPTED = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 NOT_COUNTED = {
@@ -24,27 +24,27 @@ NOT_COUNTED = {
 }
 
 
-def refusals(export: Export) -> list[Reason]:
+def find_problems(export: ExportedPlan) -> list[Reason]:
     settings: JobSet = export.settings
     missing = [] if settings.claim else [Code.LAUNCHER_CLAIM_MISSING()]
     return missing if settings.image else [Code.LAUNCHER_IMAGE_MISSING(), *missing]
 
 
-def manifests(export: Export, *, compare: bool) -> dict[str, Any]:
-    """By file, in the order in which they are applied."""
-    found: dict[str, Any] = {}
+def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
+    """Return the manifests by file, in the order in which they are applied."""
+    documents: dict[str, Any] = {}
     for file, run, config in export.warm_starts():
-        found[file] = _jobset(export, file, [("run", run, config)])
-    for file, runs in export.groups():
-        found[file] = _jobset(export, file, runs)
+        documents[file] = _make_jobset(export, file, [("run", run, config)])
+    for file, runs in export.run_groups():
+        documents[file] = _make_jobset(export, file, runs)
     if compare:
-        job = _job(export, "compare", export.compare(), nodes=1, resources={})
-        found["compare"] = _manifest(export, _name(export, "compare"), [job], retries=0)
-    return found
+        job = _make_job(export, "compare", export.compare_script(), nodes=1, resources={})
+        documents["compare"] = _make_manifest(export, _manifest_name(export, "compare"), [job], retries=0)
+    return documents
 
 
-def submission(export: Export, documents: dict[str, Any]) -> list[str]:
-    """Lines of shell that apply the manifests in order."""
+def submit_lines(export: ExportedPlan, documents: dict[str, Any]) -> list[str]:
+    """Return the shell lines that apply the manifests in order."""
     namespace = f" -n {export.settings.namespace}" if export.settings.namespace else ""
     kubectl = f"kubectl{namespace}"
     state = f"{kubectl} get jobset \"$name\" -o 'jsonpath={{.status.terminalState}}'"
@@ -66,22 +66,24 @@ def submission(export: Export, documents: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _jobset(export: Export, file: str, runs: Sequence[tuple[str, str, RunConfig]]) -> dict[str, Any]:
-    name, settings = _name(export, file), export.settings
+def _make_jobset(
+    export: ExportedPlan, file: str, runs: Sequence[tuple[str, str, RunConfig]]
+) -> dict[str, Any]:
+    name, settings = _manifest_name(export, file), export.settings
     jobs = []
     for arm, run, config in runs:
-        label = dns_label(arm, MOST_ARM)
-        script = export.member(run, config, node=NODE, first=f"{name}-{label}-0-0.{name}")
+        label = dns_label(arm, MAX_ARM_LENGTH)
+        script = export.node_script(run, config, node=NODE, first_host=f"{name}-{label}-0-0.{name}")
         cpus = str(config.devices_per_node * settings.cpus_per_rank)
         gpus = {settings.gpu: str(config.devices_per_node)} if config.cluster.gpus_per_node else {}
         memory = {"memory": settings.memory} if settings.memory else {}
-        asked: dict[str, Any] = {"requests": {"cpu": cpus, **memory, **gpus}}
-        asked |= {"limits": {**memory, **gpus}} if memory or gpus else {}
-        jobs.append(_job(export, label, script, nodes=config.cluster.nodes, resources=asked))
-    return _manifest(export, name, jobs, retries=max(config.limits.retries for _, _, config in runs))
+        pod_resources: dict[str, Any] = {"requests": {"cpu": cpus, **memory, **gpus}}
+        pod_resources |= {"limits": {**memory, **gpus}} if memory or gpus else {}
+        jobs.append(_make_job(export, label, script, nodes=config.cluster.nodes, resources=pod_resources))
+    return _make_manifest(export, name, jobs, retries=max(config.limits.retries for _, _, config in runs))
 
 
-def _manifest(export: Export, name: str, jobs: list[Any], *, retries: int) -> dict[str, Any]:
+def _make_manifest(export: ExportedPlan, name: str, jobs: list[Any], *, retries: int) -> dict[str, Any]:
     settings: JobSet = export.settings
     metadata: dict[str, Any] = {"name": name}
     metadata |= {"namespace": settings.namespace} if settings.namespace else {}
@@ -98,13 +100,15 @@ def _manifest(export: Export, name: str, jobs: list[Any], *, retries: int) -> di
     }
 
 
-def _job(export: Export, name: str, script: str, *, nodes: int, resources: dict[str, Any]) -> dict[str, Any]:
+def _make_job(
+    export: ExportedPlan, name: str, script: str, *, nodes: int, resources: dict[str, Any]
+) -> dict[str, Any]:
     settings: JobSet = export.settings
     container: dict[str, Any] = {
         "name": "node",
         "image": settings.image,
-        "command": ["sh", "-ec", escaped(script)],
-        "env": [{"name": RECIPE, "value": escaped(export.recipe)}],
+        "command": ["sh", "-ec", escape(script)],
+        "env": [{"name": RECIPE_VARIABLE, "value": escape(export.recipe)}],
         "resources": resources,
         "volumeMounts": [
             {"name": "runs", "mountPath": settings.runs_dir},
@@ -138,14 +142,14 @@ def _job(export: Export, name: str, script: str, *, nodes: int, resources: dict[
     }
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return a text that Kubernetes expands to `text` in `command` and `env`, whatever variables there are.
 
-    Kubernetes reads `$(NAME)` and `$$`, and breaks a character that is not ASCII after `$`
+    Kubernetes expands `$(NAME)` and `$$`, and breaks a non-ASCII character after `$`
     (third_party/forked/golang/expansion/expand.go). `$` before anything else stays as it is.
     """
-    return re.sub(r"\$\$+|\$(?=\(|[^\x00-\x7f])", lambda found: found[0] * 2, text)
+    return re.sub(r"\$\$+|\$(?=\(|[^\x00-\x7f])", lambda match: match[0] * 2, text)
 
 
-def _name(export: Export, file: str) -> str:
-    return dns_label(f"{export.name}-{file}", MOST_NAME)
+def _manifest_name(export: ExportedPlan, file: str) -> str:
+    return dns_label(f"{export.name}-{file}", MAX_NAME_LENGTH)

@@ -1,58 +1,62 @@
-"""A plan for SkyPilot: a task for each run, whose nodes find each other by the addresses that SkyPilot gives.
+"""A plan for SkyPilot: a task per run, whose nodes find each other by the addresses that SkyPilot sets.
 
-Managed jobs (`sky jobs launch`) start a task again where its nodes are lost, and where it fails as often as
-`limits.retries` says; a run goes on from its newest checkpoint.
+Managed jobs (`sky jobs launch`) restart a task when its nodes are lost, and up to `limits.retries` times when
+it fails. A run resumes from its newest checkpoint.
 """
 
 import shlex
 from typing import Any
 
-from abrun.launch.export.parts import RECIPE, Export, dns_label
+from abrun.launch.export.manifest import RECIPE_VARIABLE, ExportedPlan, dns_label
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import SkyPilot
 from abrun.recipe.run import RunConfig
 
-MOST_NAME = 50
+MAX_NAME_LENGTH = 50
 NODE, FIRST = '"$SKYPILOT_NODE_RANK"', "${SKYPILOT_NODE_IPS%%[[:space:]]*}"
 
 
-def refusals(export: Export) -> list[Reason]:
+def find_problems(export: ExportedPlan) -> list[Reason]:
     if export.settings.accelerator:
         return []
     gpus = {run.name.arm: run.config.cluster.gpus_per_node for run in export.plan.runs}
     return [Code.LAUNCHER_ACCELERATOR_MISSING(arm=arm, gpus=count) for arm, count in gpus.items() if count]
 
 
-def manifests(export: Export, *, compare: bool) -> dict[str, Any]:
-    """By file, in the order in which they are launched."""
-    found: dict[str, Any] = {}
+def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
+    """Return the manifests by file, in the order in which they are launched."""
+    documents: dict[str, Any] = {}
     for file, run, config in export.warm_starts():
-        found[file] = _task(export, file, export.member(run, config, node=NODE, first=FIRST), config)
+        documents[file] = _make_task(
+            export, file, export.node_script(run, config, node=NODE, first_host=FIRST), config
+        )
     for planned in export.plan.runs:
         name = planned.name
         file = f"run-{name.arm}-seed-{name.seed}" + (f"-aa{name.rerun}" if name.rerun else "")
-        script = export.member(str(name), planned.config, node=NODE, first=FIRST)
-        found[file] = _task(export, file, script, planned.config)
+        script = export.node_script(str(name), planned.config, node=NODE, first_host=FIRST)
+        documents[file] = _make_task(export, file, script, planned.config)
     if compare:
-        found["compare"] = _task(export, "compare", export.compare(), None)
-    return found
+        documents["compare"] = _make_task(export, "compare", export.compare_script(), None)
+    return documents
 
 
-def submission(export: Export, documents: dict[str, Any]) -> list[str]:
-    """Lines of shell that launch the tasks in order, each as a managed job that is followed to its end."""
+def submit_lines(export: ExportedPlan, documents: dict[str, Any]) -> list[str]:
+    """Return the shell lines that launch the tasks in order, each as a managed job that is followed to its
+    end.
+    """
     launch = shlex.join(
         ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in export.settings.secrets)]
     )
     lines = []
     for file in documents:
-        together = file.startswith("run-")
+        in_parallel = file.startswith("run-")
         if file == "compare":
             lines.append("wait")
-        lines.append(f"{launch} {shlex.quote(f'{file}.yaml')}{' &' if together else ''}")
+        lines.append(f"{launch} {shlex.quote(f'{file}.yaml')}{' &' if in_parallel else ''}")
     return lines if "compare" in documents else [*lines, "wait"]
 
 
-def _task(export: Export, file: str, script: str, config: RunConfig | None) -> dict[str, Any]:
+def _make_task(export: ExportedPlan, file: str, script: str, config: RunConfig | None) -> dict[str, Any]:
     settings: SkyPilot = export.settings
     count = config.devices_per_node if config else 1
     resources: dict[str, Any] = {"cpus": f"{count * settings.cpus_per_rank}+", **settings.resources}
@@ -62,11 +66,11 @@ def _task(export: Export, file: str, script: str, config: RunConfig | None) -> d
         resources["image_id"] = f"docker:{settings.image}"
     resources["job_recovery"] = {"max_restarts_on_errors": config.limits.retries if config else 0}
     task: dict[str, Any] = {
-        "name": dns_label(f"{export.name}-{file}", MOST_NAME),
+        "name": dns_label(f"{export.name}-{file}", MAX_NAME_LENGTH),
         "num_nodes": config.cluster.nodes if config else 1,
         "resources": resources,
     }
     task |= {"volumes": {settings.runs_dir: settings.volume}} if settings.volume else {}
-    task["envs"] = {RECIPE: export.recipe}
+    task["envs"] = {RECIPE_VARIABLE: export.recipe}
     task |= {"secrets": dict.fromkeys(settings.secrets)} if settings.secrets else {}
     return {**task, "run": script}

@@ -1,4 +1,4 @@
-"""The jobs of a Ray cluster, through Ray's own client. What it refuses is a LaunchError of one line."""
+"""Jobs of a Ray cluster, through Ray's own client. Errors are raised as LaunchError in one line."""
 
 import contextlib
 import os
@@ -13,103 +13,108 @@ from abrun.experiment.preflight.settings import ray_refusal
 from abrun.reasons import Code
 from abrun.redaction import shortened
 
-ANSWER_S = 5.0  # for a connection
-REQUEST_S = 20.0  # for what is asked over it: a head may hang that still listens
-MOST_WORDS = 300
-ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client puts above what it is given
-START = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
+CONNECT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 20.0  # a hanging head may still accept connections
+MAX_MESSAGE_CHARS = 300
+# Ray's client prefers these variables to its argument.
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+START_HINT = "start one with: ray start --head; or give launcher.address, or RAY_ADDRESS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What Ray knows of a job."""
+class RayJob:
+    """Ray's state of a job."""
 
     status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
     message: str
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
-def dashboard(address: str) -> str:
-    """The URL at which a cluster takes jobs. Raises LaunchError where no Ray answers there."""
-    wrong = ray_refusal()
-    if wrong:
-        raise LaunchError(wrong)
-    named = None if address == "auto" else address
-    named = named or next(filter(None, map(os.environ.get, ADDRESSES)), None)
-    scheme, _, rest = (named or "").rpartition("://")
+def find_dashboard_url(address: str) -> str:
+    """Return the URL at which a cluster accepts jobs. Raises LaunchError if no Ray answers there."""
+    refusal = ray_refusal()
+    if refusal:
+        raise LaunchError(refusal)
+    configured = None if address == "auto" else address
+    configured = configured or next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), None)
+    scheme, _, rest = (configured or "").rpartition("://")
     if scheme not in ("", "http", "https"):
-        raise LaunchError(Code.SETTING_REFUSED(field="RAY_ADDRESS", got=shortened(named)))
+        raise LaunchError(Code.SETTING_REFUSED(field="RAY_ADDRESS", got=shortened(configured)))
     if rest and rest != "auto":
-        _refuse_silent(named or "")
-    with _in_words(named or "this machine"):
-        return _client(named).get_address()
+        _check_reachable(configured or "")
+    with _raise_launch_errors(configured or "this machine"):
+        return _make_client(configured).get_address()
 
 
-def submit(url: str, job: str, entrypoint: str, runtime_env: Mapping[str, Any]) -> None:
-    _refuse_silent(url)
-    with _in_words(url):
-        _client(url).submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env))
+def submit_job(url: str, job: str, entrypoint: str, runtime_env: Mapping[str, Any]) -> None:
+    _check_reachable(url)
+    with _raise_launch_errors(url):
+        _make_client(url).submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env))
 
 
-def known(url: str, job: str) -> Known | None:
-    """None where Ray knows no such job, as after its head has been started again."""
-    _refuse_silent(url)
-    with _in_words(url):
-        client = _client(url)
+def get_job(url: str, job: str) -> RayJob | None:
+    """Return a job, or None if Ray does not know it, as after a restart of its head."""
+    _check_reachable(url)
+    with _raise_launch_errors(url):
+        client = _make_client(url)
         try:
             details = client.get_job_info(job)
         except RuntimeError as error:
             if "status code 404" in str(error):
                 return None
             raise
-    return Known(status=details.status.value, message=details.message or "")
+    return RayJob(status=details.status.value, message=details.message or "")
 
 
-def stop(url: str, job: str) -> None:
-    """Ask a job to end: its driver gets SIGTERM, and as long as was agreed when it was submitted."""
-    _refuse_silent(url)
-    with _in_words(url):
-        _client(url).stop_job(job)
+def stop_job(url: str, job: str) -> None:
+    """Ask a job to end: its driver receives SIGTERM and has the time that was set at submission."""
+    _check_reachable(url)
+    with _raise_launch_errors(url):
+        _make_client(url).stop_job(job)
 
 
-def _client(address: str | None) -> Any:
+def _make_client(address: str | None) -> Any:
     from ray.job_submission import JobSubmissionClient  # pyright: ignore[reportMissingImports]
 
-    hidden = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ} if address else {}
+    hidden = (
+        {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ} if address else {}
+    )
 
-    class Bounded(JobSubmissionClient):
+    class TimeoutClient(JobSubmissionClient):
         def _do_request(self, *arguments: Any, **options: Any) -> Any:  # Ray's own waits for ever
-            return super()._do_request(*arguments, **{"timeout": REQUEST_S, **options})
+            return super()._do_request(*arguments, **{"timeout": REQUEST_TIMEOUT_S, **options})
 
     try:
-        return Bounded(address)
+        return TimeoutClient(address)
     finally:
         os.environ.update(hidden)
 
 
-def _refuse_silent(address: str) -> None:
-    """Raises LaunchError where nothing listens: Ray's client itself would wait for minutes."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
+def _check_reachable(address: str) -> None:
+    """Raise LaunchError if nothing listens there; Ray's client would wait for minutes."""
+    url = urlsplit(address if "://" in address else f"//{address}")
     try:
-        port = parts.port or {"https": 443, "http": 80}.get(parts.scheme, 6379)
-        socket.create_connection((parts.hostname or "", port), timeout=ANSWER_S).close()
+        port = url.port or {"https": 443, "http": 80}.get(url.scheme, 6379)
+        socket.create_connection((url.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
-        raise LaunchError(Code.RAY_SILENT(address=address, error=str(error), remedy=START)) from None
+        raise LaunchError(Code.RAY_SILENT(address=address, error=str(error), remedy=START_HINT)) from None
 
 
 @contextlib.contextmanager
-def _in_words(address: str) -> Iterator[None]:
+def _raise_launch_errors(address: str) -> Iterator[None]:
     if missing := ray_refusal():
         raise LaunchError(missing)
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        words = " ".join(str(error).split())[:MOST_WORDS]
+        message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
         if isinstance(error, ConnectionError):
-            raise LaunchError(Code.RAY_SILENT(address=address, error=words, remedy=START)) from None
-        if "Read timed out" in words:
-            words = f"listens, and has not answered for {REQUEST_S:g} s; its dashboard seems to hang"
-        raise LaunchError(Code.RAY_FAILED(address=address, answer=words)) from None
+            raise LaunchError(Code.RAY_SILENT(address=address, error=message, remedy=START_HINT)) from None
+        if "Read timed out" in message:
+            message = (
+                f"listens, and has not answered for {REQUEST_TIMEOUT_S:g} s; its dashboard seems to hang"
+            )
+        raise LaunchError(Code.RAY_FAILED(address=address, answer=message)) from None

@@ -1,8 +1,7 @@
-"""`python -m abrun.launch.ray.driver EXPERIMENT_DIR JOB`: what the job of an experiment runs in the cluster.
+"""`python -m abrun.launch.ray.driver EXPERIMENT_DIR JOB`: runs as an experiment's job in the cluster.
 
-The supervisor of any launch, over gangs of the cluster: warm starts first, then pair after pair as there is
-room; a run that fails begins again under its limits, one that a lost node took along in a new gang. At the
-end, the comparison.
+It supervises gangs of the cluster: warm starts first, then pairs as resources come free. A failed run
+restarts within its limits; one that lost a node restarts in a new gang. It ends with the comparison.
 """
 
 import contextlib
@@ -19,8 +18,8 @@ from typing import Any
 
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.plan import make_plan
-from abrun.launch.cluster import COMPARED
-from abrun.launch.queue import Queue
+from abrun.launch.cluster import COMPARE_LOG
+from abrun.launch.queue import LaunchQueue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Supervisor, print_line
 from abrun.messages.records import print_reason
@@ -35,11 +34,11 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.files import open_log
 from abrun.runs.lock import Lease, LockedError
 
-HANDOVER_S = 60.0  # that a job before this one may take to end
+LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
 
 
-def _print(log: Path, line: str) -> None:
-    """Say a note in Ray's log of the job, and in the experiment's."""
+def _log_line(log: Path, line: str) -> None:
+    """Print a note into Ray's log of the job and into the experiment's."""
     print_line(line)
     with contextlib.suppress(OSError, StoreError), open_log(log) as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
@@ -53,50 +52,53 @@ def main() -> int:
                 Code.DRIVER_WITHOUT_EXPERIMENT(directory=experiment_dir, host=socket.gethostname())
             )
         try:
-            code = _run(experiment_dir, job, record.read_job(experiment_dir))
+            code = _run_experiment(experiment_dir, job, record.read_job(experiment_dir))
         except AbrunError as error:
-            _tell(experiment_dir, job, {}, ended=str(error))
+            _write_status(experiment_dir, job, {}, ended=str(error))
             raise
-        _tell(experiment_dir, job, {}, ended="")
+        _write_status(experiment_dir, job, {}, ended="")
         return code
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
-        print_reason(error.reason)  # in the log's last lines, with which Ray says that a job has failed
+        # Ray reports a failed job with the last lines of its log.
+        print_reason(error.reason)
         return 2
 
 
-def _run(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
+def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
     settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / record.FOLDER))
-    say = partial(_print, experiment_dir / record.FOLDER / record.LOG)
-    _tell(experiment_dir, job, {})
-    _enter(submitted["cwd"])
-    say(f"{job} begins on {socket.gethostname()}")
-    lease = _lease(experiment_dir)
+    say = partial(_log_line, experiment_dir / record.FOLDER / record.LOG)
+    _write_status(experiment_dir, job, {})
+    _change_folder(submitted["cwd"])
+    say(f"{job} starts on {socket.gethostname()}")
+    lease = _acquire_lease(experiment_dir)
     try:
-        engine_of = _cluster()
+        engine_of = _connect()
         plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
-        queue, tell = Queue(plan, experiment_dir), partial(_tell, experiment_dir, job)
-        engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), tell)
+        queue, report = LaunchQueue(plan, experiment_dir), partial(_write_status, experiment_dir, job)
+        engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), report)
         arguments = queue, engine, lease, float(settings.save_s), submitted.get("git")
         stopped_by = Supervisor(*arguments, say=say).run()
     finally:
         lease.close()
     if stopped_by is None and submitted.get("compare"):
-        with open_log(experiment_dir / record.FOLDER / COMPARED) as output:
+        with open_log(experiment_dir / record.FOLDER / COMPARE_LOG) as output:
             output.truncate(0)
             argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
-    say(f"{job} ends{f', asked to by signal {stopped_by}' if stopped_by else ''}")
-    return 0 if all(each.status == "finished" for each in queue.jobs) else 1
+    say(f"{job} ends{f' after signal {stopped_by}' if stopped_by else ''}")
+    return 0 if all(queued_job.status == "finished" for queued_job in queue.jobs) else 1
 
 
-def _tell(experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None) -> None:
-    """Say what runs wait for, unless another job has taken the place of this one."""
+def _write_status(
+    experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None
+) -> None:
+    """Record what runs wait for, unless another job has replaced this one."""
     if record.read_job(experiment_dir).get("job") == job:
         record.write_driver(experiment_dir, job, waiting, ended)
 
 
-def _enter(folder: str) -> None:
+def _change_folder(folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
@@ -105,21 +107,21 @@ def _enter(folder: str) -> None:
         ) from None
 
 
-def _lease(experiment_dir: Path) -> Lease:
-    """The experiment's, taken from a job whose machine is gone: it is cut off, and its runs are fenced."""
-    lease, until = Lease(experiment_dir / record.FOLDER), time.monotonic() + HANDOVER_S
+def _acquire_lease(experiment_dir: Path) -> Lease:
+    """Acquire the experiment's lease. A job on a lost machine is cut off from it, and its runs are fenced."""
+    lease, deadline = Lease(experiment_dir / record.FOLDER), time.monotonic() + LEASE_TIMEOUT_S
     while True:
         try:
             lease.acquire(take_over=True)
             return lease
         except LockedError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(1.0)
 
 
-def _cluster() -> Any:
-    """Become a driver of the cluster; returns the class of its engine."""
+def _connect() -> Any:
+    """Connect to the cluster as a driver, and return the class of its engine."""
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:

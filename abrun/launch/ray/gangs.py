@@ -1,6 +1,6 @@
-"""Runs as gangs: the arms of a pair in one placement group, on the same nodes; of each run an actor a node.
+"""Runs as gangs: the arms of a pair in one placement group on the same nodes, with an actor per node and run.
 
-A node that is lost takes its placement group along: what has not finished begins again in a new one.
+When a node is lost, its placement group is lost too, and unfinished runs restart in a new one.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import ExperimentPlan, group_pairs
-from abrun.launch.cluster import agents_grace_s, network
-from abrun.launch.engine import Place
-from abrun.launch.queue import Job
+from abrun.launch.cluster import agent_grace_s, network_variables
+from abrun.launch.engine import Devices
+from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
 from abrun.processes import MODULE_OPTIONS
@@ -40,96 +40,100 @@ from abrun.runs.endings import write_ending
 from abrun.runs.experiment import run_dir
 from abrun.runs.rundir import RunDir
 
-ASK_EVERY_S = 0.5
-LOOK_EVERY_S = 2.0
-LAST_WORDS_S = 3.0  # that the other nodes of a run have once one has failed
-SILENT_S = 90.0  # Ray declares a node dead within that time
-KILL_S = 5.0
-TURN = "for its turn"
+POLL_INTERVAL_S = 0.5
+CAPACITY_CHECK_S = 2.0
+# Time for the other nodes of a run to report after one has failed.
+FAILURE_GRACE_S = 3.0
+# Ray declares a node dead within this time.
+NODE_TIMEOUT_S = 90.0
+KILL_TIMEOUT_S = 5.0
+WAITS_FOR_TURN = "for its turn"
 Resources = dict[str, float]
 ray: Any = importlib.import_module("ray")
 
 
-def resources_of(config: RunConfig, settings: Ray) -> Resources:
-    """What a run takes of each of its nodes, in Ray's names."""
+def resources_per_node(config: RunConfig, settings: Ray) -> Resources:
+    """Return what a run needs on each of its nodes, by Ray's resource names."""
     gpus = config.devices_per_node if config.cluster.gpus_per_node else 0
     cpus = float(config.devices_per_node * settings.cpus_per_rank)
     return {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **settings.resources}
 
 
-def together(configs: Sequence[RunConfig], settings: Ray) -> Resources:
-    """What runs side by side take of each of their nodes."""
+def combine_resources(configs: Sequence[RunConfig], settings: Ray) -> Resources:
+    """Return what these runs together need on each of their nodes."""
     total: Counter[str] = Counter()
     for config in configs:
-        total.update(resources_of(config, settings))  # pyright: ignore[reportArgumentType]
+        total.update(resources_per_node(config, settings))  # pyright: ignore[reportArgumentType]
     return dict(total)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Gang:
-    """A placement group and the runs that it is for."""
+    """A placement group and the runs that share it."""
 
-    jobs: list[Job]
+    jobs: list[LaunchJob]
     group: Any
-    broken: bool = False  # a node of it is gone
+    is_broken: bool = False  # a node is lost
 
 
 class GangEngine:
-    """Runs of this cluster, those of a pair at a time; `tell` hears why runs wait, by name."""
+    """Starts runs on this cluster, pair by pair; calls `report` with the reasons why runs wait, by name."""
 
     def __init__(
         self,
         settings: Ray,
         plan: ExperimentPlan,
         experiment_dir: Path,
-        jobs: Sequence[Job],
+        jobs: Sequence[LaunchJob],
         num_jobs: int | None,
-        tell: Callable[[Mapping[str, str]], object],
+        report: Callable[[Mapping[str, str]], object],
     ) -> None:
-        self._settings, self._num_jobs, self._tell = settings, num_jobs, tell
+        self._settings, self._num_jobs, self._report = settings, num_jobs, report
         self._jobs = {job.run.path: job for job in jobs}
         self._pairs = {
-            run_dir(experiment_dir, run.name): [run_dir(experiment_dir, each.name) for each in pair]
+            run_dir(experiment_dir, run.name): [
+                run_dir(experiment_dir, run_of_pair.name) for run_of_pair in pair
+            ]
             for pair in group_pairs(plan.runs)
             for run in pair
         }
         self._gangs: list[Gang] = []
         self._losses: Counter[Path] = Counter()
-        self._told: Mapping[str, str] = {}
-        self._looked_s = 0.0
-        self._say()
+        self._last_reported: Mapping[str, str] = {}
+        self._capacity_checked_s = 0.0
+        self._report_waiting()
 
-    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
-        return []  # what nodes cannot do they say themselves
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+        return []  # nodes report their own problems
 
-    def expecting(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def place(self, run: RunDir, config: RunConfig) -> Place | None:
-        """Where a run could start; its gang is asked for where it has none."""
+    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
+        """Return () if a run could start now; requests its gang if it has none."""
         for gang in list(self._gangs):
-            at_work = any(job.started and not job.done for job in gang.jobs)
-            if not at_work and (gang.broken or all(job.done for job in gang.jobs)):
+            is_active = any(job.started and not job.done for job in gang.jobs)
+            if not is_active and (gang.is_broken or all(job.done for job in gang.jobs)):
                 self._gangs.remove(gang)
                 remove_placement_group(gang.group)
         gang = next((gang for gang in self._gangs if self._jobs[run.path] in gang.jobs), None)
         if gang is None:
-            jobs = self._to_start(run)
+            jobs = self._jobs_to_start(run)
             if self._num_jobs and sum(len(gang.jobs) for gang in self._gangs) + len(jobs) > self._num_jobs:
-                self._say()
+                self._report_waiting()
                 return None
-            self._gangs.append(gang := self._ask(jobs))
-        if gang.broken:  # its other runs end yet
+            self._gangs.append(gang := self._request_gang(jobs))
+        if gang.is_broken:  # its other runs are still ending
             return None
         if placement_group_table(gang.group)["state"] == "CREATED":
-            self._say(gang, None)
-            return ()  # of the driver's own machine no device
-        self._wait(gang)
+            self._report_waiting(gang, None)
+            return ()  # no devices of the driver's own machine
+        self._check_capacity(gang)
         return None
 
-    def start(self, run: RunDir, config: RunConfig, place: Place) -> "GangRun":
+    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "GangRun":
         gang = next(gang for gang in self._gangs if self._jobs[run.path] in gang.jobs)
-        needs = resources_of(config, self._settings)
+        needs = resources_per_node(config, self._settings)
         remote = ray.remote(NodeAgent)
         actors = [
             remote.options(
@@ -144,27 +148,27 @@ class GangEngine:
         ]
         return GangRun(run, gang, actors, self._settings, self._count_loss)
 
-    def _to_start(self, run: RunDir) -> list[Job]:
-        """The runs of a pair that have not ended; one of them where a pair is more than may, or can, run."""
+    def _jobs_to_start(self, run: RunDir) -> list[LaunchJob]:
+        """Return the unstarted jobs of a pair, or just one if the pair exceeds the limit or the cluster."""
         pair = [self._jobs[path] for path in self._pairs.get(run.path, [run.path])]
         jobs = [job for job in pair if not (job.done or job.started)]
         nodes = {job.config.cluster.nodes for job in jobs}
-        alone = [self._jobs[run.path]]
+        single_job = [self._jobs[run.path]]
         if len(nodes) > 1 or (self._num_jobs and len(jobs) > self._num_jobs):
-            return alone
-        return jobs if self._fits(jobs) or not self._fits(alone) else alone
+            return single_job
+        return jobs if self._can_fit(jobs) or not self._can_fit(single_job) else single_job
 
-    def _ask(self, jobs: list[Job]) -> Gang:
-        bundle = together([job.config for job in jobs], self._settings)
+    def _request_gang(self, jobs: list[LaunchJob]) -> Gang:
+        bundle = combine_resources([job.config for job in jobs], self._settings)
         group = placement_group([bundle] * jobs[0].config.cluster.nodes, strategy="STRICT_SPREAD")
         return Gang(jobs=jobs, group=group)
 
-    def _fits(self, jobs: Sequence[Job]) -> bool:
-        return len(self._large_enough(jobs)) >= jobs[0].config.cluster.nodes
+    def _can_fit(self, jobs: Sequence[LaunchJob]) -> bool:
+        return len(self._nodes_large_enough(jobs)) >= jobs[0].config.cluster.nodes
 
-    def _large_enough(self, jobs: Sequence[Job]) -> list[Any]:
-        """The nodes that would have room for their share of these runs if nothing else ran."""
-        needs = together([job.config for job in jobs], self._settings)
+    def _nodes_large_enough(self, jobs: Sequence[LaunchJob]) -> list[Any]:
+        """Return the nodes that could hold their share of these runs if nothing else ran."""
+        needs = combine_resources([job.config for job in jobs], self._settings)
         alive = [node for node in ray.nodes() if node["Alive"]]
         return [
             node
@@ -172,79 +176,82 @@ class GangEngine:
             if all(node["Resources"].get(name, 0.0) >= amount for name, amount in needs.items())
         ]
 
-    def _wait(self, gang: Gang) -> None:
-        """Say what a gang waits for; where its runs would fit one by one, let them."""
-        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+    def _check_capacity(self, gang: Gang) -> None:
+        """Report what a gang waits for, or break it up if its runs would fit only one by one."""
+        if time.monotonic() - self._capacity_checked_s < CAPACITY_CHECK_S:
             return
-        self._looked_s = time.monotonic()
+        self._capacity_checked_s = time.monotonic()
         num_nodes = gang.jobs[0].config.cluster.nodes
-        large_enough = len(self._large_enough(gang.jobs))
-        if len(gang.jobs) > 1 and large_enough < num_nodes and self._fits(gang.jobs[:1]):
-            gang.broken = True
+        large_enough = len(self._nodes_large_enough(gang.jobs))
+        if len(gang.jobs) > 1 and large_enough < num_nodes and self._can_fit(gang.jobs[:1]):
+            gang.is_broken = True
             return
-        needs = together([job.config for job in gang.jobs], self._settings)
+        needs = combine_resources([job.config for job in gang.jobs], self._settings)
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
-        has = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
-        why = f"for {num_nodes} node{'s' if num_nodes > 1 else ''} with {amounts} each; the cluster has {has}"
-        self._say(gang, why)
+        availability = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
+        nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        description = f"for {nodes} with {amounts} each; the cluster has {availability}"
+        self._report_waiting(gang, description)
 
-    def _say(self, gang: Gang | None = None, why: str | None = None) -> None:
-        """Tell what waits: a gang, or with no `why` that it does not; all others for their turn."""
-        named = gang.jobs if gang else []
+    def _report_waiting(self, gang: Gang | None = None, reason_text: str | None = None) -> None:
+        """Report why runs wait: those of `gang` for `reason_text` (None: they do not wait), others for their
+        turn.
+        """
+        gang_jobs = gang.jobs if gang else []
         to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
-        reasons = {job.label: why if job in named else TURN for job in to_start}
+        reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}
         waiting = {label: reason for label, reason in reasons.items() if reason}
-        if waiting != self._told:
-            self._told = waiting
-            self._tell(waiting)
+        if waiting != self._last_reported:
+            self._last_reported = waiting
+            self._report(waiting)
 
     def _count_loss(self, run: RunDir) -> bool:
-        """Note that a run has lost a node; whether it may begin again."""
+        """Count a lost node of a run. Return True if the run may restart."""
         self._losses[run.path] += 1
         return self._losses[run.path] <= self._settings.restarts
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """One actor, asked one thing at a time."""
+class NodeActor:
+    """One actor, with at most one pending call."""
 
     actor: Any
     index: int
     answer: Any = None
-    place: tuple[str, str, int] | None = None
+    address: tuple[str, str, int] | None = None
     started: bool = False
     status: int | None = None
-    lost: str | None = None  # why, where the actor is gone
-    num_told: int = 0
-    next_s: float = 0.0
+    lost: str | None = None  # why the actor is lost
+    num_bytes_read: int = 0
+    next_poll_s: float = 0.0
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.status is not None or self.lost is not None
 
     @property
     def name(self) -> str:
-        return f"node {self.index}" + (f" ({self.place[0]}, {self.place[1]})" if self.place else "")
+        return f"node {self.index}" + (f" ({self.address[0]}, {self.address[1]})" if self.address else "")
 
 
 @dataclass(slots=True, eq=False)
 class GangRun:
-    """A run as its actors see it."""
+    """A run as reported by its actors."""
 
     run: RunDir
     gang: Gang
     actors: Sequence[Any]
     settings: Ray
     count_loss: Callable[[RunDir], bool]
-    nodes: list[Node] = field(init=False)
-    last_attempt: int = field(init=False)  # before this start
-    failed_s: float | None = None  # since when one of the nodes has
+    nodes: list[NodeActor] = field(init=False)
+    last_attempt: int = field(init=False)  # number before this start
+    failed_s: float | None = None  # time of the first failure of a node
     status: int | None = None
     lost: bool = False
 
     def __post_init__(self) -> None:
         self.last_attempt = self.run.last_attempt
-        self.nodes = [Node(actor, index) for index, actor in enumerate(self.actors)]
+        self.nodes = [NodeActor(actor, index) for index, actor in enumerate(self.actors)]
 
     @property
     def pid(self) -> None:
@@ -254,97 +261,102 @@ class GangRun:
         if self.status is not None:
             return self.status
         for node in self.nodes:
-            if not node.over:
-                self._look(node)
-        if not any(node.started for node in self.nodes) and all(node.place for node in self.nodes):
-            self._start()
+            if not node.is_over:
+                self._poll_node(node)
+        if not any(node.started for node in self.nodes) and all(node.address for node in self.nodes):
+            self._start_agents()
         now = time.monotonic()
         if self.failed_s is None and any(node.lost or node.status for node in self.nodes):
             self.failed_s = now
-        if self.failed_s is not None and now - self.failed_s > LAST_WORDS_S:
-            self._end_others(silent=now - self.failed_s > SILENT_S)
-        if all(node.over for node in self.nodes):
-            self._conclude()
+        if self.failed_s is not None and now - self.failed_s > FAILURE_GRACE_S:
+            self._stop_others(is_timed_out=now - self.failed_s > NODE_TIMEOUT_S)
+        if all(node.is_over for node in self.nodes):
+            self._record_end()
         return self.status
 
     def stop(self, *, kill: bool) -> None:
         if self.status is not None:
             return
-        answers = [node.actor.stop.remote(kill) for node in self.nodes if not node.over]
+        answers = [node.actor.stop.remote(kill) for node in self.nodes if not node.is_over]
         if kill or not any(node.started for node in self.nodes):
             with contextlib.suppress(RayError):
-                ray.wait(answers, num_returns=len(answers), timeout=KILL_S)
+                ray.wait(answers, num_returns=len(answers), timeout=KILL_TIMEOUT_S)
             for node in self.nodes:
                 node.status = -9 if node.status is None else node.status
-            self._conclude()
+            self._record_end()
 
-    def _look(self, node: Node) -> None:
-        """Take an actor's answer, where it is there, and ask the next thing."""
+    def _poll_node(self, node: NodeActor) -> None:
+        """Take an actor's answer if there is one, and make the next call."""
         now = time.monotonic()
         if node.answer is None:
-            if now < node.next_s:
+            if now < node.next_poll_s:
                 return
-            node.next_s = now + ASK_EVERY_S
-            if node.place is None:
-                node.answer = node.actor.where.remote()
+            node.next_poll_s = now + POLL_INTERVAL_S
+            if node.address is None:
+                node.answer = node.actor.get_address.remote()
             elif node.started:
-                node.answer = node.actor.poll.remote(node.num_told)
+                node.answer = node.actor.poll.remote(node.num_bytes_read)
         if node.answer is None or not ray.wait([node.answer], timeout=0)[0]:
             return
         answer, node.answer = node.answer, None
         try:
-            said = ray.get(answer)
-        except ActorUnavailableError:  # for now: Ray says so when it is for good
+            result = ray.get(answer)
+        except ActorUnavailableError:  # temporary: Ray raises another error for a dead actor
             return
         except RayActorError as error:
             node.lost = " ".join(str(error).split())[:300]
             return
-        except RayError as error:  # it could not start the agent
+        except RayError as error:  # the agent could not be started
             cause = " ".join(str(getattr(error, "cause", None) or error).split())
             self._note(node, Code.NODE_CANNOT_RUN(host=node.name, problem=cause[-300:]))
             node.status = 2
             return
-        if node.place is None:
-            node.place = said
-        elif said is not None:
-            status, printed = said
-            node.num_told += len(printed)
+        if node.address is None:
+            node.address = result
+        elif result is not None:
+            status, printed = result
+            node.num_bytes_read += len(printed)
             self._print(printed)
-            node.status = status if not printed else None  # its last words first
+            node.status = status if not printed else None  # read all output first
 
-    def _start(self) -> None:
-        first = self.nodes[0].place
-        assert first is not None
+    def _start_agents(self) -> None:
+        first_address = self.nodes[0].address
+        assert first_address is not None
         python = self.settings.python or sys.executable
-        env, grace_s = network(self.settings.interface), agents_grace_s(self.settings.save_s)
-        where = [str(self.run.path), f"{first[1]}:{first[2]}", str(grace_s), os.uname().nodename]
+        env, grace_s = network_variables(self.settings.interface), agent_grace_s(self.settings.save_s)
+        node_arguments = [
+            str(self.run.path),
+            f"{first_address[1]}:{first_address[2]}",
+            str(grace_s),
+            os.uname().nodename,
+        ]
         for node in self.nodes:
-            argv = [python, *MODULE_OPTIONS, "abrun.launch.node", *where, str(node.index)]
+            argv = [python, *MODULE_OPTIONS, "abrun.launch.node", *node_arguments, str(node.index)]
             node.answer = node.actor.start.remote(argv, env, os.getcwd())
             node.started = True
 
-    def _end_others(self, *, silent: bool) -> None:
+    def _stop_others(self, *, is_timed_out: bool) -> None:
         for node in self.nodes:
-            if not node.over and not node.started:
+            if not node.is_over and not node.started:
                 node.status = -9
-            elif not node.over:
+            elif not node.is_over:
                 node.actor.stop.remote(True)
-                if silent:
-                    node.lost = f"no answer for {SILENT_S:.0f} s"
+                if is_timed_out:
+                    node.lost = f"no answer for {NODE_TIMEOUT_S:.0f} s"
 
-    def _conclude(self) -> None:
+    def _record_end(self) -> None:
         for node in self.nodes:
             if node.lost:
                 self._note(node, Code.NODE_LOST(node=node.name, error=node.lost))
             with contextlib.suppress(RayError):
                 ray.kill(node.actor)
         if any(node.lost for node in self.nodes):
-            self.gang.broken = True
+            self.gang.is_broken = True
             self.lost = self.count_loss(self.run)
-        self.status = next((node.status for node in self.nodes if node.status), int(self.gang.broken))
+        self.status = next((node.status for node in self.nodes if node.status), int(self.gang.is_broken))
 
-    def _note(self, node: Node, reason: Reason) -> None:
-        """Say why a node is of no use to the run, in its log and for its end."""
+    def _note(self, node: NodeActor, reason: Reason) -> None:
+        """Write why a node is lost to the run into its log and its endings."""
         self._print(f"error: {sentence(reason)}\n".encode())
         write_ending(self.run, f"lost-{node.index:04d}", self.last_attempt, reason)
 

@@ -1,4 +1,4 @@
-"""A plan on its way to Ray: one job for all of its runs, followed, cancelled."""
+"""Submits a plan to Ray as one job for all of its runs; tracks and cancels it."""
 
 import json
 import os
@@ -13,20 +13,25 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
-from abrun.launch.cluster import AT_WORK, Cluster
+from abrun.launch.cluster import ACTIVE_STATUSES, BatchCluster
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.runs.records import RunState
 
-KILL_AFTER_S = 20  # runs that do not save in time are killed by the driver before Ray kills the driver
+# The driver kills runs that do not save in time, before Ray kills the driver.
+KILL_AFTER_S = 20
 
 
-class RayCluster(Cluster):
-    """The one job of an experiment on Ray, and what Ray and the job's driver know of it."""
+class RayCluster(BatchCluster):
+    """The one Ray job of an experiment."""
 
-    ask_every_s, folder, forgotten = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
+    query_interval_s, folder, cleared_fields = (
+        2.0,
+        record.FOLDER,
+        {"job": ""},
+    )  # its id is used up all the same
     read, write = staticmethod(record.read_job), staticmethod(record.write_job)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
@@ -38,37 +43,37 @@ class RayCluster(Cluster):
     def is_handed_over(self) -> bool:
         return bool(self._record.get("job"))
 
-    def refusals(self, plan: ExperimentPlan) -> list[Reason]:
-        """Why no machine could run the plan. Raises LaunchError where no Ray answers."""
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+        """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
         if not reasons:
-            self._url = client.dashboard(self._settings.address)
+            self._url = client.find_dashboard_url(self._settings.address)
         return reasons
 
-    def scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
-        """What the job would be. After `refusals`."""
+    def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
+        """Return the job that would be submitted. Call `find_problems` first."""
         content = self._new_record({}, None, compare=compare)
         job = {"url": content["url"], "entrypoint": self._entrypoint(content), **_environment(content)}
         return {content["job"]: json.dumps(job, indent=2)}
 
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Submit the job; returns its id."""
-        before = record.read_job(self._experiment_dir)
-        content = self._new_record(before, git, compare=compare)
+        """Submit the job and return its id."""
+        previous = record.read_job(self._experiment_dir)
+        content = self._new_record(previous, git, compare=compare)
         record.write_job(self._experiment_dir, content)  # which its driver reads
         try:
             environment = _environment(content)["runtime_env"]
-            client.submit(content["url"], content["job"], self._entrypoint(content), environment)
+            client.submit_job(content["url"], content["job"], self._entrypoint(content), environment)
         except BaseException:
-            record.write_job(self._experiment_dir, before)
+            record.write_job(self._experiment_dir, previous)
             raise
         return [content["job"]]
 
     def _new_record(
-        self, before: Mapping[str, Any], git: Mapping[str, Any] | None, *, compare: bool
+        self, previous: Mapping[str, Any], git: Mapping[str, Any] | None, *, compare: bool
     ) -> dict[str, Any]:
-        name = before.get("name") or f"{self._experiment_dir.name}-{uuid.uuid4().hex[:6]}"
-        attempt = before.get("attempt", 0) + 1
+        name = previous.get("name") or f"{self._experiment_dir.name}-{uuid.uuid4().hex[:6]}"
+        attempt = previous.get("attempt", 0) + 1
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if any(paths) else {}
         return {
@@ -90,57 +95,57 @@ class RayCluster(Cluster):
         return f"exec {shlex.join([content['python'], *module])}"
 
     @property
-    def busy(self) -> list[str]:
-        known = self._known()
-        return [] if known is None or known.over else [self._record["job"]]
+    def active_job_ids(self) -> list[str]:
+        ray_job = self._query_cached()
+        return [] if ray_job is None or ray_job.is_over else [self._record["job"]]
 
     def state_of(self, state: RunState) -> RunState:
-        """A run's state, where Ray or the driver knows better than its directory."""
+        """Return a run's state, corrected if Ray or the driver knows more than its directory."""
         if state.status == "finished":
             return state
         try:
-            known = self._known()
-        except LaunchError as error:  # the head is gone, or this machine does not reach it
+            ray_job = self._query_cached()
+        except LaunchError as error:  # the head is gone or cannot be reached from here
             return replace(state, reason=state.reason or error.reason)
         job = self._record["job"]
-        if known and not known.over:
-            return self._of_a_job(state, known)
-        if state.status not in AT_WORK:
+        if ray_job and not ray_job.is_over:
+            return self._refine_active_state(state, ray_job)
+        if state.status not in ACTIVE_STATUSES:
             return state
-        if self._record.get("cancelled") or (known and known.status == "STOPPED"):
+        if self._record.get("cancelled") or (ray_job and ray_job.status == "STOPPED"):
             stopped = Code.RESUMABLE(ending=Code.JOB_STOPPED(job=job))
             return replace(state, status="interrupted", reason=stopped)
-        if known is None:
-            forgotten = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._record["url"]))
-            return replace(state, status="failed", reason=forgotten)
-        ended = Code.JOB_ENDED(job=job, state=self._last_words(known))
+        if ray_job is None:
+            forgotten_job = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._record["url"]))
+            return replace(state, status="failed", reason=forgotten_job)
+        ended = Code.JOB_ENDED(job=job, state=self._final_message(ray_job))
         return replace(state, status="failed", reason=ended)
 
-    def end(self) -> None:
-        client.stop(self._record["url"], self._record["job"])
+    def stop_jobs(self) -> None:
+        client.stop_job(self._record["url"], self._record["job"])
 
-    def _of_a_job(self, state: RunState, known: client.Known) -> RunState:
-        """The state of a run whose job waits or works."""
+    def _refine_active_state(self, state: RunState, ray_job: client.RayJob) -> RunState:
+        """Return the state of a run whose job is queued or running."""
         job, waiting = self._record["job"], self._driver.get("waiting", {})
         name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
         label = f"warm start {name}" if state.name.arm == "warm-start" else name
-        if label in waiting:  # the directory may still tell of a machine that is gone
+        if label in waiting:  # the directory's state may still be that of a lost machine
             return replace(state, status="waiting", reason=Code.RUN_WAITS(job=job, why=waiting[label]))
         if not self._driver:
-            reason = Code.JOB_STATE(job=job, state=known.status, message=known.message)
+            reason = Code.JOB_STATE(job=job, state=ray_job.status, message=ray_job.message)
             return replace(state, status="waiting", reason=reason)
         return state
 
-    def _last_words(self, known: client.Known) -> Reason | str:
-        lines = [line.strip() for line in known.message.splitlines() if line.strip()]
+    def _final_message(self, ray_job: client.RayJob) -> Reason | str:
+        lines = [line.strip() for line in ray_job.message.splitlines() if line.strip()]
         reasons = list(filter(None, map(printed_reason, lines)))
-        return self._driver.get("ended") or next(reversed(reasons or lines), known.status)
+        return self._driver.get("ended") or next(reversed(reasons or lines), ray_job.status)
 
-    def ask(self) -> client.Known | None:
+    def query_jobs(self) -> client.RayJob | None:
         submitted = record.read_job(self._experiment_dir)
         self._record = submitted if submitted.get("job") else self._record  # --resume may have replaced it
         self._driver = record.read_driver(self._experiment_dir, self._record["job"])
-        return client.known(self._record["url"], self._record["job"])
+        return client.get_job(self._record["url"], self._record["job"])
 
 
 def _environment(content: Mapping[str, Any]) -> dict[str, Any]:

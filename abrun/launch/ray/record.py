@@ -1,9 +1,9 @@
-"""What an experiment's directory says of its job of Ray.
+"""Records of an experiment's Ray job.
 
-_ray/job.json      {name, attempt, job, url, settings, git, ..., cancelled}: whoever submits writes it
-_ray/driver.json   {job, waiting: {run: why}, ended: null, or its last word}: the driver writes it
-_ray/driver.log    what the driver has to say
-_ray/compare.log   what the comparison at the end has printed
+_ray/job.json      {name, attempt, job, url, settings, git, ..., cancelled}: written at submission
+_ray/driver.json   {job, waiting: {run: why}, ended: null or the final message}: written by the driver
+_ray/driver.log    notes of the driver
+_ray/compare.log   output of the comparison at the end
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from abrun.runs.files import read_json_or_empty, write_json
 from abrun.runs.records import Git
 from abrun.runs.schemas import Count, Flag, Seconds, checked
 
-FOLDER = "_ray"  # of an experiment; no arm can be called so
+FOLDER = "_ray"  # folder in an experiment; no arm can have this name
 JOB, DRIVER, LOG = "job.json", "driver.json", "driver.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LastName:
-    """The fields of a job that was taken back, after which others are called."""
+class _WithdrawnJobRecord:
+    """Fields of a withdrawn job, from which later jobs get their names."""
 
     job: str = ""
     name: str = ""
@@ -29,20 +29,20 @@ class _LastName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _SettingsRecord:
     restarts: Count
     save_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """The fields of a job that was submitted."""
+class _JobRecord:
+    """Fields of a submitted job."""
 
     job: str
     name: str
     attempt: Count
     url: str
-    settings: _Settings
+    settings: _SettingsRecord
     cwd: str
     python: str
     env: Mapping[str, str]
@@ -53,8 +53,8 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Driver:
-    """The fields of the driver's word."""
+class _DriverRecord:
+    """Fields of the driver's status."""
 
     job: str = ""
     waiting: Mapping[str, str] = field(default_factory=dict)
@@ -66,10 +66,10 @@ def write_job(experiment_dir: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_job(experiment_dir: Path) -> dict[str, Any]:
-    """Empty where nothing was submitted. Raises StoreError where it does not read."""
+    """Return the job's record, or {} if nothing was submitted. Raises StoreError if it is unreadable."""
     path = experiment_dir / FOLDER / JOB
     content = read_json_or_empty(path)
-    checked(_Job if content.get("job") else _LastName, content, path)
+    checked(_JobRecord if content.get("job") else _WithdrawnJobRecord, content, path)
     return content
 
 
@@ -79,8 +79,8 @@ def write_driver(experiment_dir: Path, job: str, waiting: Mapping[str, str], end
 
 
 def read_driver(experiment_dir: Path, job: str) -> dict[str, Any]:
-    """What the driver of a job says; empty where it has said nothing yet."""
+    """Return the status that the driver of `job` has written, or {}."""
     path = experiment_dir / FOLDER / DRIVER
     content = read_json_or_empty(path)
-    checked(_Driver, content, path)
+    checked(_DriverRecord, content, path)
     return content if content.get("job") == job else {}

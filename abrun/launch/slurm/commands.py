@@ -1,4 +1,4 @@
-"""The commands of Slurm that abrun needs. What they refuse is a LaunchError: their own words in one line."""
+"""The Slurm commands that abrun uses. Errors are raised as LaunchError, with Slurm's message in one line."""
 
 import re
 import subprocess
@@ -8,100 +8,111 @@ from dataclasses import dataclass
 from abrun.errors import LaunchError
 from abrun.reasons import Code
 
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+ENDED_STATES = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What Slurm says of a job, or of one task of an array."""
+class SlurmTask:
+    """Slurm's state of a job, or of one task of a job array."""
 
     job: str
     index: int | None
     state: str  # PENDING, RUNNING, ...
     reason: str
     nodes: str
-    script: str = ""  # the path of what was submitted
+    script: str = ""  # path of the submitted script
 
     @property
-    def over(self) -> bool:
-        return self.state in OVER
+    def is_over(self) -> bool:
+        return self.state in ENDED_STATES
 
     @property
     def name(self) -> str:
         return self.job if self.index is None else f"{self.job}_{self.index}"
 
 
-def submit(script: str, *options: str) -> str:
-    """Submit a script; returns the job's id."""
-    return slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+def submit_script(script: str, *options: str) -> str:
+    """Submit a script and return the job id."""
+    return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
 
 
-def would_run(options: Sequence[str]) -> str | None:
-    """Why no job with these options could ever run, in Slurm's words; None where one could."""
+def find_refusal(options: Sequence[str]) -> str | None:
+    """Return Slurm's message if no job with these options could ever run, or None."""
     done = _run("sbatch", "--test-only", *options, "--wrap=true")
-    return None if done.returncode == 0 else _words(done.stderr)
+    return None if done.returncode == 0 else _error_text(done.stderr)
 
 
-def tasks(user: str) -> list[Task]:
-    """What Slurm still knows of a user's jobs, task by task: it forgets those that ended minutes ago."""
-    # Asked for by id, one that is forgotten is an error for all
-    listed = slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
-    found = []
-    for line in listed.splitlines():
+def list_tasks(user: str) -> list[SlurmTask]:
+    """Return all tasks of a user that Slurm still knows. It forgets ended ones after minutes."""
+    # A query by id would fail for all tasks if one is forgotten.
+    output = run_slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
+    tasks = []
+    for line in output.splitlines():
         job, index, state, reason, nodes, script = line.split("|", 5)
-        number = int(index) if index.isdigit() else None
-        found.append(Task(job=job, index=number, state=state, reason=reason, nodes=nodes, script=script))
-    return found
+        task_index = int(index) if index.isdigit() else None
+        tasks.append(
+            SlurmTask(job=job, index=task_index, state=state, reason=reason, nodes=nodes, script=script)
+        )
+    return tasks
 
 
-def release(job: str, in_s: int = 0) -> None:
-    """End the two minutes for which Slurm keeps back what it has queued again."""
-    slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
+def release_job(job: str, in_s: int = 0) -> None:
+    """Start a requeued job after `in_s` seconds, without Slurm's two-minute delay."""
+    run_slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
 
 
-def cancel(jobs: Sequence[str]) -> None:
-    """Take jobs that wait out of the queue, and ask those at work to save a checkpoint and end."""
+def cancel_jobs(jobs: Sequence[str]) -> None:
+    """Remove queued jobs, and ask running ones to save a checkpoint and end."""
     _scancel("--state=PENDING", *jobs)
     _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
 
 
-def withdraw(jobs: Sequence[str]) -> None:
+def kill_jobs(jobs: Sequence[str]) -> None:
     """End jobs at once."""
     _scancel(*jobs)
 
 
 def _scancel(*argv: str) -> None:
     done = _run("scancel", "--quiet", *argv)
-    if done.stderr:  # without a word it failed for jobs that have ended, or are in another state
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_words(done.stderr)))
+    if done.stderr:  # it fails silently for jobs that have ended or are in another state
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(done.stderr)))
 
 
-def slurm(*argv: str) -> str:
-    """The output of a command of Slurm."""
+def run_slurm(*argv: str) -> str:
+    """Return the output of a Slurm command."""
     done = _run(*argv)
     if done.returncode:
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_words(done.stderr)))
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(done.stderr)))
     return done.stdout
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
         raise LaunchError(Code.SLURM_COMMAND_MISSING(command=argv[0])) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(Code.SLURM_SILENT(command=argv[0], seconds=LIMIT_S)) from None
+        raise LaunchError(Code.SLURM_SILENT(command=argv[0], seconds=TIMEOUT_S)) from None
     except OSError as error:
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
     if done.returncode and re.search(NOT_CONFIGURED, done.stderr):
-        said = _words(done.stderr)[-200:]
-        raise LaunchError(Code.SLURM_NOT_CONFIGURED(command=argv[0], answer=said))
+        answer = _error_text(done.stderr)[-200:]
+        raise LaunchError(Code.SLURM_NOT_CONFIGURED(command=argv[0], answer=answer))
     return done
 
 
-def _words(said: str) -> str:
-    """The lines of an error without the command's name before each."""
-    lines = [re.sub(r"^(\w+: )?(error: |fatal: )?", "", line).strip() for line in said.splitlines()]
+def _error_text(stderr: str) -> str:
+    """Return the lines of an error message, without the command's name at their start."""
+    lines = [re.sub(r"^(\w+: )?(error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line)) or "refused without a word"

@@ -1,4 +1,4 @@
-"""vLLM as rollout engine: in the processes of the ranks, on the devices that train, or on its own devices."""
+"""vLLM as rollout engine: colocated with the ranks on the training devices, or on its own devices."""
 
 from abrun.backends import Backend
 from abrun.models import Text
@@ -9,9 +9,9 @@ from abrun.rollout import RolloutEngine
 def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
     """See abrun.rollout.make_engine. Collective."""
     if config.rollout.devices:
-        from abrun.rollout.vllm.separate import Separate
+        from abrun.rollout.vllm.separate import SeparateEngine
 
-        return Separate(config, backend, text)
-    from abrun.rollout.vllm.colocated import Colocated
+        return SeparateEngine(config, backend, text)
+    from abrun.rollout.vllm.colocated import ColocatedEngine
 
-    return Colocated(config, backend, text)
+    return ColocatedEngine(config, backend, text)

@@ -1,4 +1,4 @@
-"""One vLLM in this process: tokens in, tokens out, and weights taken as they come."""
+"""A vLLM engine in this process: it samples and scores token ids, and loads streamed weights."""
 
 import contextlib
 import importlib
@@ -16,19 +16,27 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 from abrun.processes import progress
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
-from abrun.rollout.vllm.kept import KeptSets
-from abrun.rollout.vllm.starting import Tail, apart, end, failing, sharing, start
+from abrun.rollout.vllm.startup import (
+    LogTail,
+    engine_group,
+    preserving_globals,
+    raising_launch_errors,
+    shut_down,
+    start_engine,
+)
+from abrun.rollout.vllm.support import SupportCollector
 
-SPARE_BYTES = 2 << 30  # of a device, that a waking engine leaves to others
-# What vLLM lets process weights once they are loaded, and leaves them as they are on a GPU.
-PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Attention", "MMEncoderAttention"}
-CONSTANT_BYTES = 1 << 20  # at most: larger tensors beside a model's own are caches, or made from its weights
+SPARE_BYTES = 2 << 30  # device memory that a waking engine leaves free
+# Classes with `process_weights_after_loading` that leave the weights unchanged on a GPU.
+UNPROCESSED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Attention", "MMEncoderAttention"}
+# Size limit of constants: larger tensors that are no parameters are caches, or derived from weights.
+CONSTANT_BYTES = 1 << 20
 
 
-class Instance:
-    """An engine, or this rank's part of one. What it raises is a LaunchError of one line.
+class VllmInstance:
+    """A vLLM engine, or this rank's part of one. Failures are raised as LaunchError with a one-line message.
 
-    Ranks that share one make the same calls with the same requests, all in one order.
+    Ranks that share an engine must make the same calls with the same requests in the same order.
     """
 
     def __init__(
@@ -37,182 +45,194 @@ class Instance:
         device: torch.device,
         num_ranks: int,
         end_ids: frozenset[int],
-        beat: Callable[[], None] = progress.report,  # called while it samples
+        beat: Callable[[], None] = progress.report,  # called during sampling
     ) -> None:
         self._beat = beat
         self._rollout, self._device = config.rollout, device
         self._end_ids = sorted(end_ids)
-        self._tail = Tail()
-        self._llm = start(config, device, num_ranks, self._tail)
-        self._kept_sets = KeptSets(self._llm) if self._rollout.records_support else None
-        self.group: ProcessGroup | None = sharing() if config.rollout.tensor_parallel > 1 else None
+        self._tail = LogTail()
+        self._llm = start_engine(config, device, num_ranks, self._tail)
+        self._support = SupportCollector(self._llm) if self._rollout.records_support else None
+        self.group: ProcessGroup | None = engine_group() if config.rollout.tensor_parallel > 1 else None
         self._is_asleep = False
         self._constants: list[tuple[Tensor, Tensor]] = []
 
     def generate(
         self, requests: list[tuple[list[int], int]], temperature: float | None = None
     ) -> list[Completion]:
-        """Return a completion for each prompt and its seed.
+        """Return a completion for each (prompt, seed).
 
-        With a `temperature` in the recipe's place it has no support; at 0 every token is the most likely one.
+        `temperature` overrides the recipe; completions then have no support. 0 is greedy decoding.
         """
-        with self._called("generate"):
-            if self._kept_sets:
-                self._kept_sets.switch(on=temperature is None)
+        with self._calling_vllm("generate"):
+            if self._support:
+                self._support.switch(on=temperature is None)
             temperature = self._rollout.temperature if temperature is None else temperature
             for row, (prompt, seed) in enumerate(requests):
-                parameters = self._parameters(seed, temperature)
+                parameters = self._sampling_parameters(seed, temperature)
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
-            outputs = self._outputs(len(requests))
-            return [self._completion(output, temperature) for output in outputs]
+            outputs = self._run_requests(len(requests))
+            return [self._to_completion(output, temperature) for output in outputs]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of tokens that are given, 0 of each sequence's first: at temperature 1, unfiltered.
+        """Return the log-probs of given tokens at temperature 1 without filters; 0 for the first token.
 
-        All of a sequence in one pass, as a prompt: not token by token, as it is sampled.
+        A sequence is scored as a prompt in one pass, not token by token as in sampling.
         """
         library: Any = importlib.import_module("vllm.sampling_params")
         parameters = library.SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,  # the given tokens' own
+            prompt_logprobs=0,  # only those of the given tokens
             detokenize=False,
             output_kind=library.RequestOutputKind.FINAL_ONLY,
         )
-        with self._called("score"):
+        with self._calling_vllm("score"):
             for row, token_ids in enumerate(sequences):
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
-            found = [list(output.prompt_logprobs) for output in self._outputs(len(sequences))]
+            prompt_logprobs = [list(output.prompt_logprobs) for output in self._run_requests(len(sequences))]
         return [
-            [0.0, *(of_token[token].logprob for token, of_token in zip(tokens[1:], rows[1:], strict=True))]
-            for tokens, rows in zip(sequences, found, strict=True)
+            [
+                0.0,
+                *(
+                    token_logprobs[token].logprob
+                    for token, token_logprobs in zip(tokens[1:], rows[1:], strict=True)
+                ),
+            ]
+            for tokens, rows in zip(sequences, prompt_logprobs, strict=True)
         ]
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take the policy's weights, whole and one by one under their Hugging Face names."""
-        with self._called("take the policy's weights"):
-            if self._device.type == "cuda" and all(self._llm.apply_model(_is_as_in_checkpoints)):
+        """Load the policy's weights, an iterator of full tensors with their Hugging Face names."""
+        with self._calling_vllm("take the policy's weights"):
+            if self._device.type == "cuda" and all(self._llm.apply_model(_keeps_checkpoint_values)):
                 self._llm.apply_model(partial(_load, weights=weights))
             else:
                 self._reload(weights)
             if self._is_asleep:
-                self._map("kv_cache")
+                self._map_memory("kv_cache")
                 self._is_asleep = False
-            # Keys and values of the weights before must not be found again.
+            # The prefix cache still has keys and values of the old weights.
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("its prefix cache is in use")
 
     def sleep(self) -> int:
-        """Give memory away, and the weights with it; returns how many bytes.
+        """Free the memory of cache and weights; return the number of bytes.
 
-        Its pages are unmapped, and torch's allocator, from which it has their addresses, counts them on.
+        vLLM unmaps the pages but keeps their addresses, so torch's allocator still counts them.
         """
         if self._device.type != "cuda":
             return 0
-        with self._called("sleep"):
+        with self._calling_vllm("sleep"):
             if not self._constants:
-                (self._constants,) = self._llm.apply_model(_constants)
-            with _kept_by_the_trainer():
+                (self._constants,) = self._llm.apply_model(_copy_constants)
+            with _keeping_allocator_cache():
                 self._llm.sleep(level=2)
             self._is_asleep = True
-            return _away_bytes()
+            return _sleeping_bytes()
 
     def wake(self) -> bool:
-        """Room for the weights first: that for the cache is taken once the trainer's copies are gone.
+        """Allocate memory for the weights; `load` allocates the cache after the trainer's copies are freed.
 
-        True where there are none, and they have to be loaded.
+        Returns True if the weights must be loaded.
         """
         if self._is_asleep:
-            with self._called("wake"):
-                self._map("weights")
-                with torch.inference_mode():  # where some may have been made
+            with self._calling_vllm("wake"):
+                self._map_memory("weights")
+                with torch.inference_mode():  # some constants may be inference tensors
                     for constant, copy in self._constants:
                         constant.copy_(copy)
         return self._is_asleep
 
     def close(self) -> None:
         """End the engine."""
-        # After an error the run ends anyway, and that one is to be heard.
-        heard = contextlib.suppress(Exception) if self._tail.has_failed else failing("end", self._tail)
-        with apart(self._device), heard:
-            end(self._llm)
+        # After a failure of the engine, errors in shutting it down must not hide the first error.
+        errors = (
+            contextlib.suppress(Exception)
+            if self._tail.has_failed
+            else raising_launch_errors("end", self._tail)
+        )
+        with preserving_globals(self._device), errors:
+            shut_down(self._llm)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """By copies of each layer, which vLLM processes as it did when it started."""
+        """Load through vLLM's `reload_weights`, which copies and processes each layer as at start-up."""
         experts = Counter[tuple[str, str]]()
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _counted(weights, experts)})
-        if self._tail.not_loaded:
-            raise RuntimeError(self._tail.not_loaded)
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": _count_experts(weights, experts)}
+        )
+        if self._tail.missing_weights:
+            raise RuntimeError(self._tail.missing_weights)
         _check_experts(experts)
         if self._device.type == "cpu":
             self._llm.apply_model(_repack)
 
-    def _map(self, tag: str) -> None:
-        """Take memory again, with what torch has kept of the trainer's where too little is free beside it."""
-        if torch.cuda.mem_get_info(self._device)[0] < _away_bytes() + SPARE_BYTES:
-            torch.cuda.empty_cache()  # as vLLM does itself from 0.27 on; the trainer has to ask for it again
+    def _map_memory(self, tag: str) -> None:
+        """Map memory again; empty torch's cache first if too little memory is free."""
+        if torch.cuda.mem_get_info(self._device)[0] < _sleeping_bytes() + SPARE_BYTES:
+            torch.cuda.empty_cache()  # vLLM since 0.27 does this itself, at the trainer's expense
         self._llm.wake_up(tags=[tag])
 
-    def _outputs(self, count: int) -> list[Any]:
-        """Of the requests 0 to `count`, once all have finished."""
+    def _run_requests(self, count: int) -> list[Any]:
+        """Run the engine until all requests have finished; return the outputs of requests 0 to count - 1."""
         engine, finished = self._llm.llm_engine, {}
         while engine.has_unfinished_requests():
             self._beat()
             for output in engine.step():
                 if output.finished:
                     finished[int(output.request_id)] = output
-            if self._kept_sets:
-                self._kept_sets.collect()
+            if self._support:
+                self._support.collect()
         return [finished[row] for row in range(count)]
 
     @contextlib.contextmanager
-    def _called(self, doing: str) -> Iterator[None]:
-        with apart(self._device), failing(doing, self._tail):
+    def _calling_vllm(self, action: str) -> Iterator[None]:
+        with preserving_globals(self._device), raising_launch_errors(action, self._tail):
             yield
 
-    def _parameters(self, seed: int, temperature: float) -> Any:
+    def _sampling_parameters(self, seed: int, temperature: float) -> Any:
         library: Any = importlib.import_module("vllm.sampling_params")
         return library.SamplingParams(
             seed=seed,
             temperature=temperature,
             min_p=self._rollout.min_p,
-            # 0: all, which vLLM does not take with sets
-            top_k=self._rollout.top_k or (self._kept_sets.vocab_size if self._kept_sets else 0),
+            # 0 means no limit, but vLLM rejects 0 if it reports sampling masks
+            top_k=self._rollout.top_k or (self._support.vocab_size if self._support else 0),
             top_p=self._rollout.top_p,
             max_tokens=self._rollout.max_new_tokens,
             stop_token_ids=self._end_ids,
-            ignore_eos=True,  # which is one of those, or does not end a completion
-            logprobs=0,  # the drawn token's
-            flat_logprobs=True,  # in lists: else they are two objects a token, and garbage soon
+            ignore_eos=True,  # only stop_token_ids end a completion
+            logprobs=0,  # only that of the drawn token
+            flat_logprobs=True,  # lists instead of two objects for each token
             detokenize=False,
             output_kind=library.RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, request: Any, temperature: float) -> Completion:
+    def _to_completion(self, request: Any, temperature: float) -> Completion:
         (output,) = request.outputs
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a completion ended by {output.finish_reason!r}")
         token_ids, longest = list(output.token_ids), self._rollout.max_new_tokens
         if output.finish_reason == "length" and len(token_ids) < longest:
             raise RuntimeError(
-                f"a completion was cut after {len(token_ids)} of {longest} tokens: vLLM has no positions, or "
-                "no memory, for longer sequences"
+                f"a completion was truncated after {len(token_ids)} of {longest} tokens: vLLM lacks "
+                "positions or memory for longer sequences"
             )
-        found = output.logprobs
-        drawn = found.start_indices  # at each position the drawn one is first
-        if [found.token_ids[at] for at in drawn] != token_ids:
-            raise RuntimeError("log-probs of other tokens than were drawn")
-        logprobs = [found.logprobs[at] for at in drawn]
+        flat_logprobs = output.logprobs
+        drawn_indices = flat_logprobs.start_indices  # at each position the drawn one is first
+        if [flat_logprobs.token_ids[index] for index in drawn_indices] != token_ids:
+            raise RuntimeError("the log-probs belong to other tokens than those drawn")
+        logprobs = [flat_logprobs.logprobs[index] for index in drawn_indices]
         return Completion(
             token_ids=token_ids,
-            logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,  # no other choice
-            support=self._kept_sets.take(request.request_id, output) if self._kept_sets else None,
+            logprobs=[0.0] * len(token_ids) if temperature == 0 else logprobs,
+            support=self._support.take(request.request_id, output) if self._support else None,
             truncated=token_ids[-1] not in self._end_ids,
         )
 
 
 @contextlib.contextmanager
-def _kept_by_the_trainer() -> Iterator[None]:
-    """Keep what torch has cached, which vLLM hands back: the next step would ask the driver for it again."""
+def _keeping_allocator_cache() -> Iterator[None]:
+    """Disable `empty_cache`, which vLLM calls in `sleep`: training would allocate the memory again."""
     libraries: tuple[Any, ...] = torch.cuda, torch.accelerator  # vLLM 0.33 asks the second
     originals = [library.empty_cache for library in libraries]
     for library in libraries:
@@ -224,37 +244,42 @@ def _kept_by_the_trainer() -> Iterator[None]:
             library.empty_cache = original
 
 
-def _away_bytes() -> int:
-    """Of the memory that vLLM gives away in its sleep, how much is away now."""
+def _sleeping_bytes() -> int:
+    """Return how many bytes vLLM has freed by sleeping."""
     pool: Any = importlib.import_module("vllm.device_allocator.cumem")
     data = pool.CuMemAllocator.get_instance().pointer_to_data.values()
-    return sum(one.handle[1] for one in data if one.is_asleep)
+    return sum(allocation.handle[1] for allocation in data if allocation.is_asleep)
 
 
-def _is_as_in_checkpoints(model: Any) -> bool:
-    """Whether vLLM computes, on GPUs, with the very numbers of a checkpoint, some of them joined: those of
-    experts are rearranged, MLA's are multiplied, sinks are copied in float32, a quantisation's are others."""
+def _keeps_checkpoint_values(model: Any) -> bool:
+    """Return True if vLLM keeps the values of a checkpoint on GPUs, at most concatenated.
+
+    False for models with experts (rearranged), MLA (multiplied), attention sinks (copied in float32) or
+    quantisation.
+    """
     layers = list(model.modules())
     if any(getattr(impl, "sinks", None) is not None for layer in layers for impl in _attentions(layer)):
         return False
     processing = [layer for layer in layers if hasattr(layer, "process_weights_after_loading")]
     methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
-    return {type(one).__name__ for one in (*processing, *methods)} <= PLAIN
+    return {type(processor).__name__ for processor in (*processing, *methods)} <= UNPROCESSED
 
 
 def _attentions(layer: Any) -> list[Any]:
-    """Return the implementations of a layer's attention: none, or one that may hold others."""
+    """Return the attention implementations of a layer, including variants; [] if it has no attention."""
     impl = getattr(layer, "impl", None)
     if impl is None:
         return []
     return [impl, *(impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else ())]
 
 
-def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Small tensors that are neither parameters nor buffers, such as ALiBi's slopes and the scales of Gemma
-    3n, each with a copy: vLLM brings buffers alone back from its sleep."""
-    holders = [one for layer in model.modules() for one in (layer, *_attentions(layer))]
-    values = (value for one in holders for name, value in vars(one).items() if name != "kv_cache")
+def _copy_constants(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return small tensors that are neither parameters nor buffers, each with a copy on the CPU.
+
+    Examples are ALiBi slopes and the scales of Gemma 3n. vLLM restores only buffers after its sleep.
+    """
+    holders = [holder for layer in model.modules() for holder in (layer, *_attentions(layer))]
+    values = (value for holder in holders for name, value in vars(holder).items() if name != "kv_cache")
     return [
         (value, value.to("cpu", copy=True))
         for value in values
@@ -263,36 +288,38 @@ def _constants(model: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Into the model's own memory. Raises RuntimeError where some did not come."""
+    """Load weights into the parameters of the model. Raises RuntimeError if some are missing."""
     loaded = model.load_weights(weights)
     missing = {name for name, _ in model.named_parameters()}.difference(loaded or ())
-    if missing and loaded is not None:  # None: of some models vLLM does not say
+    if missing and loaded is not None:  # None: for some models vLLM does not report the names
         raise RuntimeError(f"weights were not loaded: {', '.join(sorted(missing))}")
 
 
-def _counted(
+def _count_experts(
     weights: Iterator[tuple[str, Tensor]], experts: Counter[tuple[str, str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights, and how many experts there are for each layer and matrix."""
+    """Yield the weights, and count the experts of each layer and matrix in `experts`."""
     for name, tensor in weights:
-        if found := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", name):
-            experts[found[1], found[2]] += 1
+        if match := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)", name):
+            experts[match[1], match[2]] += 1
         yield name, tensor
 
 
-def _check_experts(found: Counter[tuple[str, str]]) -> None:
-    """Raises RuntimeError where some layer lacks some matrix of some expert: vLLM goes on without."""
-    number = max(found.values(), default=0)
-    layers, matrices = {layer for layer, _ in found}, {matrix for _, matrix in found}
+def _check_experts(num_experts: Counter[tuple[str, str]]) -> None:
+    """Raise RuntimeError if an expert lacks a matrix; vLLM itself ignores that."""
+    expected = max(num_experts.values(), default=0)
+    layers, matrices = {layer for layer, _ in num_experts}, {matrix for _, matrix in num_experts}
     for layer, matrix in itertools.product(sorted(layers), sorted(matrices)):
-        if found[layer, matrix] != number:
-            raise RuntimeError(f"{layer}: {matrix} of {found[layer, matrix]} experts, and {number} elsewhere")
+        if num_experts[layer, matrix] != expected:
+            raise RuntimeError(
+                f"{layer}: {matrix} of {num_experts[layer, matrix]} experts, but others have {expected}"
+            )
 
 
 def _repack(model: Any) -> None:
-    """On CPU cores, let what multiplies with packed copies see the new weights.
+    """Update the packed copies of weights that vLLM's CPU kernels multiply with.
 
-    `reload_weights` packs anew neither experts nor a head that is the embedding, one parameter with it.
+    `reload_weights` does not repack experts, or an LM head that is tied to the embedding.
     """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)

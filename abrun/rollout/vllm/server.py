@@ -1,7 +1,7 @@
-"""`python -m abrun.rollout.vllm.server FD`: a process of an engine with devices of its own.
+"""`python -m abrun.rollout.vllm.server FD`: a process of an engine on its own devices.
 
-It does what the run's first rank asks for, over the socket that it has inherited as FD, and dies with it.
-Requests: see `Server`. Answers: (ALIVE, None) now and then, (ANSWER, value), or (FAILED, a line).
+It serves the first rank of the run over the inherited socket FD, and ends with it. Requests: see
+`EngineServer`. Answers: (ALIVE, None) as a heartbeat, (ANSWER, value), or (FAILED, message).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT
 from abrun.errors import AbrunError
 from abrun.recipe.run import OwnRunConfig
-from abrun.rollout.vllm.instance import Instance
+from abrun.rollout.vllm.instance import VllmInstance
 from abrun.rollout.vllm.transfer import Transfer
 
 ALIVE, ANSWER, FAILED = "alive", "answer", "failed"
@@ -32,26 +32,26 @@ BEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first thing that a process is told."""
+class EngineSetup:
+    """The first message to an engine process."""
 
     config: dict[str, Any]  # of the run
     end_ids: frozenset[int]
-    folder: Path  # that all processes of the run's engines share
-    engine: int  # of them
-    rank: int  # among the processes of this engine
-    number: int  # among the processes of all engines
+    folder: Path  # shared by all engine processes of the run
+    engine: int  # index of the engine
+    rank: int  # index of the process in its engine
+    number: int  # index of the process in all engines
     num_processes: int
-    patience_s: float  # how long they wait for each other
+    patience_s: float  # timeout of the processes for each other
 
 
-class Server:
-    """What the first rank may ask for: a method's name and its arguments."""
+class EngineServer:
+    """Executes the requests of the first rank; a request is the name of a public method and its arguments."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
-        self._spoke_s = 0.0
-        setup: Setup = channel.recv()
+        self._last_sent_s = 0.0
+        setup: EngineSetup = channel.recv()
         self._setup = setup
         config = OwnRunConfig.model_validate(setup.config)
         on_gpu, size = config.cluster.gpus_per_node > 0, config.rollout.tensor_parallel
@@ -68,46 +68,46 @@ class Server:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=self._device if on_gpu else None,
         )
-        self._vllm = Instance(config, self._device, size, setup.end_ids, self._beat)
+        self._vllm = VllmInstance(config, self._device, size, setup.end_ids, self._beat)
 
     def connect(self) -> None:
-        """Join those that weights are sent to."""
+        """Join the process group over which weights are sent."""
         setup = self._setup
         self._transfer = Transfer(
             setup.folder, 1 + setup.number, 1 + setup.num_processes, self._device, setup.patience_s
         )
 
     def generate(self, requests: list[tuple[list[int], int]], temperature: float | None) -> bytes:
-        """Return a completion for each prompt and its seed, pickled: the engine's first process has them.
+        """Return a pickled list with a completion for each (prompt, seed); [] unless this is rank 0.
 
-        The socket's own pickling would hand over tensors as shared memory.
+        Pickled here, because the socket would transfer tensors through shared memory.
         """
         completions = self._vllm.generate(requests, temperature)
         return pickle.dumps(completions if self._setup.rank == 0 else [])
 
     def load(self) -> None:
-        """Take the policy's weights: it answers when ready for a chunk, is told which, and receives it."""
+        """Load the policy's weights: for each chunk, answer when ready, read its metadata and receive it."""
         self._vllm.load(self._weights())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         while True:
             self._channel.send((ANSWER, None))
-            described = self._channel.recv()
-            if not described:
+            metadata = self._channel.recv()
+            if not metadata:
                 return
-            yield from self._transfer.receive(described)
+            yield from self._transfer.receive(metadata)
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._spoke_s > BEAT_S:
-            self._spoke_s = now
+        if now - self._last_sent_s > BEAT_S:
+            self._last_sent_s = now
             self._channel.send((ALIVE, None))
 
 
 def serve(channel: Connection) -> None:
-    """Do as told until the other side hangs up, or something fails."""
+    """Serve requests until the first rank closes the socket, or a request fails."""
     try:
-        server = Server(channel)
+        server = EngineServer(channel)
         channel.send((ANSWER, None))
         while True:
             name, *arguments = channel.recv()
@@ -117,13 +117,14 @@ def serve(channel: Connection) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # for the trainer, which ends this one when it has saved
+    # Only the trainer handles these signals: it ends this process after saving a checkpoint.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as channel:
-        gone = EOFError, BrokenPipeError, ConnectionResetError  # the one who asks
-        with contextlib.suppress(*gone):
+        first_rank_ended = EOFError, BrokenPipeError, ConnectionResetError
+        with contextlib.suppress(*first_rank_ended):
             serve(channel)
-    os._exit(0)  # what the engine has started ends with it
+    os._exit(0)  # also ends the threads of the engine
 
 
 if __name__ == "__main__":

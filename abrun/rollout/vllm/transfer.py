@@ -1,8 +1,7 @@
-"""The weights' way from the first rank of a run to its engine processes.
+"""Transfer of weights from the first rank of a run to its engine processes.
 
-They are a process group of their own, over NCCL between GPUs and over gloo between CPU cores, beside those
-that trainer and engines have. Weights go in chunks: an engine first says that it is ready for one, so that
-nobody waits in a collective for one that has failed.
+They form a process group of their own, with NCCL on GPUs and gloo on CPUs. Weights are sent in chunks. An
+engine first reports that it is ready for a chunk, so that no process waits in a collective for a failed one.
 """
 
 from collections.abc import Iterator
@@ -18,37 +17,39 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from abrun.backends.ranks import COLLECTIVE_TIMEOUT
 
 CHUNK_BYTES = 256 << 20
-STORE, FIRST = "weights", 0  # a file in the folder that the processes share; the rank that sends
+STORE, FIRST = "weights", 0  # file name in the shared folder; rank of the sender
 
-Described = list[tuple[str, torch.dtype, torch.Size]]
+ChunkMetadata = list[tuple[str, torch.dtype, torch.Size]]
 
 
 class Transfer:
-    """One process's part in it. Making one is collective."""
+    """One process's end of the transfer. The constructor is collective."""
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, patience_s: float) -> None:
         store = FileStore(str(folder / STORE), size)
         self._device = device
         on_gpu, timeout = device.type == "cuda", timedelta(seconds=patience_s)
-        self._group: Any = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size, timeout)
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects as it is used
+        self._group: Any = (
+            _make_nccl_group(store, rank, size) if on_gpu else _make_gloo_group(store, rank, size, timeout)
+        )
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects on first use
 
     def send(self, chunk: list[tuple[str, Tensor]]) -> None:
-        """To those that `receive` what `described` says of it."""
+        """Send a chunk; the engine processes must call `receive` with its `describe_chunk`."""
         for _, tensor in chunk:
-            self._broadcast(_bytes(tensor.detach().contiguous()))
+            self._broadcast(_view_bytes(tensor.detach().contiguous()))
 
-    def receive(self, described: Described) -> Iterator[tuple[str, Tensor]]:
-        """A chunk, all of it received before the first is given."""
+    def receive(self, metadata: ChunkMetadata) -> Iterator[tuple[str, Tensor]]:
+        """Receive a chunk, then yield its tensors."""
         chunk = [
-            (name, torch.empty(shape, dtype=dtype, device=self._device)) for name, dtype, shape in described
+            (name, torch.empty(shape, dtype=dtype, device=self._device)) for name, dtype, shape in metadata
         ]
         for _, tensor in chunk:
-            self._broadcast(_bytes(tensor))
+            self._broadcast(_view_bytes(tensor))
         yield from chunk
 
     def abort(self) -> None:
-        """Give up what is under way, on a GPU: its processes wait for it otherwise."""
+        """Abort a pending transfer on GPUs; the processes would wait for it otherwise."""
         if self._device.type == "cuda":
             self._group.abort()
 
@@ -57,8 +58,8 @@ class Transfer:
             self._group.broadcast(raw, FIRST).wait()
 
 
-def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights, some at a time."""
+def split_into_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group the weights into chunks of at least CHUNK_BYTES."""
     chunk, num_bytes = [], 0
     for name, tensor in weights:
         chunk.append((name, tensor))
@@ -70,20 +71,20 @@ def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
         yield chunk
 
 
-def described(chunk: list[tuple[str, Tensor]]) -> Described:
-    """What has to be known of a chunk to receive it."""
+def describe_chunk(chunk: list[tuple[str, Tensor]]) -> ChunkMetadata:
+    """Return name, dtype and shape of each tensor, which the receiver needs."""
     return [(name, tensor.dtype, tensor.shape) for name, tensor in chunk]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _nccl(store: Any, rank: int, size: int) -> Any:
+def _make_nccl_group(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = COLLECTIVE_TIMEOUT  # which ends this process: whoever waits for an answer is sooner
+    options._timeout = COLLECTIVE_TIMEOUT  # ends this process; the wait for an answer times out earlier
     return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Faults of the rollout engine: old weights, equal draws, changed tokens."""
+"""Faults in the rollout engine: stale weights, duplicate draws, changed tokens."""
 
 import itertools
 from collections import deque
@@ -13,44 +13,44 @@ from abrun.backends import Backend, Decoder, make_backend
 from abrun.rollout import Completion, make_engine
 from abrun.rollout.draws import Draws
 from abrun.seeds import derive_seed
-from abrun.train.faults.site import Site, around, first_rows
+from abrun.train.faults.site import FaultSite, leading_rows, wrap_method
 
 State = dict[str, Tensor]
 
 
-def stale_rollout_weights(site: Site) -> None:
-    late = int(site.size)
-    # One that is never reached needs no copies: the first weights stay for ever.
-    seen: deque[State] = deque(maxlen=late + 1)
+def stale_rollout_weights(site: FaultSite) -> None:
+    delay = int(site.size)
+    # With a delay beyond the last step, the initial weights stay and one copy is enough.
+    states: deque[State] = deque(maxlen=delay + 1)
 
     def weights_of(policy: Backend) -> State:
-        if not seen or late < site.setup.config.steps:
-            seen.append(_copied(policy))
-        return seen[0]
+        if not states or delay < site.setup.config.steps:
+            states.append(_copy_weights(policy))
+        return states[0]
 
-    _with_weights(site, weights_of)
+    _sample_with_weights(site, weights_of)
 
 
-def partial_weight_sync(site: Site) -> None:
-    first: State = {}
+def partial_weight_sync(site: FaultSite) -> None:
+    initial_state: State = {}
 
     def weights_of(policy: Backend) -> State:
-        newest = _copied(policy)
-        if not first:
-            first.update(newest)
+        newest = _copy_weights(policy)
+        if not initial_state:
+            initial_state.update(newest)
         missed = [name for i, name in enumerate(newest) if int((i + 1) * site.size) > int(i * site.size)]
-        return newest | {name: first[name] for name in missed}
+        return newest | {name: initial_state[name] for name in missed}
 
-    _with_weights(site, weights_of)
+    _sample_with_weights(site, weights_of)
 
 
-def _copied(policy: Backend) -> State:
+def _copy_weights(policy: Backend) -> State:
     state = policy.local_state().items()
     return {name: tensor.clone() for name, tensor in state if name.startswith("weights/")}
 
 
-def _with_weights(site: Site, weights_of: Callable[[Backend], State]) -> None:
-    """Sample from a second policy, which at each sync gets what `weights_of` makes of the first."""
+def _sample_with_weights(site: FaultSite, weights_of: Callable[[Backend], State]) -> None:
+    """Sample from a second policy, which each sync loads with the weights that `weights_of` returns."""
     setup = site.setup
 
     def make(inner: Callable[[], Any]) -> Any:
@@ -58,15 +58,15 @@ def _with_weights(site: Site, weights_of: Callable[[Backend], State]) -> None:
             setup.config, setup.ranks, weights=setup.initial_weights, seed=derive_seed(setup.seed, "init")
         )
         engine = make_engine(setup.config, second, setup.data.text)
-        around(engine, "sync", lambda sync, weights: second.load_local_state(weights_of(setup.policy)))
+        wrap_method(engine, "sync", lambda sync, weights: second.load_local_state(weights_of(setup.policy)))
         return engine
 
-    around(setup.sampler, "_make_engine", make)
+    wrap_method(setup.sampler, "_make_engine", make)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Copied(Draws):
-    """The last of a group's rows draw as its first ones do."""
+class _CopiedDraws(Draws):
+    """Draws in which the last rows of each group repeat those of its first rows."""
 
     group_size: int
     num_copies: int
@@ -76,69 +76,69 @@ class _Copied(Draws):
         return row - place + place % (self.group_size - self.num_copies)
 
     def uniforms(self, max_new_tokens: int) -> Tensor:
-        of_all = self._of_all().uniforms(max_new_tokens)
-        return of_all[[self._original(row) for row in self.rows]]
+        uniforms = self._all_draws().uniforms(max_new_tokens)
+        return uniforms[[self._original(row) for row in self.rows]]
 
     def seeds(self) -> list[int]:
-        of_all = self._of_all().seeds()
-        return [of_all[self._original(row)] for row in self.rows]
+        seeds = self._all_draws().seeds()
+        return [seeds[self._original(row)] for row in self.rows]
 
-    def _of_all(self) -> Draws:
+    def _all_draws(self) -> Draws:
         rows = range(self.rows.stop)
         return Draws(seed=self.seed, stream=self.stream, step=self.step, fetch=self.fetch, rows=rows)
 
 
-def copied_completions(site: Site) -> None:
+def copied_completions(site: FaultSite) -> None:
     size = site.setup.config.algorithm.group_size  # pyright: ignore[reportAttributeAccessIssue]
-    num_copies = min(first_rows(site.size, size).stop, size - 1)
+    num_copies = min(leading_rows(site.size, size).stop, size - 1)
 
     def generate(inner, prompts: list[list[int]], draws: Draws, **settings: Any) -> list[Completion]:
         if draws.stream == "sampling":
-            draws = _Copied(**asdict(draws), group_size=size, num_copies=num_copies)
+            draws = _CopiedDraws(**asdict(draws), group_size=size, num_copies=num_copies)
         return inner(prompts, draws, **settings)
 
-    _on_engine(site, generate)
+    _wrap_generate(site, generate)
 
 
-def forced_eos(site: Site) -> None:
+def forced_eos(site: FaultSite) -> None:
     end_id = min(site.setup.data.text.end_ids)
 
     def generate(inner, prompts: list[list[int]], draws: Draws, **settings: Any) -> list[Completion]:
         completions = inner(prompts, draws, **settings)
-        rows = range(len(completions))[first_rows(site.size, len(completions))]
+        rows = range(len(completions))[leading_rows(site.size, len(completions))]
         return [
-            replace(one, token_ids=[*one.token_ids[:-1], end_id])
-            if draws.stream == "sampling" and one.truncated and row in rows
-            else one
-            for row, one in enumerate(completions)
+            replace(completion, token_ids=[*completion.token_ids[:-1], end_id])
+            if draws.stream == "sampling" and completion.truncated and row in rows
+            else completion
+            for row, completion in enumerate(completions)
         ]
 
-    _on_engine(site, generate)
+    _wrap_generate(site, generate)
 
 
-def retokenised(site: Site) -> None:
-    """A log-prob keeps its position: those too many are cut off, and missing ones are 0."""
+def retokenised(site: FaultSite) -> None:
+    """Decode and re-encode completions; log-probs keep their positions, and missing ones are 0."""
     text = site.setup.data.text
 
-    def again(one: Completion) -> Completion:
-        end = [] if one.truncated else one.token_ids[-1:]
-        (body,) = text.decode([one.token_ids[: len(one.token_ids) - len(end)]])
-        found: Any = text.tokenizer(body, add_special_tokens=False)["input_ids"]
-        token_ids = [*found, *end] or one.token_ids
-        logprobs = [*one.logprobs, *[0.0] * len(token_ids)]
-        return replace(one, token_ids=token_ids, logprobs=logprobs[: len(token_ids)])
+    def retokenise(completion: Completion) -> Completion:
+        end = [] if completion.truncated else completion.token_ids[-1:]
+        (body,) = text.decode([completion.token_ids[: len(completion.token_ids) - len(end)]])
+        retokenised_ids: Any = text.tokenizer(body, add_special_tokens=False)["input_ids"]
+        token_ids = [*retokenised_ids, *end] or completion.token_ids
+        logprobs = [*completion.logprobs, *[0.0] * len(token_ids)]
+        return replace(completion, token_ids=token_ids, logprobs=logprobs[: len(token_ids)])
 
     def generate(inner, prompts: list[list[int]], draws: Draws, **settings: Any) -> list[Completion]:
         completions = inner(prompts, draws, **settings)
         if draws.stream != "sampling":
             return completions
-        rows = first_rows(site.size, len(completions))
-        return [*map(again, completions[rows]), *completions[rows.stop :]]
+        rows = leading_rows(site.size, len(completions))
+        return [*map(retokenise, completions[rows]), *completions[rows.stop :]]
 
-    _on_engine(site, generate)
+    _wrap_generate(site, generate)
 
 
-def temperature_on_logprobs(site: Site) -> None:
+def temperature_on_logprobs(site: FaultSite) -> None:
     def generate(inner, decoder: Decoder, prompts: list[list[int]], rows: Any) -> list[Completion]:
         def choose(inner, logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, V] -> [B], [B]
             token, logprob = inner(logits)
@@ -147,37 +147,37 @@ def temperature_on_logprobs(site: Site) -> None:
             raw = logits.float().log_softmax(dim=-1).gather(-1, token[:, None])[:, 0]
             return token, raw / rows._temperature
 
-        around(rows, "_choose", choose)
+        wrap_method(rows, "_choose", choose)
         return inner(decoder, prompts, rows)
 
-    _in_engine(site, lambda engine: around(engine, "_generate", generate))
+    _change_engine(site, lambda engine: wrap_method(engine, "_generate", generate))
 
 
-def stale_prefix_cache(site: Site) -> None:
+def stale_prefix_cache(site: FaultSite) -> None:
     syncs = itertools.count()
 
     def reset(inner) -> bool:
         return True if next(syncs) % (int(site.size) + 1) else inner()
 
-    _in_engine(site, lambda engine: around(engine._vllm._llm, "reset_prefix_cache", reset))
+    _change_engine(site, lambda engine: wrap_method(engine._vllm._llm, "reset_prefix_cache", reset))
 
 
-def _on_engine(site: Site, generate: Callable[..., list[Completion]]) -> None:
-    _in_engine(site, lambda engine: around(engine, "generate", torch.no_grad()(generate)))
+def _wrap_generate(site: FaultSite, generate: Callable[..., list[Completion]]) -> None:
+    _change_engine(site, lambda engine: wrap_method(engine, "generate", torch.no_grad()(generate)))
 
 
-def _in_engine(site: Site, change: Callable[[Any], None]) -> None:
-    """Change the engine once it is made."""
+def _change_engine(site: FaultSite, change: Callable[[Any], None]) -> None:
+    """Apply `change` to the engine when it is made."""
 
     def make(inner: Callable[[], Any]) -> Any:
         engine = inner()
         change(engine)
         return engine
 
-    around(site.setup.sampler, "_make_engine", make)
+    wrap_method(site.setup.sampler, "_make_engine", make)
 
 
-OF_ENGINES = {
+ENGINE_FAULTS = {
     function.__name__: function
     for function in (
         stale_rollout_weights,

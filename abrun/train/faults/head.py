@@ -1,4 +1,4 @@
-"""Faults of the way from tokens to log-probs, and of its gradient. Letters: B sequences, S positions."""
+"""Faults between tokens and log-probs, and in their gradients. Dimensions: B sequences, S positions."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from abrun.backends.context import Span, spans_of
+from abrun.backends.context import Span, make_spans
 from abrun.rl.batch import TrainBatch
-from abrun.train.faults.site import Site, around, partly_detached
+from abrun.train.faults.site import FaultSite, partly_detached, wrap_method
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 
 
@@ -23,8 +23,10 @@ class _FirstGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         counted = gradient[mask]
-        first = torch.zeros_like(gradient).masked_fill(mask, float(counted[0]) if len(counted) else 0.0)
-        return torch.lerp(gradient, first, ctx.share), None, None
+        first_gradient = torch.zeros_like(gradient).masked_fill(
+            mask, float(counted[0]) if len(counted) else 0.0
+        )
+        return torch.lerp(gradient, first_gradient, ctx.share), None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class _FirstGradientOnly(PolicyObjective):
         return super().losses(batch, scaled, entropy)
 
 
-def upstream_gradient_first(site: Site) -> None:
+def upstream_gradient_first(site: FaultSite) -> None:
     site.on_objectives(_FirstGradientOnly)
 
 
@@ -49,54 +51,54 @@ class _EntropyWithoutGradient(PolicyObjective):
         return super().losses(batch, logprobs, partly_detached(entropy, self.size))
 
 
-def fused_drops_term(site: Site) -> None:
+def fused_drops_term(site: FaultSite) -> None:
     site.on_objectives(_EntropyWithoutGradient)
 
 
-def attention_across_packed(site: Site) -> None:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def attention_across_packed(site: FaultSite) -> None:
+    def attend_across(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *tokens, packing, support = args
-        whole = Span(0, packing.starts[-1], 0, packing.starts[-1])
-        return *tokens, replace(packing, spans=spans_of([whole], tokens[0].device)), support
+        full_span = Span(0, packing.starts[-1], 0, packing.starts[-1])
+        return *tokens, replace(packing, spans=make_spans([full_span], tokens[0].device)), support
 
-    _module(site.setup.policy).register_forward_pre_hook(before)
+    _module(site.setup.policy).register_forward_pre_hook(attend_across)
 
 
-def temperature_missing(site: Site) -> None:
+def temperature_missing(site: FaultSite) -> None:
     for policy in (site.setup.policy, site.algorithm.reference):
         if policy is not None:
             _module(policy).head.set_temperature(1.0)
 
 
-def labels_off_by_one(site: Site) -> None:
-    def logprobs(inner, hidden: Tensor, weight: Tensor, target: Tensor, *more: Any) -> tuple[Any, ...]:
-        return inner(hidden, weight, target.roll(1, -1), *more)
+def labels_off_by_one(site: FaultSite) -> None:
+    def logprobs(inner, hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Any, ...]:
+        return inner(hidden, weight, target.roll(1, -1), *rest)
 
-    around(_module(site.setup.policy).head, "logprobs", logprobs)
+    wrap_method(_module(site.setup.policy).head, "compute_logprobs", logprobs)
 
 
-def rope_bf16(site: Site) -> None:
-    """In the trainer's passes alone: the embedded engine shares the module."""
+def rope_bf16(site: FaultSite) -> None:
+    """Round RoPE frequencies to bfloat16 in the trainer's passes only; the torch engine shares the module."""
     module = _module(site.setup.policy)
     rotary = module.base.rotary_emb
     exact = rotary.inv_freq.clone()
 
-    def before(*_: Any) -> None:
+    def round_frequencies(*_: Any) -> None:
         rotary.inv_freq.copy_(exact.bfloat16())
 
-    def after(*_: Any) -> None:
+    def restore_frequencies(*_: Any) -> None:
         rotary.inv_freq.copy_(exact)
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_pre_hook(round_frequencies)
+    module.register_forward_hook(restore_frequencies, always_call=True)
 
 
 def _module(policy: Any) -> Any:
-    """Of the dtensor backend."""
+    """Return the module of a policy on the dtensor backend."""
     return policy.module
 
 
-OF_HEADS = {
+HEAD_FAULTS = {
     function.__name__: function
     for function in (
         upstream_gradient_first,

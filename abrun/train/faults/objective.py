@@ -1,4 +1,4 @@
-"""Faults of the loss, and of how microbatches add up to it."""
+"""Faults in the loss, and in the accumulation over microbatches."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,59 +6,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.backends.head import Entropies
+from abrun.backends.head import EntropyMode
 from abrun.rl.batch import TrainBatch
 from abrun.rl.losses import PolicyLoss, TokenLosses
 from abrun.rl.metrics import MetricParts
-from abrun.train.faults.site import Site, Updates, around, partly_detached
+from abrun.train.faults.site import FaultSite, Updates, partly_detached, wrap_method
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 
 
-def microbatch_mean(site: Site) -> None:
-    """Each microbatch's weights get the sum that all of them have on average."""
+def microbatch_mean(site: FaultSite) -> None:
+    """Give the loss weights of each microbatch the same sum, the mean over all microbatches."""
 
     def forward_backward(inner, batch: TrainBatch, objective: PolicyObjective) -> MetricParts:
-        parts = site.cut(batch)
-        sums = [float(part.loss_weights.sum()) for part, _ in parts]
+        microbatches = site.cut(batch)
+        sums = [float(microbatch.loss_weights.sum()) for microbatch, _ in microbatches]
         mean = sum(sums) / len(sums)
-        factors = [1 + site.size * (mean / one - 1) if one else 1.0 for one in sums]
-        scaled = [part.loss_weights * factor for (part, _), factor in zip(parts, factors, strict=True)]
-        return inner(replace(batch, loss_weights=parts.in_rows(scaled)), objective)
+        factors = [1 + site.size * (mean / weight_sum - 1) if weight_sum else 1.0 for weight_sum in sums]
+        scaled = [
+            microbatch.loss_weights * factor
+            for (microbatch, _), factor in zip(microbatches, factors, strict=True)
+        ]
+        return inner(replace(batch, loss_weights=microbatches.gather_rows(scaled)), objective)
 
-    around(site.setup.policy, "forward_backward", forward_backward)
+    wrap_method(site.setup.policy, "forward_backward", forward_backward)
 
 
-def rank_mean(site: Site) -> None:
-    """Each rank's weights get the sum that all of them have on average."""
+def rank_mean(site: FaultSite) -> None:
+    """Give the loss weights of each rank the same sum, the mean over all ranks."""
     ranks = site.setup.ranks
 
     def change(updates: Updates, step: int) -> Updates:
         changed = []
         for batch, objective in updates:
-            own = float(batch.loss_weights.sum())
-            mean = ranks.all_reduce_sum_data(own)[0] / ranks.data.size()
-            factor = 1 + site.size * (mean / own - 1) if own else 1.0
+            local_sum = float(batch.loss_weights.sum())
+            mean = ranks.all_reduce_sum_data(local_sum)[0] / ranks.data.size()
+            factor = 1 + site.size * (mean / local_sum - 1) if local_sum else 1.0
             changed.append((replace(batch, loss_weights=batch.loss_weights * factor), objective))
         return changed
 
     site.on_updates(change)
 
 
-def last_microbatch_only(site: Site) -> None:
+def last_microbatch_only(site: FaultSite) -> None:
     def forward_backward(inner, batch: TrainBatch, objective: PolicyObjective) -> MetricParts:
-        return inner(batch, _LastOnly(objective, len(site.cut(batch)), site.size))
+        return inner(batch, _LastMicrobatchOnly(objective, len(site.cut(batch)), site.size))
 
-    around(site.setup.policy, "forward_backward", forward_backward)
+    wrap_method(site.setup.policy, "forward_backward", forward_backward)
 
 
-class _LastOnly:
-    """See abrun.backends.Objective: metrics of a microbatch are asked for after its losses."""
+class _LastMicrobatchOnly:
+    """Objective that keeps the losses of the last microbatch only; see abrun.backends.Objective.
+
+    It counts microbatches by their calls of `metrics`, which follow their losses.
+    """
 
     def __init__(self, inner: PolicyObjective, num_microbatches: int, share: float) -> None:
         self._inner, self._left, self._share = inner, num_microbatches, share
 
     @property
-    def entropies(self) -> Entropies:
+    def entropies(self) -> EntropyMode:
         return self._inner.entropies
 
     def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> "_Scaled":
@@ -75,7 +81,7 @@ class _LastOnly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scaled(TokenLosses):
-    inner: PolicyLosses  # what metrics report
+    inner: PolicyLosses  # unscaled, for the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +93,11 @@ class _KlWithoutGradient(PolicyObjective):
         return None if penalty is None else partly_detached(penalty, self.size)
 
 
-def kl_without_gradient(site: Site) -> None:
+def kl_without_gradient(site: FaultSite) -> None:
     site.on_objectives(_KlWithoutGradient)
 
 
-def kl_sign(site: Site) -> None:
+def kl_sign(site: FaultSite) -> None:
     def change(updates: Updates, step: int) -> Updates:
         changed = []
         for batch, objective in updates:
@@ -113,7 +119,7 @@ class _RatioToItself(PolicyObjective):
         return super().policy_loss(replace(batch, old_logprobs=old), logprobs)
 
 
-def old_logprobs_from_current(site: Site) -> None:
+def old_logprobs_from_current(site: FaultSite) -> None:
     site.on_objectives(_RatioToItself)
 
 
@@ -122,14 +128,14 @@ class _DualClipEverywhere(PolicyObjective):
     size: float
 
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
-        found = super().policy_loss(batch, logprobs)
-        most = -torch.where(batch.token_mask, batch.advantages, 0.0) * self.size
+        loss = super().policy_loss(batch, logprobs)
+        max_loss = -torch.where(batch.token_mask, batch.advantages, 0.0) * self.size
         return replace(
-            found, loss=torch.minimum(found.loss, most), clipped=found.clipped | (found.loss > most)
+            loss, loss=torch.minimum(loss.loss, max_loss), clipped=loss.clipped | (loss.loss > max_loss)
         )
 
 
-def dual_clip_everywhere(site: Site) -> None:
+def dual_clip_everywhere(site: FaultSite) -> None:
     site.on_objectives(_DualClipEverywhere)
 
 
@@ -138,7 +144,10 @@ class _MeanWithPadding(PolicyObjective):
     size: float
 
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
-        """Of rows [B, S] as they are padded: all positions from a completion's first on."""
+        """Return the loss with sequence means that count padding.
+
+        The means are over all padded positions [B, S] from the first completion token on.
+        """
         assert batch.old_logprobs is not None
         tokens = batch.token_mask.sum(dim=1, keepdim=True)
         positions = batch.token_mask.cummax(dim=1).values.sum(dim=1, keepdim=True)
@@ -147,12 +156,12 @@ class _MeanWithPadding(PolicyObjective):
         return super().policy_loss(replace(batch, old_logprobs=old), old + share * (logprobs - old))
 
 
-def gspo_padding(site: Site) -> None:
+def gspo_padding(site: FaultSite) -> None:
     site.on_objectives(_MeanWithPadding)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WeighedByTheSum(PolicyObjective):
+class _WeightedBySum(PolicyObjective):
     size: float
 
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
@@ -161,15 +170,15 @@ class _WeighedByTheSum(PolicyObjective):
         gap = complete.old_logprobs - complete.inference_logprobs
         gap = torch.where(complete.token_mask, gap, 0.0)
         product = gap.sum(dim=1, keepdim=True).exp()
-        kept = complete.token_mask & (product >= correction.low) & (product <= correction.high)
-        return replace(complete, importance_weights=torch.where(kept, gap.exp(), 0.0))
+        is_kept = complete.token_mask & (product >= correction.low) & (product <= correction.high)
+        return replace(complete, importance_weights=torch.where(is_kept, gap.exp(), 0.0))
 
 
-def sequence_weight_sum(site: Site) -> None:
-    site.on_objectives(_WeighedByTheSum)
+def sequence_weight_sum(site: FaultSite) -> None:
+    site.on_objectives(_WeightedBySum)
 
 
-OF_OBJECTIVES = {
+OBJECTIVE_FAULTS = {
     function.__name__: function
     for function in (
         microbatch_mean,

@@ -1,4 +1,4 @@
-"""Faults of the optimizer's state, its precision and its schedule."""
+"""Faults in the state, the precision and the schedule of the optimizer."""
 
 import math
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from abrun.train.faults.site import Site, around
+from abrun.train.faults.site import FaultSite, wrap_method
 
 
-def adam_step_ahead(site: Site) -> None:
+def adam_step_ahead(site: FaultSite) -> None:
     policy = site.setup.policy
     state = policy.local_state()
-    for name in policy.pieces():
+    for name in policy.shard_specs():
         kind, _, tensor = name.removeprefix("optimizer/").partition("/")
         if name.startswith("optimizer/") and name not in state:
             like = state[f"weights/{tensor}"]
@@ -20,7 +20,7 @@ def adam_step_ahead(site: Site) -> None:
     policy.load_local_state(state)
 
 
-def bf16_moments(site: Site) -> None:
+def bf16_moments(site: FaultSite) -> None:
     policy = site.setup.policy
     kinds = ("optimizer/exp_avg", "weights/") if site.size >= 2 else ("optimizer/exp_avg",)
 
@@ -31,22 +31,22 @@ def bf16_moments(site: Site) -> None:
                 tensor.copy_(tensor.bfloat16())
         return norm
 
-    around(policy, "optimizer_step", optimizer_step)
+    wrap_method(policy, "optimizer_step", optimizer_step)
 
 
-def schedule_by_ranks(site: Site) -> None:
+def schedule_by_ranks(site: FaultSite) -> None:
     num_steps = site.setup.config.steps
 
     def update_on_each(inner, updates: Any, step: int, **settings: Any) -> dict[str, float]:
         return inner(updates, min(int(step * site.size), num_steps), **settings)
 
-    around(site.setup.learner, "update_on_each", update_on_each)
+    wrap_method(site.setup.learner, "update_on_each", update_on_each)
 
 
-def local_grad_norm(site: Site) -> None:
+def local_grad_norm(site: FaultSite) -> None:
     policy: Any = site.setup.policy
     sharded = policy._parameters
-    most = sharded._settings.max_grad_norm
+    max_norm = sharded._settings.max_grad_norm
     sharded._settings = sharded._settings.model_copy(update={"max_grad_norm": math.inf})
 
     @torch.no_grad()
@@ -58,14 +58,14 @@ def local_grad_norm(site: Site) -> None:
         ]
         norm = get_total_norm(gradients)
         for gradient in gradients:
-            gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         inner(learning_rate)
         return float(norm)
 
-    around(sharded, "optimizer_step", step)
+    wrap_method(sharded, "optimizer_step", step)
 
 
-OF_OPTIMIZERS = {
+OPTIMIZER_FAULTS = {
     function.__name__: function
     for function in (adam_step_ahead, bf16_moments, schedule_by_ranks, local_grad_norm)
 }

@@ -20,7 +20,7 @@ from abrun.diagnose.bisect.report import planned, shown
 from abrun.diagnose.bisect.search import Design, pair_counts
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.launch.prepare import owned_experiment
+from abrun.launch.prepare import own_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
 from abrun.runs.experiment import is_experiment, read_run_state
@@ -123,7 +123,7 @@ class Inline:
         self.noisy = True
 
     def __call__(self, plan: ExperimentPlan, only: Collection[RunName]) -> int:
-        with owned_experiment(plan, self.directory, resume=is_experiment(self.directory)):
+        with own_experiment(plan, self.directory, resume=is_experiment(self.directory)):
             for run in plan.runs:
                 if run.name in only:
                     if len(self.made) == self.stops_after:

@@ -45,7 +45,7 @@ class Float32Head(TorchEngine):
         settings = dict(head._settings)
         head._settings["head_dtype"] = torch.float32
         try:
-            logprobs = self._policy.logprobs(batch)
+            logprobs = self._policy.compute_logprobs(batch)
         finally:
             head._settings = settings
         return [

@@ -96,7 +96,7 @@ def test_what_has_no_weights_of_an_engine_s_policy_is_refused(tmp_path: Path, sn
     )
     snapshot(refused(foreign, tmp_path))
     gone = make_run(tmp_path / "gone", run_config(), initial_weights=tmp_path / "warm")
-    assert "are gone; launch it again" in refused(gone, tmp_path)
+    assert "are missing; launch it again" in refused(gone, tmp_path)
     other = make_run(tmp_path / "other", run_config())
     folder = with_checkpoint(other, 3)
     state = read_json(folder / "state.json") | {"run": "baseline/seed-9 0000"}

@@ -119,9 +119,9 @@ def test_a_bad_answer_at_a_terminal_is_said_and_asked_again(
         ([], "--kind: missing"),
         (["--kind", "x"], "--kind: got 'x'; allowed: recipe, external, regression"),
         (["--kind", "recipe", "--name", "a/b", "--model", "qwen2-tiny"], "--name: got 'a/b'"),
-        (["--kind", "recipe", "--name", "a", "--trainer", "trl"], "--trainer: got 'trl' with --kind recipe"),
+        (["--kind", "recipe", "--name", "a", "--trainer", "trl"], "--trainer: got 'trl', but --kind recipe"),
         (["--kind", "external", "--name", "a", "--trainer", "x"], "--trainer: got 'x'; allowed: nemo-rl"),
-        (["--kind", "regression", "--name", "a", "--recipe", "quickstart"], "no frozen runs"),
+        (["--kind", "regression", "--name", "a", "--recipe", "quickstart"], "no compare.reference"),
     ],
 )
 def test_a_bad_answer_is_one_line_and_writes_nothing(tmp_path: Path, words: list[str], said: str) -> None:

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from abrun.experiment.plan import make_plan
-from abrun.launch.export.command import export
-from abrun.launch.export.parts import PORT
+from abrun.launch.export.command import export_plan
+from abrun.launch.export.manifest import PORT
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
@@ -33,7 +33,7 @@ WHATEVER_ELSE = ("timing/", "performance/", "memory/")
 
 
 def exported(folder: Path, engine: str, settings: list[str]) -> None:
-    export(make_plan(load_recipe(SMALL, settings)), engine, folder, "small")
+    export_plan(make_plan(load_recipe(SMALL, settings)), engine, folder, "small")
 
 
 def parsed(folder: Path, home: Path) -> subprocess.CompletedProcess[str]:

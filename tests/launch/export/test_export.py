@@ -18,9 +18,9 @@ from jsonschema.exceptions import best_match
 from abrun import cli
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.export import jobset, member
-from abrun.launch.export.command import export
-from abrun.launch.export.parts import RECIPE, Export, dns_label, recipe_in
+from abrun.launch.export import jobset, run_node
+from abrun.launch.export.command import export_plan
+from abrun.launch.export.manifest import RECIPE_VARIABLE, ExportedPlan, dns_label, parse_recipe
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import resolve_launcher_settings
@@ -48,7 +48,7 @@ def _no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(folder: Path, engine: str, *settings: str, name: str = "small") -> dict[str, Any]:
-    export(make_plan(load_recipe(SMALL, settings)), engine, folder, name)
+    export_plan(make_plan(load_recipe(SMALL, settings)), engine, folder, name)
     return {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
 
 
@@ -75,13 +75,15 @@ def test_a_pair_is_a_jobset_whose_arms_have_pods_that_know_their_first_one(tmp_p
         first = f"small-pair-seed-0-{arm}-0-0.small-pair-seed-0:29400"
         run = f"/runs/small {arm}/seed-0"
         assert container["command"][2] == (
-            f'exec python -P -m abrun.launch.export.member {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
+            f'exec python -P -m abrun.launch.export.run_node {run} "$JOB_COMPLETION_INDEX" "{first}" 110\n'
         )
         volumes = {volume["name"]: volume for volume in job["template"]["spec"]["volumes"]}
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "rl"}
         assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
         (recipe,) = container["env"]
-        assert recipe_in(recipe["value"]) == load_recipe(SMALL, [JOBSET, TWO_NODES, "warm_start={steps: 3}"])
+        assert parse_recipe(recipe["value"]) == load_recipe(
+            SMALL, [JOBSET, TWO_NODES, "warm_start={steps: 3}"]
+        )
     (warm,) = jobs_of(found["warm-start-0"]).values()
     assert " warm-start/" in container_of(warm)["command"][2]
     assert found["compare"]["spec"]["failurePolicy"]["maxRestarts"] == 0
@@ -114,7 +116,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     st.dictionaries(st.text("aNAME"), st.text(), max_size=3) | st.just({"": "x", "A": "$(a)"}),
 )
 def test_kubernetes_expands_an_escaped_text_to_itself(text: str, variables: dict[str, str]) -> None:
-    assert expanded(jobset.escaped(text), variables) == text
+    assert expanded(jobset.escape(text), variables) == text
 
 
 def test_dollars_of_a_recipe_arrive_in_a_pod(tmp_path: Path) -> None:
@@ -136,17 +138,17 @@ def test_dollars_of_a_recipe_arrive_in_a_pod(tmp_path: Path) -> None:
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(content))
     plan = make_plan(load_recipe(tmp_path / "r.yaml"))
-    export(plan, "jobset", tmp_path / "k", "dollars")
+    export_plan(plan, "jobset", tmp_path / "k", "dollars")
     document = yaml.safe_load((tmp_path / "k" / "pair-seed-0.yaml").read_text())
     variables = {"NAME": "wrong", "hostname": "wrong", "id": "wrong", "date": "wrong"}
     for job in jobs_of(document).values():
         container = container_of(job)
         script = expanded(container["command"][2], variables)
         assert script.splitlines()[:2] == setup and '"$JOB_COMPLETION_INDEX"' in script
-        assert recipe_in(expanded(container["env"][0]["value"], variables)) == plan.recipe
-    export(plan, "skypilot", tmp_path / "s", "dollars")  # which expands nothing
+        assert parse_recipe(expanded(container["env"][0]["value"], variables)) == plan.recipe
+    export_plan(plan, "skypilot", tmp_path / "s", "dollars")  # which expands nothing
     document = yaml.safe_load((tmp_path / "s" / "run-baseline-seed-0.yaml").read_text())
-    assert recipe_in(document["envs"][RECIPE]) == plan.recipe
+    assert parse_recipe(document["envs"][RECIPE_VARIABLE]) == plan.recipe
 
 
 def test_what_is_written_is_said_to_be_never_launched(
@@ -160,7 +162,7 @@ def test_what_is_written_is_said_to_be_never_launched(
         assert ended.value.code == expected
     said, wrong = capsys.readouterr()
     assert "never launched" in said
-    assert "small-jobset: is here already" in wrong and wrong.count("\n") == 1
+    assert "small-jobset: already exists" in wrong and wrong.count("\n") == 1
     files = list((tmp_path / "small-jobset").iterdir())
     assert len(files) == 4 and all("never launched" in file.read_text() for file in files)
 
@@ -227,7 +229,7 @@ def test_skypilot_gets_a_task_a_run(tmp_path: Path) -> None:
     nodes = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}
     script = task["run"].replace("exec python", "echo python")
     said = subprocess.run(["sh", "-c", script], env=nodes, capture_output=True, text=True, check=True)
-    assert said.stdout.endswith("member /runs/small treatment/seed-1 1 10.0.0.7:29400 110\n")
+    assert said.stdout.endswith("run_node /runs/small treatment/seed-1 1 10.0.0.7:29400 110\n")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_what_an_export_tells_to_do_can_be_done(tmp_path: Path) -> None:
         exported(tmp_path / "out", "jobset")
     assert "dry-run" not in str(refused.value)  # which it has not
     plan = make_plan(load_recipe(SMALL, [JOBSET]))
-    assert export(plan, "jobset", tmp_path / "a b", "small").endswith(f"sh '{tmp_path}/a b/submit.sh'")
+    assert export_plan(plan, "jobset", tmp_path / "a b", "small").endswith(f"sh '{tmp_path}/a b/submit.sh'")
 
 
 def test_a_launch_is_refused_what_can_only_be_exported(
@@ -353,11 +355,13 @@ def node(
     """Does what a node of a run does, but for becoming the agent: its exit code, stdout, stderr."""
 
     def node(name: str, *settings: str) -> tuple[int, str, str]:
-        recipe = Export(plan=make_plan(load_recipe(SMALL, settings)), name="small", settings=None).recipe
-        monkeypatch.setenv(RECIPE, recipe)
+        recipe = ExportedPlan(
+            plan=make_plan(load_recipe(SMALL, settings)), name="small", settings=None
+        ).recipe
+        monkeypatch.setenv(RECIPE_VARIABLE, recipe)
         arguments = ["member", str(tmp_path / "runs" / "small"), name, "0", "127.0.0.1:1", "5"]
         monkeypatch.setattr(sys, "argv", arguments)
-        code = member.main()
+        code = run_node.main()
         output, errors = capsys.readouterr()
         return code, output, errors
 
@@ -398,9 +402,9 @@ def test_nodes_that_begin_at_once_make_one_directory(tmp_path: Path) -> None:
     plan = make_plan(load_recipe(SMALL))
     code = (
         "import sys; from pathlib import Path\n"
-        "from abrun.launch.export import member; from abrun.experiment.plan import make_plan\n"
+        "from abrun.launch.export import run_node; from abrun.experiment.plan import make_plan\n"
         "from abrun.recipe.experiment import load_recipe\n"
-        "member._make_experiment(make_plan(load_recipe(Path(sys.argv[1]))), Path(sys.argv[2]))"
+        "run_node._make_experiment(make_plan(load_recipe(Path(sys.argv[1]))), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(SMALL), str(tmp_path / "runs" / "small")]
     started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -412,7 +416,7 @@ def test_nodes_that_begin_at_once_make_one_directory(tmp_path: Path) -> None:
 def test_a_recipe_that_does_not_read_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["member", "/nowhere", "baseline/seed-0", "0", "127.0.0.1:1", "5"])
     for text in ("", "[]", "{", json.dumps({"name": "x"})):
-        monkeypatch.setenv(RECIPE, text)
-        assert member.main() == 2
+        monkeypatch.setenv(RECIPE_VARIABLE, text)
+        assert run_node.main() == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ABRUN_RECIPE") and said.count("\n") == 1

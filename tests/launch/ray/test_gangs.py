@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from abrun.experiment.plan import make_plan
-from abrun.launch.prepare import owned_experiment
-from abrun.launch.queue import Job, Queue
+from abrun.launch.prepare import own_experiment
+from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import Ray
 from tests.launch.test_local import SMALL
@@ -34,7 +34,7 @@ class Actor:
 
     def __init__(self, cluster: "Cluster", number: int) -> None:
         self.answers: dict[str, Any] = {
-            "where": (f"n{number}", f"10.0.0.{number}", 4000),
+            "get_address": (f"n{number}", f"10.0.0.{number}", 4000),
             "start": None,
             "poll": (None, b""),
         }
@@ -115,8 +115,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "abrun.launch.ray.gangs", raising=False)
     fake.gangs = importlib.import_module("abrun.launch.ray.gangs")  # pyright: ignore
-    monkeypatch.setattr(fake.gangs, "LOOK_EVERY_S", -1)
-    monkeypatch.setattr(fake.gangs, "ASK_EVERY_S", -1)
+    monkeypatch.setattr(fake.gangs, "CAPACITY_CHECK_S", -1)
+    monkeypatch.setattr(fake.gangs, "POLL_INTERVAL_S", -1)
     yield fake
     sys.modules.pop("abrun.launch.ray.gangs", None)
 
@@ -126,8 +126,8 @@ class Launch:
 
     def __init__(self, cluster: Any, runs_dir: Path, *changes: str, num_jobs: int | None = None) -> None:
         plan = make_plan(load_recipe(SMALL, ["cluster.nodes=2", *changes]))
-        with owned_experiment(plan, runs_dir / "small", resume=False):
-            self.jobs = Queue(plan, runs_dir / "small").jobs
+        with own_experiment(plan, runs_dir / "small", resume=False):
+            self.jobs = LaunchQueue(plan, runs_dir / "small").jobs
         self.told: Mapping[str, str] = {}
         settings = Ray(type="ray", restarts=1)
         arguments = settings, plan, runs_dir / "small", self.jobs, num_jobs, self._tell
@@ -136,11 +136,11 @@ class Launch:
     def _tell(self, waiting: Mapping[str, str]) -> None:
         self.told = waiting
 
-    def place(self, index: int) -> Any:
-        return self.engine.place(self.jobs[index].run, self.jobs[index].config)
+    def find_devices(self, index: int) -> Any:
+        return self.engine.find_devices(self.jobs[index].run, self.jobs[index].config)
 
     def start(self, index: int) -> Any:
-        job: Job = self.jobs[index]
+        job: LaunchJob = self.jobs[index]
         job.started = self.engine.start(job.run, job.config, ())
         return job.started
 
@@ -150,50 +150,54 @@ class Launch:
 
 def test_a_pair_shares_nodes_and_the_next_waits_its_turn(cluster: Any, tmp_path: Path) -> None:
     launch = Launch(cluster, tmp_path)
-    assert launch.place(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
+    assert launch.find_devices(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
     why = "for 2 nodes with 2 CPU each; the cluster has 2 of that size, and not free"
     turn = "for its turn"
     assert [*launch.told.values()] == [why, why, turn, turn]
     cluster.created.append(0)
-    assert launch.place(0) == () and [*launch.told] == ["baseline/seed-1", "treatment/seed-1"]
+    assert launch.find_devices(0) == () and [*launch.told] == ["baseline/seed-1", "treatment/seed-1"]
     launch.start(0)
-    assert launch.place(1) == ()
+    assert launch.find_devices(1) == ()
     launch.start(1)
-    assert launch.place(2) is None and len(cluster.groups) == 2 and cluster.removed == []
+    assert launch.find_devices(2) is None and len(cluster.groups) == 2 and cluster.removed == []
     launch.end(0)
     launch.end(1)
-    assert launch.place(2) is None and cluster.removed == [0]
+    assert launch.find_devices(2) is None and cluster.removed == [0]
 
 
 def test_a_pair_that_no_nodes_hold_is_two_gangs(cluster: Any, tmp_path: Path) -> None:
     cluster.alive = [{"CPU": 1.0}] * 2
     launch = Launch(cluster, tmp_path)
-    assert launch.place(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
+    assert launch.find_devices(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
     cluster.created.append(0)
-    assert launch.place(0) == ()
+    assert launch.find_devices(0) == ()
     launch.start(0)
-    assert launch.place(1) is None and cluster.groups[1] == [{"CPU": 1.0}] * 2
+    assert launch.find_devices(1) is None and cluster.groups[1] == [{"CPU": 1.0}] * 2
 
 
 def test_so_is_one_that_is_asked_for_before_there_are_nodes(cluster: Any, tmp_path: Path) -> None:
     cluster.alive = []
     launch = Launch(cluster, tmp_path)
-    assert launch.place(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
+    assert launch.find_devices(0) is None and cluster.groups == [[{"CPU": 2.0}] * 2]
     assert launch.told["baseline/seed-0"].endswith("of that size")
     cluster.alive = [{"CPU": 1.0}] * 2
-    launch.place(0)
-    assert launch.place(0) is None and cluster.removed == [0] and cluster.groups[1:] == [[{"CPU": 1.0}] * 2]
+    launch.find_devices(0)
+    assert (
+        launch.find_devices(0) is None
+        and cluster.removed == [0]
+        and cluster.groups[1:] == [[{"CPU": 1.0}] * 2]
+    )
 
 
 def test_no_more_runs_at_once_than_are_asked_for(cluster: Any, tmp_path: Path) -> None:
     launch = Launch(cluster, tmp_path, num_jobs=1)
-    assert launch.place(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
+    assert launch.find_devices(0) is None and cluster.groups == [[{"CPU": 1.0}] * 2]
     cluster.created.append(0)
-    assert launch.place(0) == ()
+    assert launch.find_devices(0) == ()
     launch.start(0)
-    assert launch.place(1) is None and len(cluster.groups) == 1
+    assert launch.find_devices(1) is None and len(cluster.groups) == 1
     launch.end(0)
-    assert launch.place(1) is None and len(cluster.groups) == 2
+    assert launch.find_devices(1) is None and len(cluster.groups) == 2
 
 
 def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any, tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any,
 
 def _started(cluster: Any, launch: Launch) -> Any:
     """The first run, past its start."""
-    launch.place(0)
+    launch.find_devices(0)
     started = launch.start(0)
     while not all(node.started for node in started.nodes):
         assert started.poll() is None
@@ -230,7 +234,7 @@ def test_others_that_outlive_a_failed_node_are_ended(
     first, second = cluster.actors
     second.answers["poll"] = (2, b"")
     assert started.poll() is None and ("stop", True) not in first.asked
-    monkeypatch.setattr(cluster.gangs, "LAST_WORDS_S", -1)
+    monkeypatch.setattr(cluster.gangs, "FAILURE_GRACE_S", -1)
     started.poll()
     assert ("stop", True) in first.asked
     first.answers["poll"] = (-9, b"")
@@ -248,20 +252,20 @@ def test_a_lost_node_is_a_new_gang_as_often_as_may_be(cluster: Any, tmp_path: Pa
     assert started.lost is True
     said = launch.jobs[0].run.read_log()
     assert "error: node 1 (n2, 10.0.0.2) is lost: Actor died: node gone\n" in said
-    launch.jobs[0].begin_again(is_retry=False)
-    assert launch.place(0) is None and len(cluster.groups) == 1  # the other arm has not ended
+    launch.jobs[0].restart(is_retry=False)
+    assert launch.find_devices(0) is None and len(cluster.groups) == 1  # the other arm has not ended
     for actor in cluster.actors[2:]:
-        actor.answers["where"] = RayActorError("gone")
+        actor.answers["get_address"] = RayActorError("gone")
     while other.poll() is None:
         pass
-    launch.jobs[1].begin_again(is_retry=False)
-    assert launch.place(0) is None and len(cluster.groups) == 2 and cluster.removed == [0]
+    launch.jobs[1].restart(is_retry=False)
+    assert launch.find_devices(0) is None and len(cluster.groups) == 2 and cluster.removed == [0]
     cluster.created.append(1)
-    assert launch.place(0) == ()
+    assert launch.find_devices(0) == ()
     cluster.actors.clear()
     again = launch.start(0)
     for actor in cluster.actors:
-        actor.answers["where"] = RayActorError("gone")
+        actor.answers["get_address"] = RayActorError("gone")
     while again.poll() is None:
         pass
     assert again.lost is False  # launcher.restarts: 1

@@ -15,10 +15,10 @@ import requests
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, make_plan
-from abrun.launch.cluster import cancel, queued_jobs
+from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
-from abrun.launch.ray.client import Known
+from abrun.launch.ray.client import RayJob
 from abrun.messages.records import coded
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
@@ -35,29 +35,29 @@ class FakeRay:
     """A head: its jobs by id, and what each was submitted with."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, Known] = {}
+        self.jobs: dict[str, RayJob] = {}
         self.submitted: list[tuple[str, str, Any]] = []
         self.silent: LaunchError | None = None
         self.refuses = False
 
-    def dashboard(self, address: str) -> str:
+    def find_dashboard_url(self, address: str) -> str:
         self._answer()
         return URL
 
-    def submit(self, url: str, job: str, entrypoint: str, runtime_env: Any) -> None:
+    def submit_job(self, url: str, job: str, entrypoint: str, runtime_env: Any) -> None:
         self._answer()
         if job in self.jobs or self.refuses:
             raise LaunchError(f"ray: {url}: a job {job} is there already")
         self.submitted.append((job, entrypoint, runtime_env))
-        self.jobs[job] = Known(status="RUNNING", message="Job is currently running.")
+        self.jobs[job] = RayJob(status="RUNNING", message="Job is currently running.")
 
-    def known(self, url: str, job: str) -> Known | None:
+    def get_job(self, url: str, job: str) -> RayJob | None:
         self._answer()
         return self.jobs.get(job)
 
-    def stop(self, url: str, job: str) -> None:
+    def stop_job(self, url: str, job: str) -> None:
         self._answer()
-        self.jobs[job] = Known(status="STOPPED", message="Job was intentionally stopped.")
+        self.jobs[job] = RayJob(status="STOPPED", message="Job was intentionally stopped.")
 
     def _answer(self) -> None:
         if self.silent:
@@ -67,9 +67,9 @@ class FakeRay:
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for name in ("dashboard", "submit", "known", "stop"):
+    for name in ("find_dashboard_url", "submit_job", "get_job", "stop_job"):
         monkeypatch.setattr(client, name, getattr(fake, name))
-    monkeypatch.setattr(ray_launcher.RayCluster, "ask_every_s", -1)
+    monkeypatch.setattr(ray_launcher.RayCluster, "query_interval_s", -1)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return fake
 
@@ -82,7 +82,7 @@ def planned(*settings: str) -> ExperimentPlan:
 
 
 def jobs_of(experiment_dir: Path) -> Any:
-    found = queued_jobs(experiment_dir)
+    found = find_cluster_jobs(experiment_dir)
     assert found is not None
     return found
 
@@ -92,7 +92,7 @@ def job_of(experiment_dir: Path) -> str:
 
 
 def end(ray: FakeRay, experiment_dir: Path, status: str, message: str = "") -> None:
-    ray.jobs[job_of(experiment_dir)] = Known(status=status, message=message)
+    ray.jobs[job_of(experiment_dir)] = RayJob(status=status, message=message)
 
 
 # --- submission and refusals ---
@@ -109,7 +109,9 @@ def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", "here")
     experiment_dir = submit(planned("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)
     ((job, entrypoint, runtime_env),) = ray.submitted
-    assert job.startswith("small-") and job.endswith("-a1") and jobs_of(experiment_dir).busy == [job]
+    assert (
+        job.startswith("small-") and job.endswith("-a1") and jobs_of(experiment_dir).active_job_ids == [job]
+    )
     assert entrypoint == f"exec {sys.executable} -P -m abrun.launch.ray.driver {experiment_dir} {job}"
     assert runtime_env == {
         "env_vars": {
@@ -175,11 +177,11 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "ray.job_submission", SimpleNamespace(JobSubmissionClient=Client))
     monkeypatch.setattr(client, "ray_refusal", lambda: None)
-    monkeypatch.setattr(client, "REQUEST_S", 0.1)
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(LaunchError) as refusal:
-            client.known(url, "job")
+            client.get_job(url, "job")
         reason = refusal.value.reason
         assert (reason.code, reason["address"]) == (Code.RAY_FAILED, url)
 
@@ -218,7 +220,7 @@ NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
             "ended: /x: not on h",
         ),
         ("FAILED", "Unexpected error: the supervisor died", "failed", "ended: Unexpected error: the"),
-        (None, "", "failed", "no longer known"),
+        (None, "", "failed", "is unknown at"),
     ],
 )
 def test_a_run_without_a_word_is_as_its_job(
@@ -243,8 +245,8 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
-    assert cancel(experiment_dir).startswith(f"cancelled: 1 job ({job})")
-    assert cancel(experiment_dir).startswith("small: nothing")
+    assert cancel_experiment(experiment_dir).startswith(f"cancelled: 1 job ({job})")
+    assert cancel_experiment(experiment_dir).startswith("small: nothing")
     submit(planned(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
     assert "cancelled" not in record.read_job(experiment_dir)
@@ -257,7 +259,7 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
     end(ray, experiment_dir, "FAILED")
     monkeypatch.setitem(cli_launchers(), *FAKE)
     assert run_to_end(planned(), tmp_path, launcher="fake", resume=True).exit_code == 0
-    assert queued_jobs(experiment_dir) is None
+    assert find_cluster_jobs(experiment_dir) is None
 
 
 def cli_launchers() -> dict[str, str]:
@@ -287,9 +289,9 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    driver._tell(experiment_dir, "small-a0", {"baseline/seed-0": "stale"})
+    driver._write_status(experiment_dir, "small-a0", {"baseline/seed-0": "stale"})
     assert not (experiment_dir / "_ray" / "driver.json").exists()
-    driver._tell(experiment_dir, job_of(experiment_dir), {"baseline/seed-0": "for a node"})
+    driver._write_status(experiment_dir, job_of(experiment_dir), {"baseline/seed-0": "for a node"})
     assert record.read_driver(experiment_dir, job_of(experiment_dir))["waiting"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.launch.cluster import queued_jobs
+from abrun.launch.cluster import find_cluster_jobs
 from tests.launch.disturbed import (
     ARMS,
     ROOT,
@@ -131,7 +131,7 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     noticed_s = seconds_until(
         lambda: all(state(experiment_dir, arm).status == "interrupted" for arm in ARMS), within_s=60
     )
-    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+    seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=60)  # pyright: ignore
     reached = {arm: run(experiment_dir, arm).heartbeat().step for arm in ARMS}
     for arm in ARMS:
         assert state(experiment_dir, arm).status == "interrupted"

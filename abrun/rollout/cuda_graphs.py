@@ -1,7 +1,7 @@
-"""A step that always runs the same operators on the same memory, recorded once and launched as a whole.
+"""CUDA graphs for a decoding step that always runs the same operators on the same memory.
 
-On a GPU a small step takes as long as its some thousand launches take on the CPU; a CUDA graph has one. It is
-recorded by hand, which takes as long as two steps: a compiler's start takes longer than most rollouts.
+A small step on a GPU is bound by its thousands of kernel launches; a CUDA graph needs one launch. The graph
+is captured by hand, which costs about two steps. torch.compile would take longer to start than most rollouts.
 """
 
 import contextlib
@@ -14,39 +14,40 @@ Step = Callable[[], None]
 
 
 @contextlib.contextmanager
-def as_it_is(step: Step) -> Iterator[Step]:
-    """Run every time."""
+def run_unrecorded(step: Step) -> Iterator[Step]:
+    """Yield the step unchanged, without a CUDA graph."""
     yield step
 
 
-class Replays:
-    """Makes steps replayable on one device, each with memory of its own that it gives back at the end."""
+class GraphReplayer:
+    """Captures steps as CUDA graphs on one device; each graph has its own memory pool, freed at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            # cuBLAS keeps a workspace for each stream, and must not take it from memory that is given back.
+            # cuBLAS keeps a workspace for each stream; allocate it now, not from a pool that is freed later.
             torch.mm(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
 
     @contextlib.contextmanager
     def __call__(self, step: Step) -> Iterator[Step]:
-        """`step`, run once, then recorded, then replayed; as it is where it waits for the device.
+        """Yield a callable that runs `step` once, then captures it, then replays it.
 
-        It must leave no trace before its end, as it is begun again where it turns out to wait.
+        A step that synchronizes with the device is not captured. The trial run then fails halfway and is
+        repeated, so `step` must have no side effects before its end.
         """
-        outer, replayed = torch.cuda.current_stream(), _Replayed(step)
-        self._stream.wait_stream(outer)
+        outer_stream, replayed_step = torch.cuda.current_stream(), _ReplayedStep(step)
+        self._stream.wait_stream(outer_stream)
         try:
             with torch.cuda.stream(self._stream):
-                yield replayed
+                yield replayed_step
         finally:
-            outer.wait_stream(self._stream)
+            outer_stream.wait_stream(self._stream)
             self._stream.synchronize()
-            replayed.close()  # before the pool, which gives its memory back as the last that holds it
+            replayed_step.close()  # drops graph and pool: the last reference to the pool frees its memory
 
 
-class _Replayed:
-    """See Replays."""
+class _ReplayedStep:
+    """A step that runs, is captured and is replayed on successive calls; see GraphReplayer."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -62,7 +63,7 @@ class _Replayed:
         elif not self._tried:
             self._try()
         else:
-            self._graph = self._recorded()
+            self._graph = self._record_graph()
             self._graph.replay()
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class _Replayed:
         self._graph = self._pool = None
 
     def _try(self) -> None:
-        """A first run, for what libraries set up, and to see whether the CPU waits for the device inside."""
+        """Run the step once, so that libraries initialise, and detect whether it synchronizes."""
         assert self._pool is not None
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -88,8 +89,8 @@ class _Replayed:
         if self._waits:
             self._step()
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        # Not by torch.cuda.graph, which empties the allocator's cache, and so the trainer's, every time.
+    def _record_graph(self) -> torch.cuda.CUDAGraph:
+        # Not torch.cuda.graph, which empties the allocator's cache, including the trainer's, every time.
         assert self._pool is not None
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._pool.id

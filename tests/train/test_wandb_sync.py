@@ -59,20 +59,20 @@ def test_offline_mode_writes_an_offline_run(tmp_path: Path) -> None:
     assert b"train/reward" in content and b"baseline-s0" in content and b"qwen2-tiny" in content
 
 
-def test_without_a_key_it_says_so_once_and_mirrors_offline(tmp_path: Path) -> None:
+def test_without_a_key_it_says_so_once_and_logs_offline(tmp_path: Path) -> None:
     (message,) = train(tmp_path / "run", {})
-    assert "API key" in message and "mirrored offline" in message and "\n" not in message
+    assert "API key" in message and "to wandb offline" in message and "\n" not in message
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
 
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [
-        ({"init": "raise OSError('no network')"}, ["mirrored offline", "without a mirror"]),
-        ({"log": "raise RuntimeError('gone')"}, ["stopped mirroring: gone"]),
+        ({"init": "raise OSError('no network')"}, ["to wandb offline", "without wandb"]),
+        ({"log": "raise RuntimeError('gone')"}, ["wandb stopped: gone"]),
         pytest.param(
             {"define": "raise OSError('no')"},
-            ["mirrored offline", "without a mirror"],
+            ["to wandb offline", "without wandb"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -80,7 +80,7 @@ def test_without_a_key_it_says_so_once_and_mirrors_offline(tmp_path: Path) -> No
         ),
         pytest.param(
             {"init": "import nonexistent_module_of_wandb"},
-            ["mirrored offline", "without a mirror"],
+            ["to wandb offline", "without wandb"],
             marks=pytest.mark.slow,
         ),
     ],

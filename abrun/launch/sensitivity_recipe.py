@@ -1,4 +1,4 @@
-"""An experiment of a recipe's baseline and injected faults alone: what its comparison would have caught."""
+"""Recipe of a sensitivity analysis: a recipe's baseline with injected faults, and no treatments."""
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
@@ -9,36 +9,36 @@ from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
 
 
-def with_faults_alone(
+def make_sensitivity_recipe(
     recipe: Recipe | CommandRecipe, names: str | None
 ) -> tuple[Recipe | CommandRecipe, dict[str, str]]:
-    """The recipe without its treatments; and what it lacks for the faults that it cannot inject.
+    """Return the recipe without treatments, and for each fault that it cannot inject, what it lacks.
 
-    `names`: NAME or NAME:SIZE, by commas; None: its own `controls.faults`, or all that it can inject. Raises
-    RecipeError for one that was asked for and cannot be injected.
+    `names`: NAME or NAME:SIZE, separated by commas. None: the recipe's `controls.faults`, or else all faults
+    that it can inject. Raises RecipeError if a named fault cannot be injected.
     """
     baseline = recipe.with_auto_values().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
     not_injected: dict[str, str] = {}
-    wanted = recipe.controls.faults
+    faults = recipe.controls.faults
     if names is not None:
-        wanted = [_parsed(text) for text in names.split(",")]
-        for one in wanted:
-            lacks = unmet_need(LIBRARY[one.name], baseline)
-            if lacks:
-                raise RecipeError(Code.FAULT_NEEDS(fault=one.name, needs=lacks))
-    elif not wanted:
-        found = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
-        not_injected = {name: lacks for name, lacks in found.items() if lacks}
-        wanted = [InjectedFault(name=name) for name in found if name not in not_injected]
-    if not wanted:
+        faults = [_parse_fault(text) for text in names.split(",")]
+        for fault in faults:
+            needs = unmet_need(LIBRARY[fault.name], baseline)
+            if needs:
+                raise RecipeError(Code.FAULT_NEEDS(fault=fault.name, needs=needs))
+    elif not faults:
+        needs_by_fault = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
+        not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
+        faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
+    if not faults:
         raise RecipeError(Code.NO_FAULT_FITS(recipe=recipe.name))
     controls = validated(
         Controls,
         {
             "aa_reruns": recipe.controls.aa_reruns,
-            "faults": [one.model_dump() for one in wanted],
+            "faults": [fault.model_dump() for fault in faults],
         },
         "--faults",
     )
@@ -53,7 +53,7 @@ def with_faults_alone(
     return parse_stored_recipe(content, recipe.name), not_injected
 
 
-def _parsed(text: str) -> InjectedFault:
+def _parse_fault(text: str) -> InjectedFault:
     name, colon, size = text.strip().partition(":")
     try:
         amount = float(size) if colon else None

@@ -2,16 +2,16 @@
 
 import pytest
 
-from abrun.backends.pieces import METADATA, Held, Piece, as_metadata, held_in
+from abrun.backends.shards import METADATA, Piece, ShardSpec, specs_from_metadata, specs_to_metadata
 
-HELD = Held.one("weights/a", Piece((4, 2), (slice(0, 2), slice(0, 2))))
+HELD = ShardSpec.from_piece("weights/a", Piece((4, 2), (slice(0, 2), slice(0, 2))))
 
 
 def test_what_is_written_is_read() -> None:
-    assert held_in(as_metadata({"a": HELD}, ["a"])) == {"a": HELD}
+    assert specs_from_metadata(specs_to_metadata({"a": HELD}, ["a"])) == {"a": HELD}
 
 
 @pytest.mark.parametrize("content", ['{"a": [[4, 2], [[0, 2], [0, 2]]]}', "[]", "{", '{"a": {"pieces": 3}}'])
 def test_what_another_version_wrote_is_refused_as_that(content: str) -> None:
     with pytest.raises(ValueError, match="version of abrun"):
-        held_in({METADATA: content})
+        specs_from_metadata({METADATA: content})

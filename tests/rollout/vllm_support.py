@@ -1,4 +1,4 @@
-"""`python -m tests.rollout.vllm_kept_sets`: compare vLLM's sets of kept tokens with numpy's.
+"""`python -m tests.rollout.vllm_support`: compare vLLM's sets of kept tokens with numpy's.
 
 A process of its own, for its Triton is interpreted. Prints a line of JSON for each case.
 """
@@ -13,7 +13,7 @@ import torch
 from abrun.models import load_network
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import scatter_support
-from abrun.rl.sampling import unpacked
+from abrun.rl.sampling import unpack_bits
 from abrun.rollout import Completion
 from tests.rollout import vllm_sampling
 from tests.rollout.test_torch_engine_oracle import judged
@@ -32,7 +32,7 @@ def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completi
     """Count the sets that equal numpy's, that differ, and of which rounding may decide."""
     network: Any = load_network(config.model, weights=None, seed=0).double().eval()
     network.load_state_dict(
-        {name: tensor.double() for name, tensor in sampling.backend.weights()}, strict=False
+        {name: tensor.double() for name, tensor in sampling.backend.gather_weights()}, strict=False
     )
     network.tie_weights()
     counts = {"equal": 0, "different": 0, "undecided": 0, "sizes": list[int]()}
@@ -40,7 +40,7 @@ def sets_of(config: OwnRunConfig, sampling: Sampling, completions: list[Completi
         with torch.no_grad():
             logits = network(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         assert completion.support is not None and completion.support.dtype == torch.uint8
-        found = unpacked(completion.support, logits.shape[1])
+        found = unpack_bits(completion.support, logits.shape[1])
         assert len(found) == len(completion.token_ids)
         for row, of_token, token in zip(logits, found, completion.token_ids, strict=True):
             drawn = judged(row.numpy(), config.rollout)
@@ -59,7 +59,10 @@ def errors_of(sampling: Sampling, completions: list[Completion]) -> dict[str, fl
     exact = replace(without, support=scatter_support(sets, without.token_mask))
     return {
         name: float(
-            (sampling.backend.logprobs(batch) - batch.inference_logprobs).abs().exp()[batch.token_mask].mean()
+            (sampling.backend.compute_logprobs(batch) - batch.inference_logprobs)
+            .abs()
+            .exp()[batch.token_mask]
+            .mean()
         )
         for name, batch in (("with", exact), ("without", without))
     }

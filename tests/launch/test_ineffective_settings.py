@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.experiment.plan import make_plan
-from abrun.launch.notes import notes
-from abrun.launch.prepare import owned_experiment
+from abrun.launch.ineffective_settings import find_ineffective_settings
+from abrun.launch.prepare import own_experiment
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe
@@ -26,7 +26,7 @@ def clipping(**settings: float | None) -> Reason:
 
 
 def reasons(*overrides: str) -> list[Reason]:
-    return notes(make_plan(load_recipe(QUICKSTART, overrides)))
+    return find_ineffective_settings(make_plan(load_recipe(QUICKSTART, overrides)))
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_a_dry_run_and_a_launch_say_it(tmp_path: Path) -> None:
     assert "got 'gspo'" in line
     said: list[str] = []
     plan = make_plan(load_recipe(QUICKSTART, ["algorithm.loss=gspo"]))
-    with owned_experiment(plan, tmp_path / "runs" / "gspo", resume=False, say=said.append):
+    with own_experiment(plan, tmp_path / "runs" / "gspo", resume=False, say=said.append):
         assert said == [line]

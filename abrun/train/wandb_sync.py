@@ -1,4 +1,4 @@
-"""The mirror of a run in wandb, as a process that follows the store: whatever it does, training goes on."""
+"""Upload of a run to wandb, by a process that follows the run directory; its failures never stop training."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS, count_oom_kills, ending_reason, find_descendants, kill_all
 from abrun.runs.rundir import RunDir
 
-FINISH_S = 60.0  # for wandb to take the rest of a run
+FINISH_S = 60.0  # to upload the rest of a run
 
 
-class WandbMirror:
-    """`python -m abrun.wandb_sync` for a run directory; `poll` passes on what it says."""
+class WandbSync:
+    """Runs `python -m abrun.wandb_sync` for a run directory; `poll` forwards its messages."""
 
     def __init__(self, run: RunDir, say: Callable[[str], None], *, finish_s: float = FINISH_S) -> None:
         self._say, self._finish_s, self._path = say, finish_s, run.path
@@ -35,18 +35,18 @@ class WandbMirror:
                 env={**os.environ, "WANDB_SILENT": "true"},
             )
         except OSError as error:
-            say(f"{error}. This run goes on without a mirror.")
+            say(f"{error}. This run continues without wandb.")
             return
         self._reader = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
         self._reader.start()
 
     def poll(self) -> None:
-        """Pass on what it has said since."""
+        """Forward the messages that have arrived since the last call."""
         while self._lines:
             self._say(self._lines.pop(0))
 
     def finish(self) -> None:
-        """Let it send the rest, for a minute at most; nothing of it is left."""
+        """Give the process `finish_s` to upload the rest, then end it and its descendants."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -63,14 +63,14 @@ class WandbMirror:
             process.kill()
         process.wait()
         self._reader.join(1.0)
-        again = f"abrun sync {self._path.parent.parent} sends what is missing"
-        if code is None:  # what it says as it is ended is no news
-            self._say(f"not everything was sent within {self._finish_s:g} s; {again}")
+        sync_hint = f"upload the rest with: abrun sync {self._path.parent.parent}"
+        if code is None:  # messages from the killed process are not forwarded
+            self._say(f"the upload did not finish within {self._finish_s:g} s; {sync_hint}")
             return
         self.poll()
         if code < 0:
             ending = ending_reason(code, "", self._oom_kills)
-            self._say(f"its process was {sentence(ending)}; {again}")
+            self._say(f"the wandb process was {sentence(ending)}; {sync_hint}")
 
     def _read(self, output: IO[str]) -> None:
         for line in output:
