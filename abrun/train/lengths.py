@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from abrun.errors import RecipeError
 from abrun.models import Text
-from abrun.models.text import AT_ONCE
+from abrun.models.text import TEXTS_PER_CALL
 from abrun.processes import progress
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.run import OwnRunConfig
@@ -25,8 +25,8 @@ def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: in
     `num_sampled` replaces the length of the completion if it is sampled; 0 uses the example's own
     completions. Examples are tokenized in chunks, because token ids take much more memory than texts.
     """
-    for start in range(0, len(examples), AT_ONCE):
-        chunk = examples[start : start + AT_ONCE]
+    for start in range(0, len(examples), TEXTS_PER_CALL):
+        chunk = examples[start : start + TEXTS_PER_CALL]
         completions = [num_sampled] * len(chunk)
         if not num_sampled:
             chosen = text.encode_completions([example.completion for example in chunk])
