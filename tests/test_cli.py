@@ -181,8 +181,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
-        (["compare", "gone", "--primary", "reward"], "--primary: has a new name; write --claim"),
-        (["compare", "gone", "--looks", "4,8"], "--looks: has a new name; write --interim"),
+        (["compare", "gone", "--primary", "reward"], "--primary was renamed; use --claim"),
+        (["compare", "gone", "--looks", "4,8"], "--looks was renamed; use --interim"),
         (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
         (["status", "gone"], "gone: no experiment here"),
@@ -296,7 +296,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
     code, output, errors = run("launch", SMALL)
     assert code == 1 and errors.startswith("abrun: ") and errors.endswith(": no pair\n")
     assert "treatment/seed-0: failed at step 0/3: the planned failure" in output
-    assert f"Continue with: abrun launch {SMALL} --resume" in output
+    assert f"Resume with: abrun launch {SMALL} --resume" in output
     monkeypatch.delenv("FAKE_TRAINER")
     calls = verdict("MATCH")
     code, output, _ = run("launch", SMALL, "--resume", "--no-compare")
@@ -327,7 +327,7 @@ def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     output, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (130, "")
     assert "stopping 2 runs" in output and "baseline/seed-0: interrupted at step" in output
-    again = f"Stopped. Continue with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
+    again = f"Stopped. Resume with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
     assert output.splitlines()[-1] == again
 
 

@@ -100,7 +100,7 @@ def test_a_launch_whose_comparison_cannot_be_made_exits_with_1_and_says_so(comma
     for more in ((), ("--exit-zero",)):
         code, output, errors = command(*launch, "--resume", *more)
         assert code == 1 and errors.startswith("abrun: the comparison ")
-        assert errors.count("\n") == 1 and "Continue with" not in output
+        assert errors.count("\n") == 1 and "Resume with" not in output
 
 
 def test_ctrl_c_during_the_comparison_tells_how_to_continue(
@@ -111,7 +111,7 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
 
     monkeypatch.setattr("abrun.report.comparing.compare_sources", interrupted)
     code, output, _ = command("launch", "curves.yaml", "--jobs", "4", "--exit-zero")
-    assert code == 130 and "Continue with: abrun launch curves.yaml" in output
+    assert code == 130 and "Resume with: abrun launch curves.yaml" in output
 
 
 def begun(name: str) -> set[int]:
