@@ -35,7 +35,7 @@ def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[Reason]:
     arms = [
         arm
         for arm, config in configs.items()
-        if isinstance(config, CommandRunConfig) and not config.trainer.names_seed
+        if isinstance(config, CommandRunConfig) and not config.trainer.uses_seed
     ]
     if arms and len(plan.recipe.seeds) > 1:
         yield Code.COMMANDS_WITHOUT_SEED(arms=arms)

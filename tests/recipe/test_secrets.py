@@ -129,13 +129,13 @@ def test_a_variable_that_is_not_set_is_one_line_before_anything_is_written(
 
 
 def test_a_reference_outside_of_env_is_explained(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"read in trainer.env alone: HF_TOKEN: \$\{HF_TOKEN\}"):
+    with pytest.raises(RecipeError, match=r"read only in trainer.env; add HF_TOKEN: \$\{HF_TOKEN\}"):
         load_recipe(recipe, ["trainer.argv=[train, '${HF_TOKEN}']"])
 
 
 @pytest.mark.parametrize("text", ["${TOKEN:-x}", "${HF-TOKEN}", "${1}", "${A B}"])
 def test_a_reference_of_another_form_is_explained(recipe, text) -> None:
-    with pytest.raises(RecipeError, match=r"env.MODE: got .* a reference is \$\{NAME\}, of letters, digits"):
+    with pytest.raises(RecipeError, match=r"env.MODE: got .* write \$\{NAME\} with letters, digits"):
         load_recipe(recipe, [f"trainer.env.MODE='{text}'"])
 
 
