@@ -142,7 +142,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--seeds", "9" * 5000], "--seeds: got"),
         (["launch", SMALL, "--seeds", "5-2"], "--seeds: got '5-2'"),
         (["launch", SMALL, "--seeds", "0-999999999"], "at most 1000"),
-        (["launch", SMALL, "--seeds", "1,1"], "every seed once"),
+        (["launch", SMALL, "--seeds", "1,1"], "list each seed once"),
         (["launch", SMALL, "--seeds", "3"], "3 is one seed, number 3; for 3 seeds write 0-2, for that"),
         (["launch", SMALL, "--seeds", "3-3"], "an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
