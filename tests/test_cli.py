@@ -307,8 +307,8 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "import abrun.cli; from abrun.recipe.implementations import LAUNCHERS\n"
-        f"LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
+        "import abrun.cli; from abrun.recipe.implementations import LOCAL_LAUNCHERS\n"
+        f"LOCAL_LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", script, "launch", str(SMALL), "--set", "steps=500", "--jobs", "2"],

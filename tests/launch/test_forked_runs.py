@@ -30,7 +30,7 @@ SMALL = Path(__file__).parent / "small.yaml"
 LAUNCHER = """
 import sys
 from pathlib import Path
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from tests.launch.fakes import FAKE_UNDER_AGENT
 from tests.launch.test_copies import launch
 LAUNCHERS.update([FAKE_UNDER_AGENT])
