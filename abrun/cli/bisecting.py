@@ -97,7 +97,7 @@ def bisect(
     directory = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")
     bisection = Bisection(loaded, candidates, environments, design, directory)
     if dry_run:
-        console().print(report.planned(bisection))
+        console().print(report.render_plan(bisection))
         return
     raise typer.Exit(_search(bisection, directory, jobs, keep))
 
@@ -117,7 +117,7 @@ def _search(bisection: "Bisection", directory: Path, jobs: int | None, keep: boo
         if not keep:
             bisection.clean_up()
         raise
-    screen.print(report.shown(bisection, outcome))
+    screen.print(report.render_outcome(bisection, outcome))
     if not keep:
         bisection.clean_up()
     screen.say(f"Details: {directory / FILE}")

@@ -172,7 +172,7 @@ def freeze(
         abrun freeze runs/old --claim 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
-    from abrun.diagnose.ledger.command import ledger_begun_by
+    from abrun.diagnose.ledger.command import ledger_maker
     from abrun.recorded.sources import open_sources, stored_in
     from abrun.report.comparing import freeze_arm
 
@@ -180,7 +180,7 @@ def freeze(
     experiment = open_sources(sources, replace(reading, alone=True), _parse_claims(claim))
     directory = stored_in(sources, runs_dir)
     frozen = arm or experiment.baseline
-    new_ledger = ledger_begun_by(
+    new_ledger = ledger_maker(
         experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
     )
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
@@ -275,8 +275,8 @@ def ledger(
         abrun ledger reference.json --add nightly
     """
     from abrun.diagnose.ledger.command import add_to_ledger
-    from abrun.diagnose.ledger.drift import EXCEEDED, exceeded
-    from abrun.diagnose.ledger.table import ledger_shown
+    from abrun.diagnose.ledger.drift import EXCEEDED, is_over_budget
+    from abrun.diagnose.ledger.table import render_ledger
     from abrun.recorded.reference import load_reference
     from abrun.runs.experiment import find_experiment
 
@@ -286,8 +286,8 @@ def ledger(
     frozen = frozen or load_reference(reference)
     if frozen.ledger is None:
         raise RecipeError(Code.REFERENCE_WITHOUT_LEDGER(reference=reference))
-    console().print(ledger_shown(frozen))
-    raise typer.Exit(EXCEEDED if exceeded(frozen) else 0)
+    console().print(render_ledger(frozen))
+    raise typer.Exit(EXCEEDED if is_over_budget(frozen) else 0)
 
 
 PlannedRecipe = Annotated[

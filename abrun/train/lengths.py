@@ -37,7 +37,7 @@ def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: in
             yield len(prompt) + completion
 
 
-def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
+def check_example_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
     """Raise RecipeError, on all ranks, for a line of a file that is too long for the model. Collective.
 
     It checks the lines for validation and for the steps from `first_step` on. Lines that the tokenizer or a
